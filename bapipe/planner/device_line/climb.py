@@ -12,9 +12,12 @@ from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 
-MIN_ACTIONS, MAX_ACTIONS = 8_000_000, 320_000_000
-"""A walk ends after estimates of as many actions as twice the micro-batches and the square of the devices say, within
-these: up to three seconds."""
+MIN_ACTIONS, MAX_ACTIONS = 800_000, 32_000_000
+"""The walks of the first round end after estimates of as many actions as the micro-batches times a fifth of the square
+of the devices, within these: after up to a third of a second."""
+
+LONG_WALK = 3
+"""A walk from one plan alone is so often doubled."""
 
 MAX_TRIES, MAX_WORSE = 6_000, 1_800
 """Other climbs end after so many neighbours, and after so many in a row without a better one."""
@@ -52,6 +55,30 @@ class Climbs:
         """Returns whether a plan is the start or the end of a climb."""
         return (timed.line, timed.plan) in self._done
 
+    def race(
+        self, starts: Sequence[tuple[DeviceLine, LinePlan]], deadline: Deadline, is_over: Callable[[], bool]
+    ) -> None:
+        """Walks from some plans, then from the better half of what they end at for twice as long, and so on.
+
+        Successive halving (Karnin, Koren and Somekh 2013; Jamieson and Talwalkar 2016). The best of a round is timed.
+
+        Args:
+            starts: plans that `can_walk`.
+        """
+        num_rounds, runners = len(starts).bit_length(), list(starts)
+        for number in range(num_rounds):
+            round_deadline, ends = deadline.share(num_rounds - number), list[tuple[float, DeviceLine, LinePlan]]()
+            for num_left, (line, plan) in zip(range(len(runners), 0, -1), runners, strict=True):
+                if is_over() or deadline.is_over:
+                    break
+                found = self._walk(line, plan, round_deadline.share(num_left), number)
+                ends.append((self.estimate_ns(line, found), line, found))
+            if not ends:
+                return
+            ends.sort(key=lambda end: end[0])
+            self._time(*ends[0][1:])
+            runners = [(line, plan) for _, line, plan in ends[: len(ends) // 2]]
+
     def from_plans(self, plans: Sequence[TimedPlan], deadline: Deadline, is_over: Callable[[], bool]) -> None:
         """Climbs from each of some plans, in an equal share of the time that is left; `is_over` ends simulations."""
         for num_left, timed in zip(range(len(plans), 0, -1), plans, strict=True):
@@ -59,24 +86,36 @@ class Climbs:
 
     def from_plan(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
         """Climbs from a plan, each time by other moves."""
-        line, self._seed = timed.line, self._seed + 1
+        line, estimate = timed.line, self._estimate(timed.line, timed.plan)
         self._done.add((line, timed.plan))
-        estimate = self._estimate(line, timed.plan)
-        if estimate is not None:
-            found = self._estimated(timed, estimate, deadline)
-            self._done.add((line, found))
-            other = self._time(line, found)
-            if other is not None and other.step_ns < timed.step_ns:
-                timed = other
-            if abs(estimate.step_ns(timed.plan) - timed.step_ns) <= MAX_ERROR * timed.step_ns:
-                return
-        self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
+        if estimate is not None and line.allows_all:
+            found = self._walk(line, timed.plan, deadline, LONG_WALK)
+        else:
+            self._seed += 1
+            found = timed.plan
+            if estimate is not None:
+                found = self._climb(timed, estimate.score_ns, lambda: not deadline.is_over)
+        self._done.add((line, found))
+        other = self._time(line, found)
+        if other is not None and other.step_ns < timed.step_ns:
+            timed = other
+        if not self.is_exact(timed):
+            self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
 
-    def _estimated(self, timed: TimedPlan, estimate: StepEstimate, deadline: Deadline) -> LinePlan:
-        """Returns what a climb by estimates ends at."""
-        line, start_s = timed.line, deadline.remaining_s
-        if not line.allows_all:
-            return self._climb(timed, estimate.score_ns, lambda: not deadline.is_over)
+    def can_walk(self, line: DeviceLine, plan: LinePlan) -> bool:
+        """Returns whether plans like one are estimated, and none of them is forbidden."""
+        return line.allows_all and plan.schedule in ESTIMATED
+
+    def is_exact(self, timed: TimedPlan) -> bool:
+        """Returns whether the estimate of a plan is near the simulator's time."""
+        estimate = self._estimate(timed.line, timed.plan)
+        if estimate is None:
+            return False
+        return abs(estimate.step_ns(timed.plan) - timed.step_ns) <= MAX_ERROR * timed.step_ns
+
+    def _walk(self, line: DeviceLine, plan: LinePlan, deadline: Deadline, num_doublings: int) -> LinePlan:
+        """Returns what a walk by estimates ends at."""
+        start_s, self._seed = deadline.remaining_s, self._seed + 1
 
         def part_done() -> float:
             """Time that the user did not choose does not change a walk, but for its end."""
@@ -84,10 +123,11 @@ class Climbs:
                 return 1.0
             return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
 
-        num_microbatches = line.options.minibatch_size // timed.plan.microbatch_size
-        max_actions = 2 * num_microbatches * len(line.cluster.devices) ** 2
-        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, max_actions))
-        return estimate.walk(timed.plan, max_actions << self._num_doublings, part_done, self._seed)
+        max_actions = line.options.minibatch_size // plan.microbatch_size * len(line.cluster.devices) ** 2 // 5
+        max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, max_actions)) << (num_doublings + self._num_doublings)
+        estimate = self._estimate(line, plan)
+        assert estimate is not None
+        return estimate.walk(plan, max_actions, part_done, self._seed)
 
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
         near = Neighbourhood(timed.line, timed.plan.schedule, timed.plan.microbatch_size)

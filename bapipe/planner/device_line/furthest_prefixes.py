@@ -38,17 +38,16 @@ class FurthestPrefixes:
             counts_cuts: whether prefixes with different numbers of cuts are told apart.
         """
         from bapipe.planner.device_line.stage_delays import without_delays
-        from bapipe.planner.device_line.stage_limits import first_begins
 
         self._problem, self._kind = problem, kind
         self._limit = limit_ns * (1 + 1e-12)
         self._delays = without_delays() if delays is None else delays
-        self._first = first_begins(problem, kind, self._limit)
         num_columns = kind.most_cuts + 2 if counts_cuts else 1
         shape = self._delays.from_ns.size, problem.stages.shape[0] + 1, num_columns
         self.furthest = np.full(shape, -1, dtype=np.int32)
         self.furthest[0, 0, 0] = 0
         self.origin = np.full(shape[1:], -1, dtype=np.int32)
+        self._first = np.full(shape[1:], problem.layers.shape[1] - 1, dtype=np.int32)
         self._num_tried = np.zeros(1, dtype=np.int64)
 
     @property
@@ -59,8 +58,15 @@ class FurthestPrefixes:
     def find(self, deadline: Deadline) -> int | None:
         """Returns how many devices some prefix with all layers has, None if there is none."""
         from bapipe.planner.device_line.prefix_programme import extend
+        from bapipe.planner.device_line.suffix_programme import extend_backwards
 
         num_devices = self._problem.stages.shape[0]
+        for end in range(num_devices, 0, -POSITIONS_AT_ONCE):
+            deadline.check()
+            begin = max(0, end - POSITIONS_AT_ONCE)
+            extend_backwards(self._problem, self._kind, self._limit, self._first, begin, end, self._num_tried)
+        if self._first[0, 0] > 0:
+            return None
         for begin in range(0, num_devices + 1, POSITIONS_AT_ONCE):
             deadline.check()
             position = extend(

@@ -72,6 +72,7 @@ class PrefixBound(LayerSums):
         self.num_cuts = (0, most) if wanted is None else (min(wanted - 1, most),) * 2
         self.last_replicas, self._only_replicas = last_replicas or (1, num_devices), only_replicas
         self.bound_ns = 0
+        self.has_cycles = schedule == "1f1b" and self.num_microbatches > num_devices + 1
         self._rounded_stages = num_devices if self.is_rounded else 0
         self.rounded_ns = self._rounded_stages * (1 + 1 / float(self.speeds.min()))
         self.are_forwards_first = schedule in FORWARDS_FIRST
@@ -124,7 +125,7 @@ class PrefixBound(LayerSums):
     @property
     def kind(self) -> PlanKind:
         """All its plans."""
-        return PlanKind(*self.num_cuts, *self.last_replicas)
+        return PlanKind(*self.num_cuts, *self.last_replicas, 1, int(self.groups.most[-1]))
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
@@ -157,6 +158,8 @@ class PrefixBound(LayerSums):
             is_alike=self.has_one_speed,
             are_forwards_first=self.are_forwards_first,
             has_whole_backward=not splits_backwards(self.schedule),
+            has_cycles=self.has_cycles,
+            rounding_ns=ROUNDING_NS * (1 + 1 / float(self.speeds.min())),
         )
 
     def _stages(self) -> "NDArray[np.void]":

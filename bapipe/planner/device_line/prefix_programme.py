@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_delays import Delays, place
-from bapipe.planner.device_line.stage_limits import Boundaries, Ints, Problem, Start, forwards_apart, last_within
+from bapipe.planner.device_line.stage_limits import Boundaries, Ints, Problem, is_passed, last_within, start_behind
 
 
 @compiled
@@ -30,7 +30,7 @@ def extend(
     """Adds a stage to all prefixes of `begin` to `end` devices; returns the devices of one with all layers, or -1.
 
     Args:
-        first: from `first_begins`.
+        first: from `suffix_programme.py`. [devices + 1, cuts + 2]
         furthest: -1 where nothing is known. If cuts are not counted, it has one column. [levels, devices + 1, cuts + 2]
         origin: the devices before the last stage, of the first level. [devices + 1, cuts + 2]
         num_tried: counts classes of stages behind prefixes. [1]
@@ -44,7 +44,8 @@ def extend(
                 i = furthest[level, p, c]
                 if i == last:
                     return p
-                if problem.is_alike and p < num and i > furthest[level, p + 1, c]:  # devices may stay idle
+                # Devices may stay idle, but not before the first stage.
+                if problem.is_alike and p < num and i > max(0, furthest[level, p + 1, c]):
                     furthest[level, p + 1, c] = i
                     origin[p + 1, c] = origin[p, c]
         if p == num:
@@ -54,10 +55,10 @@ def extend(
             reached = -1  # with less delay, or with a device less
             for level in range(num_levels):
                 i = furthest[level, p, c]
-                if problem.is_alike and p > 0:
+                if problem.is_alike and p > 0 and not problem.has_cycles:
                     reached = max(reached, furthest[level, p - 1, c])
                 # Or without delays with fewer cuts; from delays more cuts take more transfers.
-                if i >= first[p] and i > reached and not (num_levels == 1 and i <= of_fewer):
+                if i >= first[p, c] and i > reached and not (num_levels == 1 and i <= of_fewer):
                     num_tried[0] += _add_stages(problem, kind, delays, limit, first, furthest, origin, level, p, c)
                 reached = max(reached, i)
             if num_levels == 1 and c >= kind.fewest_cuts:
@@ -82,38 +83,27 @@ def _add_stages(
     (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
     i, has_delays, counts_cuts = furthest[level, p, c], furthest.shape[0] > 1, furthest.shape[2] > 1
     following = c + 1 if counts_cuts else 0
-    forced = max(0, problem.boundaries_before[p] - (p - c))
-    one_way = problem.one_way[c] + forced * problem.extra_one_way
-    both_ways = problem.both_ways[c] + forced * problem.extra_both
-    behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
-    if not counts_cuts:
-        behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
     # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
     may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
-    stages, rest = problem.stages[p], problem.layers[problem.stages[p, 0].behind]
-    from_here = (rest[last].trip - rest[i].trip) * stages[0].from_here + behind
-    arrived = problem.layers[0, i].trip / problem.max_speed + problem.both_ways[c]
     for g in range(num_groups):
-        stage = stages[g]
+        stage = problem.stages[p, g]
         if stage.few > num - p:
             return int(g)
-        room = limit + stage.slack
-        may_end = stage.few <= kind.last_most and stage.most >= kind.last_fewest
-        highest = last if may_end else last - 1
-        if stage.num_rounds > 0 and arrived + stage.num_rounds * from_here > room:
-            highest = i
         most = stage.few if problem.is_alike else min(stage.most, num - p)
         lowest = last + 1
         for to in range(p + stage.few, p + most + 1):
-            lowest = min(lowest, max(furthest[level, to, following] + 1, first[to]))
+            lowest = min(lowest, max(furthest[level, to, following] + 1, first[to, following]))
         lowest = max(lowest, 1)  # the first stage of a plan has a layer
+        may_end = stage.few <= kind.last_most and stage.most >= kind.last_fewest
+        highest = last if may_end else last - 1
+        if p == 0 and not (stage.few <= kind.first_most and stage.most >= kind.first_fewest):
+            continue
         if lowest > highest:
             continue
-        delay = 0.0
-        if has_delays:
-            delay = max(0.0, delays.from_ns[level] + delays.left[g] - forced * problem.extra_both)
-        apart = float(forwards_apart(problem, kind.last_most, p, g))
-        start = Start(room, apart, one_way, both_ways, behind, once_one_way, once, delay)
+        if not is_passed(problem, kind, limit, p, c, g, i, counts_cuts):
+            highest = i
+        from_ns, left = (delays.from_ns[level], delays.left[g]) if has_delays else (0.0, 0.0)
+        start = start_behind(problem, kind, limit, p, c, g, counts_cuts, from_ns, left)
         end = last_within(problem, start, p, g, i, max(lowest, i + 1), highest)
         if end < 0:
             if not may_be_empty or i < lowest:
@@ -125,6 +115,6 @@ def _add_stages(
             place(problem, delays, first, furthest, level, p, following, before, g, i, lowest, end)
             continue
         for to in range(p + stage.few, p + most + 1):
-            if end >= first[to] and end > furthest[0, to, following]:
+            if end >= first[to, following] and end > furthest[0, to, following]:
                 furthest[0, to, following], origin[to, following] = end, p
     return int(num_groups)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
 
-MIN_LEVELS, MAX_LEVELS, LEVELS_OF_BOUNDARIES = 16, 192, 24_000
-"""Levels of delays: the third divided by the boundaries, within the first two."""
+NUM_LEVELS = 64
+"""Of delays."""
 
 
 class RingBound:
@@ -44,17 +44,13 @@ class RingBound:
         self.prefix, self.num_tried = prefix, 0
         self._delays = _delays(prefix, longest_ns)
 
-    def is_feasible(
-        self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, has_delays: bool, counts_cuts: bool = True
-    ) -> bool:
+    def is_feasible(self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, counts_cuts: bool = True) -> bool:
         """Returns whether the relaxation has a plan of a kind within a step time.
 
         Args:
-            has_delays: whether delays count.
             counts_cuts: whether prefixes with different numbers of cuts are told apart: that takes longer.
         """
-        delays = self._delays if has_delays else None
-        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, delays, counts_cuts=counts_cuts)
+        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, self._delays, counts_cuts=counts_cuts)
         try:
             return prefixes.find(deadline) is not None
         finally:
@@ -76,9 +72,8 @@ def _delays(prefix: PrefixBound, longest_ns: float) -> "Delays":
     counted = [-np.minimum(most - 1, most_left), 1 - rounds * most, np.full_like(most, -most_left)]
     rounding_ns = ROUNDING_NS * (most_left // few + 3) + prefix.rounded_ns
     least_ns = -most_left * density_ns
-    num_levels = min(MAX_LEVELS, max(MIN_LEVELS, LEVELS_OF_BOUNDARIES // len(prefix.line.cuts)))
-    level_ns = (longest_ns - least_ns) / num_levels
-    from_ns = least_ns + level_ns * np.arange(num_levels, dtype=float)
+    level_ns = (longest_ns - least_ns) / NUM_LEVELS
+    from_ns = least_ns + level_ns * np.arange(NUM_LEVELS, dtype=float)
     from_ns[0] = -np.inf
     return Delays(
         from_ns=from_ns,

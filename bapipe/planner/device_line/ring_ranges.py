@@ -1,14 +1,13 @@
-"""Raises the bound of plans with replicas by taking them apart: by their last stage, by cuts, and by delays.
+"""Raises the bound of plans with replicas by taking them apart: by their last stage, and by cuts.
 
 The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, one at a time. A
-goal is asked of wide ranges first; of one in which the relaxation has a plan within it, narrow ones are asked, then
-with the delays of rings, which take the longest. A range with a plan within an earlier goal comes first, so that a goal
-that fails fails soon. What is proven of a range holds for lower goals.
+goal is asked of wide ranges first; of one in which the relaxation has a plan within it, with cuts counted, then of its
+parts. A range with a plan within an earlier goal comes first, so that a goal that fails fails soon. What is proven of a
+range holds for lower goals.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import isqrt
 
 from bapipe.planner.deadline import Deadline
@@ -20,26 +19,23 @@ from bapipe.planner.device_line.ring_bound import RingBound
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
 
-NARROW = 200
-"""The transfers of plans of a narrow range differ by one part in so many of the best step at most."""
-
 PRECISION, PART_OF_GAP = 250, 10
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
 plan if that is more."""
 
-MANY_REPLICAS = 20
-"""GPipe: without delays ranges of the replicas of the last stage are divided down to one part in so many of the
-micro-batches."""
+SMALL, LEAST = 1.1, 1 / 150
+"""GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
+step, are not divided."""
 
-SMALL, FEW_REPLICAS = 1.1, 50
-"""With delays ranges of the replicas of the last stage are divided down to this, or to one part in so many of the
-micro-batches."""
+EARLY, CYCLES = 16, 0.15
+"""1F1B: the replicas of the first stage matter most to stages on one part in so many of the devices, whose cycles are
+this part of a step."""
+
+LITTLE = 1 / 100
+"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
 MIN_GOAL = 65
 """No goal is below so many percent of what is not exceeded."""
-
-LAST_PARTS = 32
-"""GPipe: the replicas of the last stage are told apart by halves of the micro-batches, down to one part in so many."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,9 +45,8 @@ class Range:
     Attributes:
         cuts: the fewest and the most.
         last_replicas: of the last stage, the fewest and the most.
-        depth: how often they were taken apart.
-        has_delays: whether the delays of rings count; if so, ...
-        counts_cuts: ... whether prefixes with different numbers of cuts are told apart.
+        first_replicas: of the first stage, if that makes a difference.
+        counts_cuts: whether prefixes with different numbers of cuts are told apart.
         is_likely: whether the relaxation may have a plan within a goal soon.
         bound_ns: what is proven of them.
     """
@@ -59,10 +54,9 @@ class Range:
     problem: RingBound
     cuts: tuple[int, int]
     last_replicas: tuple[int, int]
+    first_replicas: tuple[int, int]
     bound_ns: int
-    depth: int = 0
-    has_delays: bool = False
-    counts_cuts: bool = True
+    counts_cuts: bool = False
     is_likely: bool = False
 
 
@@ -89,6 +83,7 @@ class RingRanges:
                     problem=bound,
                     cuts=(fewest, most),
                     last_replicas=problem.last_replicas,
+                    first_replicas=(1, int(problem.groups.most[-1])),
                     bound_ns=max(bound_ns, problem.bound_ns),
                 )
                 for fewest, most in _widths(*problem.num_cuts)
@@ -110,7 +105,7 @@ class RingRanges:
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             # A low goal needs fewer questions; one that is too low is soon followed by the next.
             goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
-            if self.is_refuted(goal_ns, deadline, may_go_on, high_ns):
+            if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
@@ -118,15 +113,8 @@ class RingRanges:
     def _precision_ns(self, low_ns: int) -> int:
         return max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
 
-    def is_refuted(
-        self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool], high_ns: int | None = None
-    ) -> bool:
-        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope.
-
-        Args:
-            high_ns: a later goal is not above it. Most ranges with delays have no plan within that, so that it is
-                the only question to them.
-        """
+    def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
+        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
         while True:
             left = [each for each in self.ranges if each.bound_ns <= goal_ns]
             if not left:
@@ -135,22 +123,14 @@ class RingRanges:
                 return False
             # Those likely within the goal first, the parts of one before others; then those that take the least time.
             likely = [each for each in left if self._is_likely(each)]
-            asked = (
-                likely[-1] if likely else min(left, key=lambda each: (each.has_delays, each.counts_cuts, each.depth))
-            )
-            asked_ns = high_ns if high_ns is not None and asked.has_delays and not likely else goal_ns
-            kind = PlanKind(*asked.cuts, *asked.last_replicas)
-            if not asked.problem.is_feasible(
-                kind, asked_ns, deadline, has_delays=asked.has_delays, counts_cuts=asked.counts_cuts
-            ):
-                asked.bound_ns = asked_ns + 1
+            asked = likely[-1] if likely else min(left, key=lambda each: each.counts_cuts)
+            kind = PlanKind(*asked.cuts, *asked.last_replicas, *asked.first_replicas)
+            if not asked.problem.is_feasible(kind, goal_ns, deadline, counts_cuts=asked.counts_cuts):
+                asked.bound_ns = goal_ns + 1
                 continue
-            if asked_ns > goal_ns:
-                asked.is_likely = True
-                continue
-            parts = list(self._refined(asked) if asked.has_delays else self._parts(asked))
+            asked.is_likely = True
+            parts = list(self._parts(asked))
             if not parts:
-                asked.is_likely = True
                 return False
             self.ranges.remove(asked)
             self.ranges += parts
@@ -163,47 +143,39 @@ class RingRanges:
         best, problem = self._best.plan, each.problem.prefix
         kind = self._best.line, best.schedule, best.microbatch_size
         is_of_problem = (problem.line, problem.schedule, problem.size) == kind
-        has_replicas = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
-        return is_of_problem and has_replicas and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
+        has_last = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
+        has_first = each.first_replicas[0] <= best.counts[0] <= each.first_replicas[1]
+        return is_of_problem and has_last and has_first and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
 
     def _parts(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range, taken apart: by their last stage, then by their cuts, then with delays."""
-        problem = whole.problem.prefix
-        fewest, most = whole.cuts
-        low, high = whole.last_replicas
-        of_cuts = problem.round_trip_ns(most) - problem.round_trip_ns(fewest)
-        num_parts = min(most - fewest + 1, int(of_cuts * NARROW // self._best.step_ns) + 1)
-        if problem.are_forwards_first and low < high and (low, high) == problem.last_replicas:
-            end = max(1, problem.num_microbatches // LAST_PARTS)
-            while low <= high:
-                yield replace(whole, last_replicas=(low, min(high, end)), depth=whole.depth + 1, is_likely=False)
-                low, end = end + 1, 2 * end
-        elif num_parts > 1:
-            ends = [fewest - 1 + (most - fewest + 1) * i // num_parts for i in range(num_parts + 1)]
-            for before, after in pairwise(ends):
-                yield replace(whole, cuts=(before + 1, after), depth=whole.depth + 1, is_likely=False)
-        elif problem.are_forwards_first and (high - low) * MANY_REPLICAS > problem.num_microbatches:
-            for replicas in _halves(low, high):
-                yield replace(whole, last_replicas=replicas, depth=whole.depth + 1, is_likely=False)
-        else:
-            yield replace(whole, has_delays=True, counts_cuts=False, depth=0, is_likely=False)
+        """The plans of a range taken apart by what makes the larger difference: by cuts, or by GPipe's last stage.
 
-    def _refined(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range with delays in two halves, by their cuts, then by their last stage; none if it is small.
-
-        Between the two cuts are counted.
+        If it makes little, with cuts counted. None if the range is small.
         """
         (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
-        is_wide = high > SMALL * low and (high - low) * FEW_REPLICAS > problem.num_microbatches
-        if fewest < most:
+        # Round trips that follow one another in a step.
+        num_trips = 1 + problem.num_microbatches / problem.num_devices if problem.has_cycles else 1
+        of_cuts = num_trips * (problem.round_trip_ns(most) - problem.round_trip_ns(fewest)) / self._best.step_ns
+        of_last = of_first = 0.0
+        if problem.are_forwards_first and high > SMALL * low:
+            # F that do not run during a round trip, see `stage_limits.py`; a third of the work.
+            of_last = (high - low) / problem.num_microbatches / 3
+        few, many = whole.first_replicas
+        if problem.has_cycles and whole.counts_cuts and many > SMALL * few:
+            early = problem.num_devices / EARLY
+            of_first = CYCLES * (early / (early + few) - early / (early + many))
+        if not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
+            yield replace(whole, counts_cuts=True)
+        elif of_last > max(of_cuts, LEAST):
+            for replicas in _halves(low, high):
+                yield replace(whole, last_replicas=replicas)
+        elif of_first > max(of_cuts, LEAST):
+            for replicas in _halves(few, many):
+                yield replace(whole, first_replicas=replicas)
+        elif fewest < most:
             middle = (fewest + most) // 2
             for cuts in ((fewest, middle), (middle + 1, most)):
-                yield replace(whole, cuts=cuts, is_likely=True)
-        elif not whole.counts_cuts:
-            yield replace(whole, counts_cuts=True, is_likely=True)
-        elif problem.are_forwards_first and is_wide:
-            for replicas in _halves(low, high):
-                yield replace(whole, last_replicas=replicas, is_likely=True)
+                yield replace(whole, cuts=cuts)
 
 
 def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -72,7 +72,7 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED = 400_000_000
+MAX_TRIED = 1_000_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
 
 MAX_ESTIMATED = 400
@@ -101,8 +101,8 @@ SINGLE_PRECISION = 50
 MAX_USELESS, USEFUL = 2, 0.999
 """Climbs end for good after so many rounds in a row that do not bring the step to this part of it."""
 
-NUM_CLIMBED = 2
-"""The number of plans whose cuts and devices are changed."""
+MAX_RUNNERS, NUM_CLIMBED = 12, 2
+"""Climbs begin from so many plans whose steps are estimated, and from so many others."""
 
 
 def has_many_devices(cluster: Cluster, schedules: Sequence[str], *, num_layers: int, minibatch_size: int) -> bool:
@@ -148,6 +148,7 @@ class LineSearch:
         self._cut_ranges: CutRanges | None = None
         self._ring_ranges: RingRanges | None = None
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
+        self._estimated: list[tuple[float, DeviceLine, LinePlan]] = []
         self._num_actions = self._num_slow_paths = 0
         self._has_replicas = lines[0].options.replicas
         self._is_memory_tight = False  # whether a plan did not fit
@@ -164,46 +165,71 @@ class LineSearch:
                 self._time_unless_slow(line, plan)
             if self.best is None or self._is_memory_tight:
                 self._time_fitting(self.deadline.share(6))
-            if self.rival is None:
-                self._climb(self.deadline.share(3), may_simulate=False)
             problems = list(self._problems())
-            has_rings = all(problem.has_rings for problem in problems)
-            # Several orders have too many ranges for that.
-            is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
-            starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
-            raise_further = self._raise_by_rings if has_rings else self._raise_by_cuts
-            parts = self._raise_bound(problems, self.deadline.share(8 if has_rings else 2))
-            if starts_with_cuts:
-                raise_further(problems, self.deadline.share(2))
-            if self.rival is not None:
-                if has_rings:
-                    self._raise_by_rings(problems, self.deadline.share(2))
-                if self.bound_ns >= self.rival.lower_bound_ns:
-                    return
-            self._num_slow_paths = 0
-            with suppress(OutOfTime):
-                if not self._has_replicas:
-                    self._raise_by_cuts(parts, self.deadline.share(4))
-                elif not starts_with_cuts:
-                    self._equal_groups(self.deadline.share(8))
-            self._climb(self.deadline.share(4))
+            if all(problem.has_rings for problem in problems):
+                self._climb_and_raise_by_rings(problems)
+            else:
+                self._climb_and_raise(problems)
             if self.rival is None:
-                raise_further(problems if has_rings else parts, self.deadline.share(2 if self._may_climb_on else 1))
                 self._climb_on()
 
-    def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
-        """Steps 2 and 5: changes the cuts and the devices of the best plans from which it has not been done yet.
+    def _climb_and_raise_by_rings(self, problems: Sequence[Relaxation]) -> None:
+        """Climbs, and raises the bound to what the relaxation with rings allows."""
+        if self.rival is not None:
+            self._raise_by_rings(problems, self.deadline.share(2))
+            if self.bound_ns >= self.rival.lower_bound_ns:
+                return
+        self._climb(self.deadline.share(2))
+        if self.rival is None:
+            self._raise_by_rings(problems, self.deadline.share(2 if self._may_climb_on else 1))
 
-        For half of the time; then goes on from the best one.
+    def _climb_and_raise(self, problems: list[Relaxation]) -> None:
+        """The same of other schedules and of stages on single devices."""
+        if self.rival is None:
+            self._climb(self.deadline.share(3), may_simulate=False)
+        # Several orders have too many ranges for that.
+        is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
+        starts_with_cuts = is_plain and self._has_long_transfers(problems[0], LONG_TRANSFERS)
+        parts = self._raise_bound(problems, self.deadline.share(2))
+        if starts_with_cuts:
+            self._raise_by_cuts(problems, self.deadline.share(2))
+        if self.rival is not None and self.bound_ns >= self.rival.lower_bound_ns:
+            return
+        self._num_slow_paths = 0
+        with suppress(OutOfTime):
+            if not self._has_replicas:
+                self._raise_by_cuts(parts, self.deadline.share(4))
+            elif not starts_with_cuts:
+                self._equal_groups(self.deadline.share(8))
+        self._climb(self.deadline.share(4))
+        if self.rival is None:
+            self._raise_by_cuts(parts, self.deadline.share(2 if self._may_climb_on else 1))
+
+    def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
+        """Changes the cuts and the devices of the best plans.
+
+        Those whose steps are estimated race. From others half of the time, then on from the best one.
         """
 
         def is_over() -> bool:
             return self._is_over or not may_simulate
 
-        starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.has(timed)]
+        runners = self._runners()
+        self._climbs.race(runners, deadline.share(2), lambda: self._is_over)
+        starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.is_exact(timed)]
+        starts = [timed for timed in starts if not self._climbs.has(timed)]
         self._climbs.from_plans(starts[:NUM_CLIMBED], deadline.share(2), is_over)
-        if self.best is not None:
+        if self.best is not None and not (runners and self._climbs.is_exact(self.best)):
             self._climbs.from_plan(self.best, deadline, is_over)
+
+    def _runners(self) -> list[tuple[DeviceLine, LinePlan]]:
+        """The fastest plans by simulation or estimate that climbs walk from, of different shapes."""
+        timed = [(each.step_ns, each.line, each.plan) for each in self._timed.values() if each is not None]
+        of_shapes: dict[tuple[DeviceLine, str, int, int], tuple[DeviceLine, LinePlan]] = {}
+        for _, line, plan in sorted([*timed, *self._estimated], key=lambda each: each[0]):
+            if self._climbs.can_walk(line, plan):
+                of_shapes.setdefault((line, plan.schedule, plan.microbatch_size, len(plan.counts)), (line, plan))
+        return list(of_shapes.values())[:MAX_RUNNERS]
 
     def _climb_on(self) -> None:
         """Step 8: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
@@ -265,7 +291,9 @@ class LineSearch:
             step_ns = partial(self._climbs.estimate_ns, line)
             for estimate_ns, plan in growing_stages(line, schedule, size, step_ns, deadline):
                 estimated.append((estimate_ns, line, plan))
-        ranked = [*sorted(estimated, key=lambda each: each[0]), *bounded[num_naive:]]
+        estimated.sort(key=lambda each: each[0])
+        self._estimated = [each for each in estimated if not isinf(each[0])]
+        ranked = [*estimated, *bounded[num_naive:]]
         return [(line, plan) for _, line, plan in ranked]
 
     def _time_fitting(self, deadline: Deadline) -> None:

@@ -75,7 +75,7 @@ def place(
             skipped = 1 if room <= 0 else 1 + int(min(room / max(drop, 1e-9), 1e6))
         if at < above:
             for to in range(p + stage.few, p + most + 1):
-                if j >= first[to] and j > furthest[at, to, column]:
+                if j >= first[to, column] and j > furthest[at, to, column]:
                     furthest[at, to, column] = j
             above = at
             if at == level:

@@ -1,7 +1,4 @@
-"""Compiled: the limits of a stage within a step time, and how early the stages behind it may begin.
-
-They are those of `prefix_bound.py`.
-"""
+"""Compiled: the limits of a stage within a step time, which are those of `prefix_bound.py`."""
 
 from typing import Any, NamedTuple
 
@@ -73,6 +70,8 @@ class Problem(NamedTuple):
         extra_one_way, extra_both: what a boundary between hosts that no stage spans adds, in ns.
         max_bucket: bytes that no bucket has.
         max_gradients: bytes between two boundaries, at most.
+        has_cycles: whether F and B of the first stages wait for each other: 1F1B, and more micro-batches than devices.
+        rounding_ns: by how much an action may be shorter than the sum over its layers.
     """
 
     layers: NDArray[Any]
@@ -89,6 +88,8 @@ class Problem(NamedTuple):
     is_alike: bool
     are_forwards_first: bool
     has_whole_backward: bool
+    has_cycles: bool
+    rounding_ns: float
 
 
 class Start(NamedTuple):
@@ -101,6 +102,9 @@ class Start(NamedTuple):
         behind: the transfers behind it, both ways.
         once_one_way, once: transfers before it or behind it, where the cuts are not counted.
         delay: what follows behind the way back of the stage's last micro-batch.
+        num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
+            first stage.
+        around_cycles: the round trips before and after that, and what follows.
     """
 
     room: float
@@ -111,10 +115,66 @@ class Start(NamedTuple):
     once_one_way: float
     once: float
     delay: float
+    num_cycles: float
+    around_cycles: float
 
 
 @compiled
-def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
+def start_behind(
+    problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, counts_cuts: bool, level: float, left: float
+) -> Start:
+    """What is known of a stage of class `g` behind `p` devices and `c` cuts.
+
+    Args:
+        counts_cuts: whether prefixes with different numbers of cuts are told apart; if not, `c` is 0.
+        level: what follows behind the way back of any micro-batch, without hosts that no stage spans, ...
+        left: ... and more of that behind the stage's last one.
+    """
+    forced = max(0, problem.boundaries_before[p] - (p - c))
+    behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
+    if not counts_cuts:
+        behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
+    num_cycles = around_cycles = 0.0
+    if problem.has_cycles and p > 0:
+        # 1F1B: behind B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1.
+        num_devices = problem.stages.shape[0]
+        up_to = min(p + problem.stages[p, g].most, num_devices) + kind.first_most - 1
+        num_cycles = float(max(0, (problem.num_microbatches - num_devices - kind.first_most) // up_to))
+        if num_cycles > 0:
+            trip = problem.layers[0, -1].trip / problem.max_speed + problem.both_ways[kind.fewest_cuts]
+            num_actions = (4 + 2 * num_cycles) * min(kind.most_cuts + 1, num_devices)
+            level_ns = max(0.0, level - forced * problem.extra_both)
+            around_cycles = 2 * trip + level_ns - num_actions * problem.rounding_ns
+    return Start(
+        limit + problem.stages[p, g].slack,
+        float(_forwards_apart(problem, kind.last_most, p, g)),
+        problem.one_way[c] + forced * problem.extra_one_way,
+        problem.both_ways[c] + forced * problem.extra_both,
+        behind,
+        once_one_way,
+        once,
+        max(0.0, level + left - forced * problem.extra_both),
+        num_cycles,
+        around_cycles,
+    )
+
+
+@compiled
+def is_passed(
+    problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
+) -> bool:
+    """Whether enough micro-batches can make their round trips one after another behind the first `i` boundaries."""
+    stage, num_rounds = problem.stages[p, g], problem.stages[p, g].num_rounds
+    if num_rounds == 0:
+        return True
+    rest, behind = problem.layers[stage.behind], problem.both_ways[max(0, kind.fewest_cuts - c)] * counts_cuts
+    from_here = (rest[-1].trip - rest[i].trip) * stage.from_here + behind
+    arrived = problem.layers[0, i].trip / problem.max_speed + problem.both_ways[c]
+    return bool(arrived + num_rounds * from_here <= limit + stage.slack)
+
+
+@compiled
+def _forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
     stage = problem.stages[p, g]
     if problem.are_forwards_first:
@@ -159,6 +219,10 @@ def _excess(
     arrival = before.forward * stage.before_ns + start.one_way
     return_ns = before.trip * stage.before_ns + start.both_ways
     update = end.update - begin.update
+    if start.num_cycles > 0:
+        cycle = layers[stage.before, j].trip * stage.until + start.both_ways
+        if start.around_cycles + start.num_cycles * cycle > start.room:
+            return np.inf
     work = arrival + stage.busiest * (end.work - begin.work + again) + stage.last_ring + update
     around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind
     returned = max(stage.busiest * (end.trip - begin.trip + again), around + start.once + (n - 1) * r + start.apart * f)
@@ -198,56 +262,18 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
 
 
 @compiled
-def first_begins(problem: Problem, kind: PlanKind, limit: float) -> Boundaries:
-    """The first boundaries behind which the devices from each position on can do all work. [positions + 1]
-
-    As `extend` backwards, without rings, memory and transfers over known cuts: stages begin as early as they can.
-    """
-    num, num_groups = problem.stages.shape
-    trip = problem.layers[0].trip
-    last = trip.size - 1
-    arrival = 1 / problem.max_speed
-    whole_trip = trip[last] * arrival + problem.both_ways[kind.fewest_cuts]
-    first = np.full(num + 1, last, np.int32)
-    for p in range(num - 1, -1, -1):
-        best = first[p + 1] if problem.is_alike else last
-        for g in range(num_groups):
-            stage = problem.stages[p, g]
-            if stage.few > num - p:
-                break
-            most = stage.few if problem.is_alike else min(stage.most, num - p)
-            end = last
-            for number in range(stage.few, most + 1):
-                end = min(end, first[p + number])
-            apart = forwards_apart(problem, kind.last_most, p, g)
-            room = (limit + stage.slack) * (1 + 1e-9)
-            own = problem.layers[stage.own]
-            while best > 0:
-                i = best - 1
-                if i < end:
-                    before, at_end, begin = arrival * trip[i], own[end], own[i]
-                    if stage.busiest * (at_end.work - begin.work) > room:
-                        break
-                    if before + stage.busiest * (at_end.trip - begin.trip) > room:
-                        break
-                    r = (at_end.critical - begin.critical) * stage.backward
-                    f = (at_end.forward - begin.forward) * stage.forward
-                    if whole_trip + (stage.count - 1) * r + apart * f > room:
-                        break
-                    around = (trip[last] - trip[i]) * stage.from_here
-                    step = (trip[end] - trip[i]) * stage.backward
-                    if before + _longest_rounds(stage, around, step) > room:
-                        break
-                best = i
-        first[p] = best
-    return first
-
-
-@compiled
-def _longest_rounds(stage: Any, around: float, step: float) -> float:
-    """Round trips of micro-batches from a stage on, one after another, and what lies between them, in ns."""
-    longest = 0.0
-    for way in range(2):
-        if stage.trips[way] > 0:
-            longest = max(longest, stage.trips[way] * around + stage.steps[way] * step)
-    return longest
+def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
+    """The first begin up to `high` with which a stage keeps the limits, -1 if none is. Excess falls as it rises."""
+    layers, stage = problem.layers, problem.stages[p, g]
+    max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
+    if high < 0 or _excess(layers, stage, max_bucket, is_whole, start, high, j) > 0:
+        return -1
+    # Invariant: `high` is within the limits, `before` is not.
+    step, before = 1, -1
+    while before + 1 < high:
+        middle = max(high - step, (before + high) // 2)
+        if _excess(layers, stage, max_bucket, is_whole, start, middle, j) > 0:
+            before = middle
+        else:
+            high, step = middle, 2 * step
+    return high

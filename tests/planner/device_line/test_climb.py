@@ -109,7 +109,7 @@ def uneven(seed: int) -> tuple[DeviceLine, TimedPlan]:
 
 
 def test_longer_climbs_by_other_moves_end_lower_from_some_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 100_000)
+    monkeypatch.setattr(climb_module, "MAX_ACTIONS", 12_500)
     steps_ns = []
     for seed in range(6):
         line, start = uneven(seed)
@@ -122,9 +122,9 @@ def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first climbs are short. Time is counted in looks at the clock; nothing is left if another search follows."""
-    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 2_000)
+    monkeypatch.setattr(climb_module, "MAX_ACTIONS", 200)
     steps_ns, looks = {}, {}
-    line, _ = uneven(6)
+    line, _ = uneven(5)
     for is_last in (False, True):
         ticks = count()
         deadline = Deadline(10**7, clock=lambda ticks=ticks: next(ticks))  # type: ignore[misc]

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
@@ -47,16 +48,17 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
         best_ns = min(each.step_ns for each in timed)
         bound = RingBound(prefix, best_ns / 4)
         for each in timed:
-            cuts, last = len(each.plan.counts) - 1, each.plan.counts[-1]
-            like_it = [(cuts, cuts, last, last), (max(0, cuts - 1), cuts, 1, last), (0, cuts, last, 12)]
-            for kind, asked in product([*map(PlanKind._make, like_it), prefix.kind], product((False, True), repeat=2)):
-                has_delays, counts_cuts = asked
-                is_within = bound.is_feasible(
-                    kind, each.step_ns, UNLIMITED, has_delays=has_delays, counts_cuts=counts_cuts
-                )
-                assert is_within, (seed, each.plan, kind, asked)
+            cuts, first, last = len(each.plan.counts) - 1, each.plan.counts[0], each.plan.counts[-1]
+            like_it = [
+                (cuts, cuts, last, last, first, first),
+                (max(0, cuts - 1), cuts, 1, last, 1, 12),
+                (0, cuts, last, 12, 1, first),
+            ]
+            for kind, counts_cuts in product([*map(PlanKind._make, like_it), prefix.kind], (False, True)):
+                is_within = bound.is_feasible(kind, each.step_ns, UNLIMITED, counts_cuts=counts_cuts)
+                assert is_within, (seed, each.plan, kind, counts_cuts)
         checked += len(timed)
-        infeasible += not bound.is_feasible(prefix.kind, best_ns * 3 // 4, UNLIMITED, has_delays=True)
+        infeasible += not bound.is_feasible(prefix.kind, best_ns * 3 // 4, UNLIMITED)
     assert checked > 60
     assert infeasible >= (3 if make_line is alike_line else 2)
 
@@ -69,13 +71,28 @@ def test_rings_behind_the_backwards_of_later_stages_raise_the_bound() -> None:
     prefix = PrefixBound(line, "1f1b", 1, 12)
     bound = RingBound(prefix, best.step_ns / 2)
     num_cuts = len(best.plan.counts) - 1
-    like_best = PlanKind(num_cuts, num_cuts, 1, 12)
+    like_best = PlanKind(num_cuts, num_cuts, 1, 12, 1, 12)
     limits_ns = [best.step_ns * part // 200 for part in range(170, 201)]
+    with_own = [FurthestPrefixes(prefix.programme, like_best, limit_ns) for limit_ns in limits_ns]
+    num_with_own = sum(prefixes.find(UNLIMITED) is not None for prefixes in with_own)
+    num_with_all = sum(bound.is_feasible(like_best, limit_ns, UNLIMITED) for limit_ns in limits_ns)
+    assert 0 < num_with_all < num_with_own
 
-    def number_within(*, has_delays: bool) -> int:
-        return sum(bound.is_feasible(like_best, limit_ns, UNLIMITED, has_delays=has_delays) for limit_ns in limits_ns)
 
-    assert 0 < number_within(has_delays=True) < number_within(has_delays=False)
+def test_early_stages_that_wait_for_each_other_raise_the_bound() -> None:
+    """1F1B with many micro-batches for each device, over links on which a transfer takes twice as long as a layer."""
+    profile = chain([1] * 24, param_bytes=4 * 10**6, output_bytes=2 * 10**6)
+    line = DeviceLine({"a": profile}, devices(12), PlanOptions(minibatch_size=48))
+    programme = PrefixBound(line, "1f1b", 1, 12).programme
+    assert programme.has_cycles
+    of_five_stages = PlanKind(4, 4, 1, 12, 1, 1)
+
+    def is_within(limit_ms: int, *, has_cycles: bool) -> bool:
+        prefixes = FurthestPrefixes(programme._replace(has_cycles=has_cycles), of_five_stages, limit_ms * 10**6)
+        return prefixes.find(UNLIMITED) is not None
+
+    num_with, num_without = (sum(is_within(ms, has_cycles=flag) for ms in range(380, 420)) for flag in (True, False))
+    assert 0 < num_with < num_without
 
 
 def plans_of_few_stages(line: DeviceLine) -> list[LinePlan]:
@@ -131,4 +148,4 @@ def test_it_ends_at_the_deadline() -> None:
     line = alike_line(0, "1f1b", buckets=False)
     prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
     with pytest.raises(OutOfTime):
-        RingBound(prefix, 1e6).is_feasible(PlanKind(0, 1, 1, 2), 10**9, Deadline(0.0), has_delays=True)
+        RingBound(prefix, 1e6).is_feasible(PlanKind(0, 1, 1, 2, 1, 2), 10**9, Deadline(0.0))
