@@ -21,7 +21,7 @@ estimates, so that results do not depend on the speed of the machine.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from math import inf, isinf
 
 from bapipe.formats.cluster import Cluster
@@ -210,17 +210,15 @@ class LineSearch:
 
         Those whose steps are estimated race. From others half of the time, then on from the best one.
         """
-
-        def is_over() -> bool:
-            return self._is_over or not may_simulate
-
         runners = self._runners()
         self._climbs.race(runners, deadline.share(2), lambda: self._is_over)
-        starts = [timed for timed in self._fastest(2 * NUM_CLIMBED) if not self._climbs.is_exact(timed)]
-        starts = [timed for timed in starts if not self._climbs.has(timed)]
-        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline.share(2), is_over)
+        if not may_simulate:
+            return
+        others = (timed for timed in self._fastest() if not self._climbs.is_exact(timed))
+        starts = [timed for timed in islice(others, 2 * NUM_CLIMBED) if not self._climbs.has(timed)]
+        self._climbs.from_plans(starts[:NUM_CLIMBED], deadline.share(2), lambda: self._is_over)
         if self.best is not None and not (runners and self._climbs.is_exact(self.best)):
-            self._climbs.from_plan(self.best, deadline, is_over)
+            self._climbs.from_plan(self.best, deadline, lambda: self._is_over)
 
     def _runners(self) -> list[tuple[DeviceLine, LinePlan]]:
         """The fastest plans by simulation or estimate that climbs walk from, of different shapes."""
@@ -313,13 +311,13 @@ class LineSearch:
         elif self.best is None:
             self._is_memory_tight = True
 
-    def _fastest(self, count: int) -> list[TimedPlan]:
-        """The fastest plans so far, of different schedules and numbers of stages."""
+    def _fastest(self) -> Iterator[TimedPlan]:
+        """The plans so far, the fastest first, of different schedules and numbers of stages."""
         of_shapes: dict[tuple[DeviceLine, str, int, int], TimedPlan] = {}
         for timed in sorted((each for each in self._timed.values() if each), key=lambda each: each.step_ns):
             plan = timed.plan
             of_shapes.setdefault((timed.line, plan.schedule, plan.microbatch_size, len(plan.counts)), timed)
-        return list(of_shapes.values())[:count]
+        return iter(list(of_shapes.values()))
 
     def _time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
         """Times a plan, once."""
@@ -453,7 +451,7 @@ class LineSearch:
 
     def _equal_groups(self, deadline: Deadline) -> None:
         """Step 4: bisection over plans with equal groups, beginning with those of the best naive plans."""
-        for timed in self._fastest(2 * NUM_CLIMBED):
+        for timed in islice(self._fastest(), 2 * NUM_CLIMBED):
             plan, replicas = timed.plan, timed.plan.counts[0]
             if set(plan.counts) != {replicas} or sum(plan.counts) != self._num_devices:
                 continue
