@@ -31,7 +31,7 @@ EARLY, CYCLES = 16, 0.15
 """1F1B: the replicas of the first stage matter most to stages on one part in so many of the devices, whose cycles are
 this part of a step."""
 
-LITTLE = 1 / 100
+LITTLE = 1 / 20
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
 MIN_GOAL = 65

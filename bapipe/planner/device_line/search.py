@@ -2,17 +2,25 @@
 
     1. first plans       naive ones, equal groups of devices, cut evenly; where memory is tight, with cuts moved so that
                          they fit; and stages that grow from the first to the last, so that their sums end at one time
-    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps, and
-                         then the best of them again
+    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
+
+1F1B and GPipe with replicas:
+
+    3. raise_by_rings    bisection by ranges of the number of cuts and of replicas, with the rings of early stages
+                         behind later backwards
+
+Other schedules, and stages on single devices:
+
     3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
                          without replicas, step 6, and the stages that its relaxation chooses are timed
     5. climb             from the best of the plans found since
     6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
-                         and long transfers also before step 5, and then step 3 is short and step 4 left out
-    7. raise_by_rings    1F1B and GPipe with replicas, instead of step 6: bisection by ranges of the number of cuts and
-                         of the replicas of the last stage, with the rings of early stages behind later backwards
-    8. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
+                         and long transfers also before step 5, and then step 4 is left out
+
+All:
+
+    7. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
@@ -72,7 +80,7 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED = 1_000_000_000
+MAX_TRIED = 1_500_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
 
 MAX_ESTIMATED = 400
@@ -230,7 +238,7 @@ class LineSearch:
         return list(of_shapes.values())[:MAX_RUNNERS]
 
     def _climb_on(self) -> None:
-        """Step 8: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
+        """Step 7: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
         if self.best is None or self._is_over or not self._may_climb_on:
             return
         if self._has_replicas:
@@ -245,7 +253,7 @@ class LineSearch:
             num_useless = num_useless + 1 if self.best.step_ns > before_ns * USEFUL else 0
 
     def _time_single_devices(self, best: TimedPlan, deadline: Deadline) -> None:
-        """Step 8, also with replicas: the stages of the relaxation without them, those like the best first."""
+        """Step 7, also with replicas: the stages of the relaxation without them, those like the best first."""
         kinds = sorted(
             product(self.lines, self.schedules, self.sizes),
             key=lambda each: (
@@ -354,8 +362,7 @@ class LineSearch:
                 # The bound of all is no higher than a limit that any problem keeps.
                 high = min(*high_ns.values(), self.best.step_ns)
                 # Where the relaxation leaves a large gap at best, other bounds go on.
-                has_others = lowest.has_rings or self._has_long_transfers(lowest)
-                is_coarse = has_others and high * OTHER_GAP < self.best.step_ns
+                is_coarse = self._has_long_transfers(lowest) and high * OTHER_GAP < self.best.step_ns
                 precision = COARSE_PRECISION if is_coarse else BOUND_PRECISION
                 if high - low_ns <= low_ns // precision or low_ns >= enough_ns:
                     break
@@ -408,7 +415,7 @@ class LineSearch:
         return problem.round_trip_ns(len(self.best.plan.counts) - 1) > min_share * self.best.step_ns
 
     def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 7: bounds by ranges, also with the rings of early stages behind the backwards of later ones."""
+        """Step 3: bounds by ranges, also with the rings of early stages behind the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
         if self._ring_ranges is None:
