@@ -1,6 +1,6 @@
 """Climbs from plans for many devices to better ones by estimates of their steps; the simulator times what is found.
 
-Where estimates are not exact, because links carry several transfers at once, the climb goes on by the simulator.
+Where estimates are not exact, because pairs of devices share links, the climb goes on by the simulator.
 """
 
 from collections.abc import Callable, Sequence

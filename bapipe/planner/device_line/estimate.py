@@ -1,7 +1,7 @@
 """Estimates the step of a plan on a line of devices without a table of its actions, and walks along plans by estimates.
 
-Left out are rounding, links that carry several transfers at once, links of their own between two devices, sums that
-take compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
+Left out are rounding, links that several pairs of devices share, links of their own between two devices, sums that take
+compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
 """
 
 from collections.abc import Callable, Sequence

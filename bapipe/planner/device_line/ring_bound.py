@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
 
-NUM_LEVELS = 64
+FEW_LEVELS, MANY_LEVELS = 16, 96
 """Of delays."""
 
 
@@ -42,22 +42,26 @@ class RingBound:
     def __init__(self, prefix: PrefixBound, longest_ns: float) -> None:
         """Delays above `longest_ns` are not told apart."""
         self.prefix, self.num_tried = prefix, 0
-        self._delays = _delays(prefix, longest_ns)
+        self._few, self._many = (_delays(prefix, longest_ns, num) for num in (FEW_LEVELS, MANY_LEVELS))
 
-    def is_feasible(self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, counts_cuts: bool = True) -> bool:
+    def is_feasible(
+        self, kind: PlanKind, limit_ns: int, deadline: Deadline, *, counts_cuts: bool = True, is_fine: bool = True
+    ) -> bool:
         """Returns whether the relaxation has a plan of a kind within a step time.
 
         Args:
-            counts_cuts: whether prefixes with different numbers of cuts are told apart: that takes longer.
+            counts_cuts: whether prefixes with different numbers of cuts are told apart: that takes longer, ...
+            is_fine: ... as it does to tell many levels of delays apart.
         """
-        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, self._delays, counts_cuts=counts_cuts)
+        delays = self._many if is_fine else self._few
+        prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, delays, counts_cuts=counts_cuts)
         try:
             return prefixes.find(deadline) is not None
         finally:
             self.num_tried += prefixes.num_tried
 
 
-def _delays(prefix: PrefixBound, longest_ns: float) -> "Delays":
+def _delays(prefix: PrefixBound, longest_ns: float, num_levels: int) -> "Delays":
     """What the compiled programme needs to know of delays."""
     from bapipe.planner.device_line.stage_delays import Delays
 
@@ -72,8 +76,8 @@ def _delays(prefix: PrefixBound, longest_ns: float) -> "Delays":
     counted = [-np.minimum(most - 1, most_left), 1 - rounds * most, np.full_like(most, -most_left)]
     rounding_ns = ROUNDING_NS * (most_left // few + 3) + prefix.rounded_ns
     least_ns = -most_left * density_ns
-    level_ns = (longest_ns - least_ns) / NUM_LEVELS
-    from_ns = least_ns + level_ns * np.arange(NUM_LEVELS, dtype=float)
+    level_ns = (longest_ns - least_ns) / num_levels
+    from_ns = least_ns + level_ns * np.arange(num_levels, dtype=float)
     from_ns[0] = -np.inf
     return Delays(
         from_ns=from_ns,

@@ -34,7 +34,7 @@ this part of a step."""
 LITTLE = 1 / 20
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
-MIN_GOAL = 65
+MIN_GOAL = 90
 """No goal is below so many percent of what is not exceeded."""
 
 
@@ -47,6 +47,7 @@ class Range:
         last_replicas: of the last stage, the fewest and the most.
         first_replicas: of the first stage, if that makes a difference.
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
+        is_fine: whether delays are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
         bound_ns: what is proven of them.
     """
@@ -57,6 +58,7 @@ class Range:
     first_replicas: tuple[int, int]
     bound_ns: int
     counts_cuts: bool = False
+    is_fine: bool = False
     is_likely: bool = False
 
 
@@ -104,7 +106,7 @@ class RingRanges:
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             # A low goal needs fewer questions; one that is too low is soon followed by the next.
-            goal_ns = max((2 * low_ns + high_ns) // 3, high_ns * MIN_GOAL // 100)
+            goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
@@ -121,11 +123,10 @@ class RingRanges:
                 return True
             if not may_go_on():
                 return False
-            # Those likely within the goal first, the parts of one before others; then those that take the least time.
-            likely = [each for each in left if self._is_likely(each)]
-            asked = likely[-1] if likely else min(left, key=lambda each: each.counts_cuts)
+            asked = self._next(left)
             kind = PlanKind(*asked.cuts, *asked.last_replicas, *asked.first_replicas)
-            if not asked.problem.is_feasible(kind, goal_ns, deadline, counts_cuts=asked.counts_cuts):
+            problem = asked.problem
+            if not problem.is_feasible(kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine):
                 asked.bound_ns = goal_ns + 1
                 continue
             asked.is_likely = True
@@ -135,14 +136,24 @@ class RingRanges:
             self.ranges.remove(asked)
             self.ranges += parts
 
-    def _is_likely(self, each: Range) -> bool:
-        return each.is_likely or self._has_best(each)
+    def _next(self, left: Sequence[Range]) -> Range:
+        """Those likely within a goal first, of plans like the best one before others, and the parts of one together.
+
+        Then those that take the least time.
+        """
+        likely = [each for each in left if each.is_likely or self._has_best(each)]
+        if not likely:
+            return min(left, key=lambda each: each.counts_cuts)
+        return max(reversed(likely), key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix)))
+
+    def _is_like_best(self, problem: PrefixBound) -> bool:
+        """Whether the fastest known plan is one of a problem."""
+        kind = self._best.line, self._best.plan.schedule, self._best.plan.microbatch_size
+        return (problem.line, problem.schedule, problem.size) == kind
 
     def _has_best(self, each: Range) -> bool:
         """Whether the fastest known plan is one of a range."""
-        best, problem = self._best.plan, each.problem.prefix
-        kind = self._best.line, best.schedule, best.microbatch_size
-        is_of_problem = (problem.line, problem.schedule, problem.size) == kind
+        best, is_of_problem = self._best.plan, self._is_like_best(each.problem.prefix)
         has_last = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
         has_first = each.first_replicas[0] <= best.counts[0] <= each.first_replicas[1]
         return is_of_problem and has_last and has_first and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
@@ -176,6 +187,8 @@ class RingRanges:
             middle = (fewest + most) // 2
             for cuts in ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts)
+        elif not whole.is_fine:
+            yield replace(whole, is_fine=True)
 
 
 def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -35,7 +35,7 @@ def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tu
     first_turn, goes_back = 0, False
     while True:
         for turn in range(first_turn, num_stages):
-            num_run = _advance(costs, notes, num_stages - 1 - turn if goes_back else turn)
+            num_run = _advance(costs, notes, num_stages, num_stages - 1 - turn if goes_back else turn)
             num_left, num_actions = num_left - num_run, num_actions + num_run
         first_turn, goes_back = 1, not goes_back
         score_ns, step_ns = _so_far_ns(costs, notes, num_stages)
@@ -259,11 +259,20 @@ def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, floa
 
 
 @compiled
-def _advance(costs: Costs, notes: Notes, s: int) -> int:
+def _same_link(one: int, other: int) -> int:
+    """Returns how many micro-batches later the same replicas of two stages have one: the least common multiple."""
+    rest, divisor = one, other
+    while rest:
+        rest, divisor = divisor % rest, rest
+    return one // divisor * other
+
+
+@compiled
+def _advance(costs: Costs, notes: Notes, num_stages: int, s: int) -> int:
     """Runs the replicas of a stage as far as what they wait for has arrived; returns how many actions have run.
 
     Also notes when the last B ends and the stage is done if nothing more is waited for. What has an infinite time has
-    not been sent yet.
+    not been sent yet. A link carries one transfer at a time.
     """
     stage, num_actions = notes.stages[s], 0
     count, in_flight = stage.count, stage.in_flight
@@ -273,6 +282,9 @@ def _advance(costs: Costs, notes: Notes, s: int) -> int:
     give = costs.layers[stage.begin].returned_inside, costs.layers[stage.begin].returned_between
     inputs, outputs, hosts_behind = notes.sent[s], notes.sent[s + 1], notes.hosts[s + 2]
     gradients, returned, hosts_before = notes.returned[s + 1], notes.returned[s], notes.hosts[s]
+    # The micro-batches from one to the next on the same link, behind the stage and before it.
+    send_each = _same_link(count, notes.stages[s + 1].count) if s < num_stages - 1 else costs.num_microbatches
+    give_each = _same_link(count, notes.stages[s - 1].count) if s > 0 else costs.num_microbatches
     last_ns = done_ns = 0.0
     for r in range(count):
         replica = notes.replicas[stage.first + r]
@@ -286,14 +298,16 @@ def _advance(costs: Costs, notes: Notes, s: int) -> int:
                 if inputs[m] == inf:
                     break
                 time = max(time, inputs[m]) + forward
-                outputs[m] = time + (send[0] if send[0] == send[1] or hosts_behind[m] == host else send[1])
+                free = max(time, outputs[m - send_each]) if m >= send_each else time
+                outputs[m] = free + (send[0] if send[0] == send[1] or hosts_behind[m] == host else send[1])
                 num_forward += 1
             else:
                 m = num_backward * count + r
                 if gradients[m] == inf:
                     break
                 time = max(time, gradients[m]) + backward
-                returned[m] = time + (give[0] if give[0] == give[1] or hosts_before[m] == host else give[1])
+                free = max(time, returned[m - give_each]) if m >= give_each else time
+                returned[m] = free + (give[0] if give[0] == give[1] or hosts_before[m] == host else give[1])
                 num_backward += 1
         num_actions += num_forward + num_backward
         replica.num_forward, replica.num_backward, replica.time = num_forward, num_backward, time

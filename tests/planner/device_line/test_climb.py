@@ -1,4 +1,4 @@
-"""Estimates of steps are the simulator's but for queues and rounding; climbs by them end at a plan that is no slower."""
+"""Estimates of steps are the simulator's, but for rounding; climbs by them end at a plan that is no slower."""
 
 from itertools import count
 from random import Random
@@ -22,12 +22,13 @@ from tests.planner.device_line.test_prefix_bound import plans, random_line
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("buckets", [False, True])
-def test_estimates_are_the_simulated_steps_where_no_transfer_queues_and_below_them_elsewhere(
+def test_estimates_are_the_simulated_steps_where_transfers_take_no_compute_and_below_them_elsewhere(
     schedule: str, buckets: bool
 ) -> None:
     equal = checked = 0
     for seed in range(5):
         line = random_line(seed, schedule, buckets=buckets)
+        overlaps = [device.overlaps_transfers for device in line.cluster.devices]
         estimate = StepEstimate(line, schedule, 1)
         for plan in plans(line, schedule):
             timed = line.time(plan)
@@ -38,10 +39,23 @@ def test_estimates_are_the_simulated_steps_where_no_transfer_queues_and_below_th
             score_ns = estimate.score_ns(plan)
             assert estimated_ns < score_ns == estimate.score_ns(plan, score_ns)
             assert estimate.score_ns(plan, 0.9 * score_ns) > 0.9 * score_ns
-            equal += estimated_ns >= timed.step_ns - rounding_ns
+            is_equal = estimated_ns >= timed.step_ns - rounding_ns
+            assert is_equal or not all(overlaps)
+            equal += is_equal
             checked += 1
     assert checked > 60
-    assert equal > checked // 3
+    assert equal > checked // 2
+
+
+def test_a_link_carries_one_transfer_at_a_time_in_estimates() -> None:
+    """Eight micro-batches, F of 1 ms and B of 2 ms on each of two stages, 5 ms each way.
+
+    The last input arrives at 1 + 8 * 5 ms, so B of the first one ends at 44, and the last gradient arrives 8 * 5 later.
+    """
+    profile = chain([1, 1], output_bytes=5 * 10**6)
+    line = DeviceLine({"a": profile}, devices(2), PlanOptions(minibatch_size=8))
+    plan = LinePlan(cuts=(0, 1, 2), counts=(1, 1), schedule="gpipe", microbatch_size=1)
+    assert StepEstimate(line, "gpipe", 1).step_ns(plan) == 86 * 10**6
 
 
 @pytest.mark.parametrize("recompute", [False, True])
