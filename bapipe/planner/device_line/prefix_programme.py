@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_delays import Delays, place
-from bapipe.planner.device_line.stage_limits import Boundaries, Ints, Problem, is_passed, last_within, start_behind
+from bapipe.planner.device_line.stage_limits import (
+    Boundaries,
+    Ints,
+    Problem,
+    count_cycles,
+    is_passed,
+    last_within,
+    start_behind,
+)
 
 
 @compiled
@@ -52,14 +60,17 @@ def extend(
             break
         of_fewer = -1
         for c in range(num_cuts + 1):
-            reached = -1  # with less delay, or with a device less
+            reached = by_one_less = -1  # with less delay, with a device less
             for level in range(num_levels):
                 i = furthest[level, p, c]
-                if problem.is_alike and p > 0 and not problem.has_cycles:
-                    reached = max(reached, furthest[level, p - 1, c])
+                if problem.is_alike and p > 0:
+                    by_one_less = max(by_one_less, furthest[level, p - 1, c])
                 # Or without delays with fewer cuts; from delays more cuts take more transfers.
                 if i >= first[p, c] and i > reached and not (num_levels == 1 and i <= of_fewer):
-                    num_tried[0] += _add_stages(problem, kind, delays, limit, first, furthest, origin, level, p, c)
+                    is_known = i <= by_one_less
+                    num_tried[0] += _add_stages(
+                        problem, kind, delays, limit, first, furthest, origin, level, p, c, is_known
+                    )
                 reached = max(reached, i)
             if num_levels == 1 and c >= kind.fewest_cuts:
                 of_fewer = max(of_fewer, furthest[0, p, c])
@@ -78,8 +89,15 @@ def _add_stages(
     level: int,
     p: int,
     c: int,
+    is_known: bool,
 ) -> int:
-    """Adds a stage of each class of devices to one prefix; returns the number of classes."""
+    """Adds a stage of each class of devices to one prefix; returns the number of classes.
+
+    Args:
+        is_known: whether a prefix with a device less reaches as far: more devices only matter to cycles.
+    """
+    if is_known and not problem.has_cycles:
+        return 0
     (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
     i, has_delays, counts_cuts = furthest[level, p, c], furthest.shape[0] > 1, furthest.shape[2] > 1
     following = c + 1 if counts_cuts else 0
@@ -96,6 +114,8 @@ def _add_stages(
         lowest = max(lowest, 1)  # the first stage of a plan has a layer
         may_end = stage.few <= kind.last_most and stage.most >= kind.last_fewest
         highest = last if may_end else last - 1
+        if is_known and count_cycles(problem, kind, p, g) == count_cycles(problem, kind, p - 1, g):
+            continue
         if p == 0 and not (stage.few <= kind.first_most and stage.most >= kind.first_fewest):
             continue
         if lowest > highest:

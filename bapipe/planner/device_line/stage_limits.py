@@ -120,6 +120,17 @@ class Start(NamedTuple):
 
 
 @compiled
+def count_cycles(problem: Problem, kind: PlanKind, p: int, g: int) -> int:
+    """Returns how often the stages up to one of class `g` behind `p` devices wait for each other, at least: 1F1B.
+
+    Behind B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1.
+    """
+    num_devices = problem.stages.shape[0]
+    up_to = min(p + problem.stages[p, g].most, num_devices) + kind.first_most - 1
+    return int(max(0, (problem.num_microbatches - num_devices - kind.first_most) // up_to))
+
+
+@compiled
 def start_behind(
     problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, counts_cuts: bool, level: float, left: float
 ) -> Start:
@@ -136,13 +147,10 @@ def start_behind(
         behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
     num_cycles = around_cycles = 0.0
     if problem.has_cycles and p > 0:
-        # 1F1B: behind B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1.
-        num_devices = problem.stages.shape[0]
-        up_to = min(p + problem.stages[p, g].most, num_devices) + kind.first_most - 1
-        num_cycles = float(max(0, (problem.num_microbatches - num_devices - kind.first_most) // up_to))
+        num_cycles = float(count_cycles(problem, kind, p, g))
         if num_cycles > 0:
             trip = problem.layers[0, -1].trip / problem.max_speed + problem.both_ways[kind.fewest_cuts]
-            num_actions = (4 + 2 * num_cycles) * min(kind.most_cuts + 1, num_devices)
+            num_actions = (4 + 2 * num_cycles) * min(kind.most_cuts + 1, problem.stages.shape[0])
             level_ns = max(0.0, level - forced * problem.extra_both)
             around_cycles = 2 * trip + level_ns - num_actions * problem.rounding_ns
     return Start(
