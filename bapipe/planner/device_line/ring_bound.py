@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DENSITY = 0.7
 """Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
 
-FEW_LEVELS, MANY_LEVELS = 16, 96
+FEW_LEVELS, MANY_LEVELS = 32, 64
 """Of delays."""
 
 

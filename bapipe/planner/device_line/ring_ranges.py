@@ -34,7 +34,7 @@ this part of a step."""
 LITTLE = 1 / 20
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
-MIN_GOAL = 90
+MIN_GOAL = 80
 """No goal is below so many percent of what is not exceeded."""
 
 
@@ -72,6 +72,7 @@ class RingRanges:
     def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best: TimedPlan) -> None:
         """No plan is faster than `bound_ns`; `best` is the fastest one known, like which the relaxation's may be."""
         self._best, best_ns = best, best.step_ns
+        self._has_one_order = len({problem.line for problem in problems}) == 1
         self._problems: list[RingBound] = []
         self.ranges: list[Range] = []
         for problem in problems:
@@ -105,8 +106,9 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            # A low goal needs fewer questions; one that is too low is soon followed by the next.
-            goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
+            # Of several orders there are more questions, and what a goal that takes too long has cost is lost.
+            goal_ns = (low_ns + high_ns) // 2 if self._has_one_order else (2 * low_ns + high_ns) // 3
+            goal_ns = max(goal_ns, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
@@ -177,6 +179,8 @@ class RingRanges:
             of_first = CYCLES * (early / (early + few) - early / (early + many))
         if not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
             yield replace(whole, counts_cuts=True)
+        elif whole.counts_cuts and not whole.is_fine and max(of_cuts, of_last, of_first) < LEAST:
+            yield replace(whole, is_fine=True)
         elif of_last > max(of_cuts, LEAST):
             for replicas in _halves(low, high):
                 yield replace(whole, last_replicas=replicas)
