@@ -19,7 +19,7 @@ from bapipe.planner.device_line.ring_bound import RingBound
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
 
-PRECISION, PART_OF_GAP = 250, 8
+PRECISION, PART_OF_GAP = 250, 12
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
 plan if that is more."""
 
