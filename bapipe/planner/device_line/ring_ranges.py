@@ -161,9 +161,9 @@ class RingRanges:
         return is_of_problem and has_last and has_first and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
 
     def _parts(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range taken apart by what makes the larger difference: by cuts, or by GPipe's last stage.
+        """The plans of a range taken apart by what makes the largest difference: cuts, or replicas of an end.
 
-        If it makes little, with cuts counted. None if the range is small.
+        If it makes little, with cuts counted, then with more levels of delays. None if the range is small.
         """
         (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
         # Round trips that follow one another in a step.
@@ -179,7 +179,7 @@ class RingRanges:
             of_first = CYCLES * (early / (early + few) - early / (early + many))
         if not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
             yield replace(whole, counts_cuts=True)
-        elif whole.counts_cuts and not whole.is_fine and max(of_cuts, of_last, of_first) < LEAST:
+        elif not whole.is_fine and max(of_cuts, of_last, of_first) <= LEAST:
             yield replace(whole, is_fine=True)
         elif of_last > max(of_cuts, LEAST):
             for replicas in _halves(low, high):
@@ -191,8 +191,6 @@ class RingRanges:
             middle = (fewest + most) // 2
             for cuts in ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts)
-        elif not whole.is_fine:
-            yield replace(whole, is_fine=True)
 
 
 def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -120,6 +120,14 @@ def has_many_devices(cluster: Cluster, schedules: Sequence[str], *, num_layers: 
     return num_devices >= MIN_DEVICES and is_large and all(name in SCHEDULES for name in schedules)
 
 
+Shape = tuple[DeviceLine, str, int, int]
+"""The order of the devices, schedule, micro-batch size and number of stages of plans."""
+
+
+def _shape(line: DeviceLine, plan: LinePlan) -> Shape:
+    return line, plan.schedule, plan.microbatch_size, len(plan.counts)
+
+
 class LineSearch:
     """The plans timed, and the bound so far.
 
@@ -231,10 +239,10 @@ class LineSearch:
     def _runners(self) -> list[tuple[DeviceLine, LinePlan]]:
         """The fastest plans by simulation or estimate that climbs walk from, of different shapes."""
         timed = [(each.step_ns, each.line, each.plan) for each in self._timed.values() if each is not None]
-        of_shapes: dict[tuple[DeviceLine, str, int, int], tuple[DeviceLine, LinePlan]] = {}
+        of_shapes: dict[Shape, tuple[DeviceLine, LinePlan]] = {}
         for _, line, plan in sorted([*timed, *self._estimated], key=lambda each: each[0]):
             if self._climbs.can_walk(line, plan):
-                of_shapes.setdefault((line, plan.schedule, plan.microbatch_size, len(plan.counts)), (line, plan))
+                of_shapes.setdefault(_shape(line, plan), (line, plan))
         return list(of_shapes.values())[:MAX_RUNNERS]
 
     def _climb_on(self) -> None:
@@ -321,10 +329,9 @@ class LineSearch:
 
     def _fastest(self) -> Iterator[TimedPlan]:
         """The plans so far, the fastest first, of different schedules and numbers of stages."""
-        of_shapes: dict[tuple[DeviceLine, str, int, int], TimedPlan] = {}
+        of_shapes: dict[Shape, TimedPlan] = {}
         for timed in sorted((each for each in self._timed.values() if each), key=lambda each: each.step_ns):
-            plan = timed.plan
-            of_shapes.setdefault((timed.line, plan.schedule, plan.microbatch_size, len(plan.counts)), timed)
+            of_shapes.setdefault(_shape(timed.line, timed.plan), timed)
         return iter(list(of_shapes.values()))
 
     def _time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
