@@ -37,7 +37,7 @@ def extend_backwards(
                 j = last
                 for to in range(p + stage.few, p + most + 1):
                     j = min(j, first[to, following])
-                if may_be_empty:
+                if may_be_empty or j == 0:  # nothing is left for the stage
                     best = min(best, j)
                 if j == last and not (stage.few <= kind.last_most and stage.most >= kind.last_fewest):
                     continue

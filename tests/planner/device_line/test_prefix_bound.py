@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.options import PlanOptions
@@ -199,3 +201,20 @@ def test_the_relaxation_ends_at_the_deadline() -> None:
     line = random_line(0, "1f1b")
     with pytest.raises(OutOfTime):
         PrefixBound(line, "1f1b", 1, len(line.cluster.devices)).path(10**12, Deadline(0.0))
+
+
+@pytest.mark.parametrize(("schedule", "num_devices", "num_microbatches"), [("gpipe", 5, 8), ("1f1b", 7, 5)])
+def test_more_stages_may_be_asked_for_than_there_are_layers(
+    schedule: str, num_devices: int, num_microbatches: int
+) -> None:
+    profile = chain([1, 5], param_bytes=10**6, output_bytes=10**6)
+    cluster, options = devices(num_devices, bytes_per_s=10**8), PlanOptions(minibatch_size=num_microbatches)
+    line = DeviceLine({"a": profile}, cluster, options)
+    of_two = [
+        line.time(LinePlan(cuts=(0, 1, 2), counts=(1, count), schedule=schedule, microbatch_size=1))
+        for count in range(1, num_devices)
+    ]
+    best_ns = min(timed.step_ns for timed in of_two if timed is not None)
+    programme = PrefixBound(line, schedule, 1, num_devices).programme
+    up_to_four = PlanKind(0, 3, 1, num_microbatches, 1, num_microbatches)
+    assert FurthestPrefixes(programme, up_to_four, best_ns).find(UNLIMITED) is not None
