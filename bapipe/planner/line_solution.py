@@ -92,9 +92,9 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     """
     profiles, cluster, options = request.profiles, request.cluster, request.options
     line = DeviceLine(profiles, cluster, options)
-    orders = device_orders(cluster, line.ns_per_sample)
+    orders = device_orders(line)
     search = LineSearch(
-        [line, *(line.in_order(order.ranks) for order in orders[1:])],
+        [line.in_order(order.ranks) for order in orders],
         request.schedules,
         request.microbatch_sizes,
         bound_ns=request.step_bound_ns,

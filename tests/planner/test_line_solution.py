@@ -67,7 +67,7 @@ def test_plans_are_the_best_of_the_orders_that_the_certificate_names(schedule: s
         plan = plan_step_time(line.profiles, line.cluster, line.options)
         step_ns, bound_ns, space = plan.prediction.step_ns, plan.certificate.lower_bound_ns, plan.certificate.space
         assert simulate(plan, line.profiles).step_ns == step_ns
-        orders = device_orders(line.cluster, line.ns_per_sample)
+        orders = device_orders(line)
         best_ns = {
             order.words: min(
                 timed.step_ns

@@ -20,6 +20,7 @@ class FurthestPrefixes:
 
     Attributes:
         furthest: by level of delays, devices and cuts; -1 where nothing is known. [levels, devices + 1, cuts + 2]
+        first: the boundary behind which the other devices can do all work. [devices + 1, cuts + 2]
         origin: the devices before the last stage, where there is one level. [devices + 1, cuts + 2]
     """
 
@@ -47,7 +48,7 @@ class FurthestPrefixes:
         self.furthest = np.full(shape, -1, dtype=np.int32)
         self.furthest[0, 0, 0] = 0
         self.origin = np.full(shape[1:], -1, dtype=np.int32)
-        self._first = np.full(shape[1:], problem.layers.shape[1] - 1, dtype=np.int32)
+        self.first = np.full(shape[1:], problem.layers.shape[1] - 1, dtype=np.int32)
         self._num_tried = np.zeros(1, dtype=np.int64)
 
     @property
@@ -64,8 +65,8 @@ class FurthestPrefixes:
         for end in range(num_devices, 0, -POSITIONS_AT_ONCE):
             deadline.check()
             begin = max(0, end - POSITIONS_AT_ONCE)
-            extend_backwards(self._problem, self._kind, self._limit, self._first, begin, end, self._num_tried)
-        if self._first[0, 0] > 0:
+            extend_backwards(self._problem, self._kind, self._limit, self.first, begin, end, self._num_tried)
+        if self.first[0, 0] > 0:
             return None
         for begin in range(0, num_devices + 1, POSITIONS_AT_ONCE):
             deadline.check()
@@ -74,7 +75,7 @@ class FurthestPrefixes:
                 self._kind,
                 self._delays,
                 self._limit,
-                self._first,
+                self.first,
                 self.furthest,
                 self.origin,
                 begin,

@@ -57,7 +57,9 @@ class LayerSums:
             what one micro-batch leaves for its backward. [boundaries]
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
-        back_ns: what the gradient of one micro-batch takes over each inner cut, on the fastest link. [cuts]
+        boundaries_before: how often before each device, if the devices of hosts follow each other. [devices]
+        send_ns, back_ns: what one micro-batch and its gradient take over each inner cut, on the fastest link. [cuts]
+        between_hosts_ns: both, on a link between hosts. [cuts]
         fastest_link: of the links the shortest latency and the highest rate, maybe of no two devices.
     """
 
@@ -169,19 +171,21 @@ class LayerSums:
         links: list[Bandwidth | Link] = [cluster.intra_host, cluster.inter_host, *cluster.links]
         rate, latency = max(link.bytes_per_s for link in links), min(link.latency_ns for link in links)
 
-        def times(num_bytes: IntArray) -> FloatArray:
+        def times(num_bytes: IntArray, latency: int = latency, rate: int = rate) -> FloatArray:
             return np.where(num_bytes > 0, latency + num_bytes * 1e9 / rate, 0.0)
 
         zero = [0.0]
         self._one_way = np.concatenate([zero, np.cumsum(np.sort(times(send)))])
         self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
-        self.back_ns = times(grad)
+        self.send_ns, self.back_ns = times(send), times(grad)
         # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]
         in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
         self.hosts_before = np.concatenate([[0], np.cumsum(crossings)])
-        self._boundaries_before = self.hosts_before * in_a_row
+        self.boundaries_before = self.hosts_before * in_a_row
+        between = max(cluster.inter_host.latency_ns, latency), min(cluster.inter_host.bytes_per_s, rate)
+        self.between_hosts_ns = times(send, *between) + times(grad, *between)
         slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
         extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
         self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0

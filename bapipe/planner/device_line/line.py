@@ -67,6 +67,7 @@ class DeviceLine:
         cluster: its devices in the order in which plans take them.
         ranks: of these devices in the cluster as it was given.
         cuts: where the layers may be cut, with the start and the end.
+        differ_in_speed_alone: whether devices have different speeds, but do not differ in anything else of their own.
     """
 
     def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
@@ -97,9 +98,13 @@ class DeviceLine:
         """Notes the memory limit and the class of each device."""
         self.limits = self.options.limits(self.cluster)
         self.ns_per_sample = ns_per_sample(self.profiles, self.cluster)
-        classes = device_classes(
-            self.cluster, self.limits, self.constraints.allowed_layers(self.cluster), self.ns_per_sample
-        )
+        allowed = self.constraints.allowed_layers(self.cluster)
+        classes = device_classes(self.cluster, self.limits, allowed, self.ns_per_sample)
+        what_else = {
+            (device.kind, device.overlaps_transfers, *of_rank)
+            for device, *of_rank in zip(self.cluster.devices, self.limits, allowed, strict=True)
+        }
+        self.differ_in_speed_alone = len(what_else) == 1 < len(classes)
         self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
 
     def chain(self, rank: int, microbatch_size: int) -> Chain:

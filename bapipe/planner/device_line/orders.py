@@ -1,12 +1,11 @@
 """The orders in which plans for many devices take them: the cluster's, and by speed where the devices differ."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from msgspec import UNSET
 
-from bapipe.formats.cluster import Cluster
+from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.searched_space import GIVEN_ORDER
 
 
@@ -18,14 +17,16 @@ class DeviceOrder:
     ranks: tuple[int, ...]
 
 
-def device_orders(cluster: Cluster, ns_per_sample: Sequence[float]) -> list[DeviceOrder]:
-    """Returns the orders that differ, the cluster's first.
+def device_orders(line: DeviceLine) -> list[DeviceOrder]:
+    """Returns the orders that differ: the cluster's, the fastest first, and the slowest first.
 
+    Of devices that differ in nothing but their speed the cluster's order is left out, as it is one of many at random.
     The devices of a host stay together where links within hosts are not like those between them.
 
     Args:
-        ns_per_sample: time of each rank for the same work.
+        line: the devices in the cluster's order.
     """
+    cluster, ns_per_sample = line.cluster, line.ns_per_sample
     hosts = [device.host for device in cluster.devices]
     keeps_hosts = cluster.intra_host != cluster.inter_host or cluster.intra_host_sum is not UNSET
     times_of = {host: [ns for own, ns in zip(hosts, ns_per_sample, strict=True) if own == host] for host in set(hosts)}
@@ -37,7 +38,8 @@ def device_orders(cluster: Cluster, ns_per_sample: Sequence[float]) -> list[Devi
         return (sign * mean_ns[host], first[host], own) if keeps_hosts else (own, 0, 0.0)
 
     every = range(len(hosts))
-    orders = [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(every))]
+    is_at_random = line.differ_in_speed_alone and not keeps_hosts and not cluster.links
+    orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(every))]
     what = " hosts" if keeps_hosts else ""
     for words, sign in ((f"the fastest{what} first", 1), (f"the slowest{what} first", -1)):
         ranks = tuple(sorted(every, key=lambda rank, sign=sign: key(rank, sign)))  # type: ignore[misc]

@@ -85,7 +85,7 @@ class PrefixBound(LayerSums):
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
             self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self.has_one_speed)
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
-        self._kinds_of_stages = StageKinds(self, self.groups.most)
+        self.kinds_of_stages = StageKinds(self, self.groups.most)
         self.rings = Rings(self, self.groups.fewest, may_be_idle=self.has_one_speed)
         self.limit_bytes = self._list_memory()
 
@@ -138,7 +138,7 @@ class PrefixBound(LayerSums):
         """The problem as the compiled programme takes it."""
         from bapipe.planner.device_line.stage_limits import LAYER_SUMS, Problem
 
-        kinds = self._kinds_of_stages
+        kinds = self.kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
         for of_kinds, sums in zip(layers, kinds.sums, strict=True):
             for name in LAYER_SUMS.names or ():
@@ -148,7 +148,7 @@ class PrefixBound(LayerSums):
             stages=self._stages(),
             one_way=np.asarray(self._one_way, dtype=float),
             both_ways=np.asarray(self._both_ways, dtype=float),
-            boundaries_before=self._boundaries_before,
+            boundaries_before=self.boundaries_before,
             extra_one_way=float(self._extra_one_way),
             extra_both=float(self._extra_both),
             num_microbatches=self.num_microbatches,
@@ -160,17 +160,20 @@ class PrefixBound(LayerSums):
             has_whole_backward=not splits_backwards(self.schedule),
             has_cycles=self.has_cycles,
             rounding_ns=ROUNDING_NS * (1 + 1 / float(self.speeds.min())),
+            is_rounded=self.is_rounded,
         )
 
     def _stages(self) -> "NDArray[np.void]":
         """What is known of stages by their first device and class. [positions, groups]"""
         from bapipe.planner.device_line.stage_limits import STAGE
 
-        weights, rings, kinds = self.weights, self.rings, self._kinds_of_stages
+        weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts
-        in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n)
+        in_flight, last_in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n[0]), np.zeros_like(n)
         if self._depths is not None:
             in_flight = -(-self._depths[:, None] // self.groups.fewest)
+            of_last = np.array([IN_FLIGHT[self.schedule](most) for most in self.groups.most.tolist()])
+            last_in_flight = -(-of_last // self.groups.fewest)
             num_rounds = np.stack([self._num_rounds(int(depth)) for depth in self._depths])
         columns = {
             "own": kinds.own,
@@ -179,6 +182,7 @@ class PrefixBound(LayerSums):
             "few": self.groups.fewest,
             "most": self.groups.most,
             "in_flight": in_flight,
+            "last_in_flight": last_in_flight,
             "num_rounds": num_rounds,
             "count": n,
             "fastest": 1 / weights.fastest,

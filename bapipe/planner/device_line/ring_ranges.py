@@ -4,6 +4,9 @@ The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of repl
 goal is asked of wide ranges first; of one in which the relaxation has a plan within it, with cuts counted, then of its
 parts. A range with a plan within an earlier goal comes first, so that a goal that fails fails soon. What is proven of a
 range holds for lower goals.
+
+Of unlike devices `trip_bound.py` knows more, but takes longer: it decides all plans of a problem at once, unless
+transfers are long, and ranges only where the other relaxation leaves them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,10 @@ from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
+from bapipe.planner.device_line.trip_bound import Behind, TripBound
+
+TRIED_OF_TRIPS = 3
+"""A begin or an end of a stage that `trip_bound.py` tries takes as long as so many classes of stages."""
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
@@ -34,8 +41,14 @@ this part of a step."""
 LITTLE = 1 / 20
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
-MIN_GOAL = 80
-"""No goal is below so many percent of what is not exceeded."""
+MAX_TRANSFERS = 1 / 3
+"""All plans of a problem are asked about by `trip_bound.py` where transfers are no larger part of the best step."""
+
+ROUNDS = 8
+"""The tables of `trip_bound.py` are filled so often at most."""
+
+MIN_GOAL, MIN_GOAL_UNLIKE = 80, 90
+"""No goal is below so many percent of what is not exceeded, of alike and of unlike devices."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,10 +62,13 @@ class Range:
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
         is_fine: whether delays are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
+        is_by_trips: of unlike devices, whether `trip_bound.py` is asked first.
+        known: of unlike devices, an earlier goal, and what `trip_bound.py` knows of those within it.
         bound_ns: what is proven of them.
     """
 
     problem: RingBound
+    trips: TripBound | None
     cuts: tuple[int, int]
     last_replicas: tuple[int, int]
     first_replicas: tuple[int, int]
@@ -60,6 +76,8 @@ class Range:
     counts_cuts: bool = False
     is_fine: bool = False
     is_likely: bool = False
+    is_by_trips: bool = False
+    known: tuple[int, Behind] | None = None
 
 
 class RingRanges:
@@ -72,8 +90,9 @@ class RingRanges:
     def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best: TimedPlan) -> None:
         """No plan is faster than `bound_ns`; `best` is the fastest one known, like which the relaxation's may be."""
         self._best, best_ns = best, best.step_ns
-        self._has_one_order = len({problem.line for problem in problems}) == 1
         self._problems: list[RingBound] = []
+        self._trips: list[TripBound] = []
+        self._known: dict[TripBound, tuple[int, Behind]] = {}
         self.ranges: list[Range] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
@@ -81,21 +100,27 @@ class RingRanges:
             busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
             bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
             self._problems.append(bound)
-            self.ranges += [
-                Range(
-                    problem=bound,
-                    cuts=(fewest, most),
-                    last_replicas=problem.last_replicas,
-                    first_replicas=(1, int(problem.groups.most[-1])),
-                    bound_ns=max(bound_ns, problem.bound_ns),
-                )
-                for fewest, most in _widths(*problem.num_cuts)
-            ]
+            trips = None if problem.has_one_speed else TripBound(problem)
+            every = Range(
+                problem=bound,
+                trips=trips,
+                cuts=problem.num_cuts,
+                last_replicas=problem.last_replicas,
+                first_replicas=(1, int(problem.groups.most[-1])),
+                bound_ns=max(bound_ns, problem.bound_ns),
+            )
+            transfers_ns = problem.round_trip_ns(len(best.plan.counts) - 1)
+            if trips is not None and transfers_ns < MAX_TRANSFERS * best_ns:
+                self.ranges.append(replace(every, is_by_trips=True, counts_cuts=True, is_fine=True))
+            else:
+                self.ranges += [replace(every, cuts=cuts) for cuts in _widths(*problem.num_cuts)]
+            self._trips += [trips] if trips is not None else []
 
     @property
     def num_tried(self) -> int:
         """The work so far, see `FurthestPrefixes`."""
-        return sum(problem.num_tried for problem in self._problems)
+        of_trips = sum(each.num_tried for each in self._trips)
+        return sum(problem.num_tried for problem in self._problems) + TRIED_OF_TRIPS * of_trips
 
     @property
     def bound_ns(self) -> int:
@@ -106,9 +131,11 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            # Of several orders there are more questions, and what a goal that takes too long has cost is lost.
-            goal_ns = (low_ns + high_ns) // 2 if self._has_one_order else (2 * low_ns + high_ns) // 3
-            goal_ns = max(goal_ns, high_ns * MIN_GOAL // 100)
+            # Of unlike devices, what a goal that takes too long has cost is lost.
+            goal_ns, percent = (low_ns + high_ns) // 2, MIN_GOAL
+            if self._trips:
+                goal_ns, percent = (2 * low_ns + high_ns) // 3, MIN_GOAL_UNLIKE
+            goal_ns = max(goal_ns, high_ns * percent // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
@@ -126,17 +153,45 @@ class RingRanges:
             if not may_go_on():
                 return False
             asked = self._next(left)
-            kind = PlanKind(*asked.cuts, *asked.last_replicas, *asked.first_replicas)
-            problem = asked.problem
-            if not problem.is_feasible(kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine):
-                asked.bound_ns = goal_ns + 1
+            if self._is_refuted(asked, goal_ns, deadline):
                 continue
-            asked.is_likely = True
             parts = list(self._parts(asked))
             if not parts:
                 return False
             self.ranges.remove(asked)
             self.ranges += parts
+
+    def _is_refuted(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
+        """Returns whether no plan of a range is within a goal, and notes it; if one may be, it is likely."""
+        ways = [self._is_refuted_by_prefixes]
+        if asked.trips is not None:
+            ways.insert(0 if asked.is_by_trips else 1, self._is_refuted_by_trips)
+        is_last = not any(self._parts(asked))
+        # A plan like the best one may be within most goals: of those only small ranges are worth the time.
+        is_skipped = asked.known is not None and self._has_best(asked) and not is_last
+        is_refuted = not is_skipped and any(way(asked, goal_ns, deadline) for way in (ways if is_last else ways[:1]))
+        asked.bound_ns = goal_ns + 1 if is_refuted else asked.bound_ns
+        asked.is_likely = not is_refuted
+        return is_refuted
+
+    def _is_refuted_by_prefixes(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
+        return not asked.problem.is_feasible(
+            _kind(asked), goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine
+        )
+
+    def _is_refuted_by_trips(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
+        """The same of unlike devices, by what is known before and behind every stage."""
+        trips = asked.trips
+        assert trips is not None
+        known = next((each for each in (asked.known, self._known.get(trips)) if each and goal_ns <= each[0]), None)
+        if known is None and not asked.is_by_trips:
+            behind = trips.behind(trips.prefix.kind, goal_ns, deadline, 0)
+            if behind is None:
+                return True
+            known = self._known[trips] = goal_ns, behind
+        behind = trips.behind(_kind(asked), goal_ns, deadline, ROUNDS, known and known[1])
+        asked.known = None if behind is None else (goal_ns, behind)
+        return behind is None
 
     def _next(self, left: Sequence[Range]) -> Range:
         """Those likely within a goal first, of plans like the best one before others, and the parts of one together.
@@ -187,15 +242,19 @@ class RingRanges:
         elif of_first > max(of_cuts, LEAST):
             for replicas in _halves(few, many):
                 yield replace(whole, first_replicas=replicas)
-        elif fewest < most:
+        elif fewest < most and not (whole.is_by_trips and of_cuts <= LEAST):
             middle = (fewest + most) // 2
-            for cuts in ((fewest, middle), (middle + 1, most)):
+            for cuts in _halves(fewest, most) if whole.is_by_trips else ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts)
+
+
+def _kind(plans: Range) -> PlanKind:
+    return PlanKind(*plans.cuts, *plans.last_replicas, *plans.first_replicas)
 
 
 def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Ranges whose ends are in equal proportion to their begins."""
-    middle = isqrt(low * high)
+    middle = min(isqrt(max(low, 1) * high), high - 1)
     return (low, middle), (middle + 1, high)
 
 

@@ -35,6 +35,7 @@ STAGE = np.dtype(
         ("few", np.int64),  # devices, at least
         ("most", np.int64),
         ("in_flight", np.int64),  # micro-batches on one replica at most, 0 if the schedule has no limit
+        ("last_in_flight", np.int64),  # the same if the stage is the last one
         ("num_rounds", np.int64),  # micro-batches that make a round trip to the last stage one after another, at least
         ("count", np.float64),  # micro-batches of one replica
         ("fastest", np.float64),  # ns of the work of 1 ns on any replica, at least,
@@ -72,6 +73,7 @@ class Problem(NamedTuple):
         max_gradients: bytes between two boundaries, at most.
         has_cycles: whether F and B of the first stages wait for each other: 1F1B, and more micro-batches than devices.
         rounding_ns: by how much an action may be shorter than the sum over its layers.
+        is_rounded: whether actions on other speeds are rounded.
     """
 
     layers: NDArray[Any]
@@ -90,6 +92,7 @@ class Problem(NamedTuple):
     has_whole_backward: bool
     has_cycles: bool
     rounding_ns: float
+    is_rounded: bool
 
 
 class Start(NamedTuple):
@@ -155,7 +158,7 @@ def start_behind(
             around_cycles = 2 * trip + level_ns - num_actions * problem.rounding_ns
     return Start(
         limit + problem.stages[p, g].slack,
-        float(_forwards_apart(problem, kind.last_most, p, g)),
+        float(forwards_apart(problem, kind.last_most, p, g)),
         problem.one_way[c] + forced * problem.extra_one_way,
         problem.both_ways[c] + forced * problem.extra_both,
         behind,
@@ -182,7 +185,7 @@ def is_passed(
 
 
 @compiled
-def _forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
+def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
     stage = problem.stages[p, g]
     if problem.are_forwards_first:

@@ -24,19 +24,30 @@ def cluster_of(speeds: list[float], hosts: str, *, is_fast_within: bool = False)
     return replace(cluster, devices=named, intra_host=within)
 
 
-def orders_of(cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    orders = device_orders(cluster, [1 / device.speed for device in cluster.devices])
-    return {order.words: order.ranks for order in orders}
+def orders_of(cluster: Cluster, **options: object) -> dict[str, tuple[int, ...]]:
+    line = DeviceLine({"a": chain([1, 1])}, cluster, PlanOptions(minibatch_size=8, **options))  # type: ignore[arg-type]
+    return {order.words: order.ranks for order in device_orders(line)}
 
 
-def test_alike_devices_have_one_order_and_unlike_ones_three() -> None:
+def test_alike_devices_have_the_order_of_the_cluster_and_of_other_speeds_two() -> None:
     assert orders_of(cluster_of([1.0, 1.0, 1.0], "abb")) == {"in the cluster's order": (0, 1, 2)}
     assert orders_of(cluster_of([0.5, 1.0, 0.5, 0.8], "abab")) == {
-        "in the cluster's order": (0, 1, 2, 3),
         "the fastest first": (1, 3, 0, 2),
         "the slowest first": (0, 2, 3, 1),
     }
-    assert [*orders_of(cluster_of([1.0, 0.5], "aa"))] == ["in the cluster's order", "the slowest first"]
+    assert [*orders_of(cluster_of([1.0, 0.5], "aa"))] == ["the fastest first", "the slowest first"]
+
+
+def test_devices_that_differ_in_more_than_speed_also_have_the_order_of_the_cluster() -> None:
+    of_speeds = cluster_of([0.5, 1.0, 0.8], "aaa")
+    large = replace(of_speeds.devices[0], memory_bytes=2 * of_speeds.devices[0].memory_bytes)
+    expected = {
+        "in the cluster's order": (0, 1, 2),
+        "the fastest first": (1, 2, 0),
+        "the slowest first": (0, 2, 1),
+    }
+    assert orders_of(replace(of_speeds, devices=(large, *of_speeds.devices[1:]))) == expected
+    assert orders_of(of_speeds, constraints=["l0 on d1"]) == expected
 
 
 def test_devices_of_a_host_stay_together_where_its_links_are_faster() -> None:
@@ -69,7 +80,7 @@ def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() ->
     made = plan_step_time(profiles, mixed, PlanOptions(minibatch_size=18))
     speed = {device.name: device.speed for device in mixed.devices}
     assert all(len({speed[name] for name in stage.devices}) == 1 for stage in made.stages)
-    orders = device_orders(mixed, [1 / device.speed for device in mixed.devices])
+    orders = device_orders(DeviceLine(profiles, mixed, PlanOptions(minibatch_size=18)))
     assert on_first_devices([order.words for order in orders]) in made.certificate.space
-    assert ", in the cluster's order, or the fastest first, or the slowest first, of too many" in made.certificate.space
+    assert ", the fastest first, or the slowest first, of too many" in made.certificate.space
     assert simulate(made, profiles).step_ns == made.prediction.step_ns >= made.certificate.lower_bound_ns

@@ -60,7 +60,7 @@ def test_every_plan_is_feasible_at_its_step_time(schedule: str) -> None:
     checked = refuted = 0
     for seed in range(24):
         given = single_line(seed, schedule)
-        for order in device_orders(given.cluster, given.ns_per_sample):
+        for order in device_orders(given):
             line = given.in_order(order.ranks)
             every = SingleDevices(line, schedule, 1)
             timed = [each for each in map(line.time, plans_of(line, schedule)) if each is not None]

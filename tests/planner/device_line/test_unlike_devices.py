@@ -52,7 +52,7 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
     infeasible = checked = 0
     for seed in range(4):
         given = unlike_line(seed, schedule, buckets=seed % 4 > 1)
-        for order in device_orders(given.cluster, given.ns_per_sample):
+        for order in device_orders(given):
             line = given.in_order(order.ranks)
             bound = PrefixBound(line, schedule, 1, len(line.cluster.devices))
             steps_ns = [timed.step_ns for timed in map(line.time, plans(line, schedule)) if timed is not None]
