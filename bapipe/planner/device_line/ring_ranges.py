@@ -5,8 +5,8 @@ goal is asked of wide ranges first; of one in which the relaxation has a plan wi
 parts. A range with a plan within an earlier goal comes first, so that a goal that fails fails soon. What is proven of a
 range holds for lower goals.
 
-Of unlike devices `trip_bound.py` knows more, but takes longer: it decides all plans of a problem at once, unless
-transfers are long, and ranges only where the other relaxation leaves them.
+Of unlike devices, and of few alike ones, `trip_bound.py` knows more, but takes longer: it decides all plans of a
+problem at once, and then ranges; where transfers are long only those ranges that the other relaxation leaves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import Behind, TripBound
 
-TRIED_OF_TRIPS = 3
+TRIED_OF_TRIPS = 2
 """A begin or an end of a stage that `trip_bound.py` tries takes as long as so many classes of stages."""
 
 WIDTH = 1.25
@@ -41,14 +41,17 @@ this part of a step."""
 LITTLE = 1 / 20
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
 
-MAX_TRANSFERS = 1 / 3
-"""All plans of a problem are asked about by `trip_bound.py` where transfers are no larger part of the best step."""
+MAX_ALIKE = 64
+"""Of more devices that are alike the other relaxation knows as much, and takes less time."""
+
+MAX_TRANSFERS = 0.55
+"""All plans of a problem are asked about by `trip_bound.py` first where transfers are no larger part of a trip."""
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
 
-MIN_GOAL, MIN_GOAL_UNLIKE = 80, 90
-"""No goal is below so many percent of what is not exceeded, of alike and of unlike devices."""
+MIN_GOAL, MIN_GOAL_OF_TRIPS = 80, 90
+"""No goal is below so many percent of what is not exceeded."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,8 +65,9 @@ class Range:
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
         is_fine: whether delays are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
-        is_by_trips: of unlike devices, whether `trip_bound.py` is asked first.
-        known: of unlike devices, an earlier goal, and what `trip_bound.py` knows of those within it.
+        trips: `trip_bound.py`, where it is asked, too.
+        is_by_trips: whether it is asked first.
+        known: an earlier goal, and what `trip_bound.py` knows of those within it.
         bound_ns: what is proven of them.
     """
 
@@ -100,7 +104,8 @@ class RingRanges:
             busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
             bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
             self._problems.append(bound)
-            trips = None if problem.has_one_speed else TripBound(problem)
+            has_trips = not problem.has_one_speed or problem.num_devices <= MAX_ALIKE
+            trips = TripBound(problem) if has_trips else None
             every = Range(
                 problem=bound,
                 trips=trips,
@@ -110,7 +115,7 @@ class RingRanges:
                 bound_ns=max(bound_ns, problem.bound_ns),
             )
             transfers_ns = problem.round_trip_ns(len(best.plan.counts) - 1)
-            if trips is not None and transfers_ns < MAX_TRANSFERS * best_ns:
+            if trips is not None and transfers_ns < MAX_TRANSFERS * trip_ns:
                 self.ranges.append(replace(every, is_by_trips=True, counts_cuts=True, is_fine=True))
             else:
                 self.ranges += [replace(every, cuts=cuts) for cuts in _widths(*problem.num_cuts)]
@@ -131,10 +136,9 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            # Of unlike devices, what a goal that takes too long has cost is lost.
             goal_ns, percent = (low_ns + high_ns) // 2, MIN_GOAL
-            if self._trips:
-                goal_ns, percent = (2 * low_ns + high_ns) // 3, MIN_GOAL_UNLIKE
+            if self._trips:  # what a goal that takes too long has cost is lost
+                goal_ns, percent = (2 * low_ns + high_ns) // 3, MIN_GOAL_OF_TRIPS
             goal_ns = max(goal_ns, high_ns * percent // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
@@ -180,7 +184,7 @@ class RingRanges:
         )
 
     def _is_refuted_by_trips(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
-        """The same of unlike devices, by what is known before and behind every stage."""
+        """The same by what is known before and behind every stage."""
         trips = asked.trips
         assert trips is not None
         known = next((each for each in (asked.known, self._known.get(trips)) if each and goal_ns <= each[0]), None)

@@ -129,7 +129,6 @@ def _late(prefix: PrefixBound) -> "Late":
     numbers = np.unique(np.append(0, np.geomspace(1, max(1, int(left.max())), NUM_LATE).astype(np.int64)))
     more = numbers // most[:, None]
     of_forward, of_critical = np.min([sums.least_shares for sums in prefix.kinds_of_stages.sums], axis=0)
-    sent, both = prefix.send_ns[prefix.send_ns > 0], (prefix.send_ns + prefix.back_ns)[prefix.send_ns > 0]
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
     if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
         at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
@@ -138,7 +137,7 @@ def _late(prefix: PrefixBound) -> "Late":
         more=more,
         then=np.searchsorted(numbers, numbers - more * most[:, None], side="right") - 1,
         of_class=np.searchsorted(numbers, left, side="right") - 1,
-        forward_share=float(min(of_forward, (sent / both).min(initial=1.0))),
+        forward_share=float(min(of_forward, 0.5)),  # no gradient is larger than what it is of
         critical_share=float(of_critical),
         transfers=np.pad([prefix.send_ns + prefix.back_ns, prefix.between_hosts_ns], ((0, 0), (1, 1))),
         at_host=at_host,
