@@ -9,6 +9,7 @@ Of unlike devices, and of few alike ones, `trip_bound.py` knows more, but takes 
 problem at once, and then ranges; where transfers are long only those ranges that the other relaxation leaves.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
@@ -50,8 +51,19 @@ MAX_TRANSFERS = 0.55
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
 
+MAX_KEPT_BYTES = 2**29
+"""Of tables for later goals."""
+
 MIN_GOAL, MIN_GOAL_OF_TRIPS = 80, 90
 """No goal is below so many percent of what is not exceeded."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What `trip_bound.py` knows of plans within a goal; nothing any more once too much is kept."""
+
+    goal_ns: int
+    behind: Behind | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +79,7 @@ class Range:
         is_likely: whether the relaxation may have a plan within a goal soon.
         trips: `trip_bound.py`, where it is asked, too.
         is_by_trips: whether it is asked first.
-        known: an earlier goal, and what `trip_bound.py` knows of those within it.
+        known: what that knows of them within an earlier goal.
         bound_ns: what is proven of them.
     """
 
@@ -81,7 +93,7 @@ class Range:
     is_fine: bool = False
     is_likely: bool = False
     is_by_trips: bool = False
-    known: tuple[int, Behind] | None = None
+    known: Known | None = None
 
 
 class RingRanges:
@@ -96,7 +108,8 @@ class RingRanges:
         self._best, best_ns = best, best.step_ns
         self._problems: list[RingBound] = []
         self._trips: list[TripBound] = []
-        self._known: dict[TripBound, tuple[int, Behind]] = {}
+        self._known: dict[TripBound, Known] = {}
+        self._kept: deque[Known] = deque()
         self.ranges: list[Range] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
@@ -187,15 +200,23 @@ class RingRanges:
         """The same by what is known before and behind every stage."""
         trips = asked.trips
         assert trips is not None
-        known = next((each for each in (asked.known, self._known.get(trips)) if each and goal_ns <= each[0]), None)
-        if known is None and not asked.is_by_trips:
-            behind = trips.behind(trips.prefix.kind, goal_ns, deadline, 0)
-            if behind is None:
+        earlier = _within(asked.known, goal_ns) or _within(self._known.get(trips), goal_ns)
+        if earlier is None and not asked.is_by_trips:
+            earlier = trips.behind(trips.prefix.kind, goal_ns, deadline, 0)
+            if earlier is None:
                 return True
-            known = self._known[trips] = goal_ns, behind
-        behind = trips.behind(_kind(asked), goal_ns, deadline, ROUNDS, known and known[1])
-        asked.known = None if behind is None else (goal_ns, behind)
+            self._known[trips] = self._keep(goal_ns, earlier)
+        behind = trips.behind(_kind(asked), goal_ns, deadline, ROUNDS, earlier)
+        asked.known = None if behind is None else self._keep(goal_ns, behind)
         return behind is None
+
+    def _keep(self, goal_ns: int, behind: Behind) -> Known:
+        """Returns what is known of plans within a goal; the oldest of too many is forgotten."""
+        known = Known(goal_ns, behind)
+        self._kept.append(known)
+        if len(self._kept) * behind.trips.nbytes > MAX_KEPT_BYTES:
+            self._kept.popleft().behind = None
+        return known
 
     def _next(self, left: Sequence[Range]) -> Range:
         """Those likely within a goal first, of plans like the best one before others, and the parts of one together.
@@ -250,6 +271,11 @@ class RingRanges:
             middle = (fewest + most) // 2
             for cuts in _halves(fewest, most) if whole.is_by_trips else ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts)
+
+
+def _within(known: Known | None, goal_ns: int) -> Behind | None:
+    """Returns what is known of plans within a goal."""
+    return known.behind if known is not None and goal_ns <= known.goal_ns else None
 
 
 def _kind(plans: Range) -> PlanKind:

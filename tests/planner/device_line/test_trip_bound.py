@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes
+from bapipe.planner.device_line import replica_classes, ring_ranges
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -78,9 +78,13 @@ def test_what_comes_before_and_behind_a_stage_of_unlike_devices_raises_the_bound
     assert 0 < num_by_trips < num_by_rings
 
 
+@pytest.mark.parametrize("max_kept_bytes", [0, 2**29])
 @pytest.mark.parametrize("output_bytes", [0, 4 * 10**7])
-def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(output_bytes: int) -> None:
-    """With short transfers, where all plans are asked about first, and with long ones."""
+def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
+    output_bytes: int, max_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With short transfers, where all plans are asked about first, and with long ones; also where nothing is kept."""
+    monkeypatch.setattr(ring_ranges, "MAX_KEPT_BYTES", max_kept_bytes)
     line = sorted_line(7, output_bytes=output_bytes)
     best = min((each for each in map(line.time, plans(line, "1f1b")) if each), key=lambda each: each.step_ns)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
