@@ -29,7 +29,7 @@ WIDTH = 1.25
 
 PRECISION, PART_OF_GAP = 250, 12
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
-plan if that is more."""
+plan if that is more, or to half of both where `trip_bound.py` is asked: what it finds is close to the best plan."""
 
 SMALL, LEAST = 1.1, 1 / 150
 """GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
@@ -54,7 +54,7 @@ ROUNDS = 8
 MAX_KEPT_BYTES = 2**29
 """Of tables for later goals."""
 
-MIN_GOAL, MIN_GOAL_OF_TRIPS = 80, 90
+MIN_GOAL = 80
 """No goal is below so many percent of what is not exceeded."""
 
 
@@ -149,17 +149,17 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            goal_ns, percent = (low_ns + high_ns) // 2, MIN_GOAL
-            if self._trips:  # what a goal that takes too long has cost is lost
-                goal_ns, percent = (2 * low_ns + high_ns) // 3, MIN_GOAL_OF_TRIPS
-            goal_ns = max(goal_ns, high_ns * percent // 100)
+            # By thirds where high goals take long to ask: what one that takes too long has cost is lost.
+            goal_ns = (2 * low_ns + high_ns) // 3 if self._trips else (low_ns + high_ns) // 2
+            goal_ns = max(goal_ns, high_ns * MIN_GOAL // 100)
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
 
     def _precision_ns(self, low_ns: int) -> int:
-        return max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
+        precision_ns = max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
+        return precision_ns // 2 if self._trips else precision_ns
 
     def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
         """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
@@ -180,16 +180,23 @@ class RingRanges:
 
     def _is_refuted(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
         """Returns whether no plan of a range is within a goal, and notes it; if one may be, it is likely."""
+        is_last = not any(self._parts(asked))
         ways = [self._is_refuted_by_prefixes]
         if asked.trips is not None:
             ways.insert(0 if asked.is_by_trips else 1, self._is_refuted_by_trips)
-        is_last = not any(self._parts(asked))
-        # A plan like the best one may be within most goals: of those only small ranges are worth the time.
-        is_skipped = asked.known is not None and self._has_best(asked) and not is_last
-        is_refuted = not is_skipped and any(way(asked, goal_ns, deadline) for way in (ways if is_last else ways[:1]))
+        if not is_last:
+            ways = ways[:1]
+        if asked.is_by_trips and asked.known is None:
+            ways.insert(0, self._is_refuted_soon)
+        elif asked.is_by_trips and self._has_best(asked) and not is_last:
+            ways = []  # a plan like the best one may be within most goals: only small ranges are worth the time
+        is_refuted = any(way(asked, goal_ns, deadline) for way in ways)
         asked.bound_ns = goal_ns + 1 if is_refuted else asked.bound_ns
         asked.is_likely = not is_refuted
         return is_refuted
+
+    def _is_refuted_soon(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
+        return not asked.problem.is_feasible(_kind(asked), goal_ns, deadline, counts_cuts=False, is_fine=False)
 
     def _is_refuted_by_prefixes(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
         return not asked.problem.is_feasible(
