@@ -56,6 +56,17 @@ def drop(positions: Ints, heads: Ints, tails: Ints, q: int, edge: int, sign: int
 
 
 @compiled
+def reached(trips: Floats) -> tuple[int, int]:
+    """The first and the last boundary but the end that any stages reach, the end itself if none does."""
+    low, high = 0, trips.size - 2
+    while low < trips.size - 1 and trips[low] == np.inf:
+        low += 1
+    while high > low and trips[high] == np.inf:
+        high -= 1
+    return low, high
+
+
+@compiled
 def least_from(values: NDArray[np.int32]) -> NDArray[np.int32]:
     """The least of each value and those behind it."""
     least = values.copy()

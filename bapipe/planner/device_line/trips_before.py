@@ -28,7 +28,7 @@ from bapipe.planner.device_line.trip_limits import (
     excess,
     stage_of,
 )
-from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, rest_behind
+from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, reached, rest_behind
 
 
 @compiled
@@ -46,11 +46,7 @@ def fill_before(
     if problem.is_alike and p > 1:  # devices may stay idle, but not before the first stage
         before[:, : 1 + num_late, p] = np.minimum(before[:, : 1 + num_late, p], before[:, : 1 + num_late, p - 1])
         cuts_before[p] = np.minimum(cuts_before[p], cuts_before[p - 1])
-    low, last_low = 0, size - 2
-    while low < size - 1 and before[0, 0, p, low] == np.inf:
-        low += 1
-    while last_low > low and before[0, 0, p, last_low] == np.inf:
-        last_low -= 1
+    low, last_low = reached(before[0, 0, p])
     if low == size - 1 or p == num:
         return 0
     layers, max_bucket, is_whole, share = (

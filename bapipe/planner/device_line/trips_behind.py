@@ -19,7 +19,7 @@ from bapipe.planner.device_line.trip_limits import (
     excess,
     stage_of,
 )
-from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, rest_behind
+from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, reached, rest_behind
 
 
 @compiled
@@ -32,11 +32,7 @@ def fill_behind(
     if problem.is_alike and 0 < p < num - 1:
         behind[:, p] = np.minimum(behind[:, p], behind[:, p + 1])
         cuts_behind[p] = np.minimum(cuts_behind[p], cuts_behind[p + 1])
-    low, last_low = 0, size - 2
-    while low < size - 1 and before[0, 0, p, low] == np.inf:
-        low += 1
-    while last_low > low and before[0, 0, p, last_low] == np.inf:
-        last_low -= 1
+    low, last_low = reached(before[0, 0, p])
     if low == size - 1:
         return 0
     layers, max_bucket, is_whole, share = (
