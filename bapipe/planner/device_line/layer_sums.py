@@ -59,7 +59,7 @@ class LayerSums:
         hosts_before: how often the host changes before each device. [devices]
         boundaries_before: how often before each device, if the devices of hosts follow each other. [devices]
         send_ns, back_ns: what one micro-batch and its gradient take over each inner cut, on the fastest link. [cuts]
-        between_hosts_ns: both, on a link between hosts. [cuts]
+        between_hosts_ns: the same on a link between hosts. [2, cuts]
         fastest_link: of the links the shortest latency and the highest rate, maybe of no two devices.
     """
 
@@ -185,7 +185,7 @@ class LayerSums:
         self.hosts_before = np.concatenate([[0], np.cumsum(crossings)])
         self.boundaries_before = self.hosts_before * in_a_row
         between = max(cluster.inter_host.latency_ns, latency), min(cluster.inter_host.bytes_per_s, rate)
-        self.between_hosts_ns = times(send, *between) + times(grad, *between)
+        self.between_hosts_ns = np.stack([times(send, *between), times(grad, *between)])
         slower = max(cluster.inter_host.latency_ns - latency, 0) if send.size and send.min() > 0 else 0.0
         extra_rate = max(1e9 / cluster.inter_host.bytes_per_s - 1e9 / rate, 0.0)
         self._extra_one_way = slower + float(send.min(initial=2**60)) * extra_rate if send.size else 0.0

@@ -5,8 +5,8 @@ goal is asked of wide ranges first; of one in which the relaxation has a plan wi
 parts. A range with a plan within an earlier goal comes first, so that a goal that fails fails soon. What is proven of a
 range holds for lower goals.
 
-Of unlike devices, and of few alike ones, `trip_bound.py` knows more, but takes longer: it decides all plans of a
-problem at once, and then ranges; where transfers are long only those ranges that the other relaxation leaves.
+Of unlike devices, and of few alike ones, `trip_bound.py` is asked instead, which knows more and takes longer: about all
+plans of a problem at once, and then about ranges with what is known of the whole.
 """
 
 from collections import deque
@@ -45,17 +45,28 @@ LITTLE = 1 / 20
 MAX_ALIKE = 64
 """Of more devices that are alike the other relaxation knows as much, and takes less time."""
 
-MAX_TRANSFERS = 0.55
-"""All plans of a problem are asked about by `trip_bound.py` first where transfers are no larger part of a trip."""
-
-ROUNDS = 8
+ROUNDS = 3
 """The tables of `trip_bound.py` are filled so often at most."""
+
+COUNTED_ROUNDS = 8
+"""The same where cuts are counted."""
+
+MANY_CUTS, MIN_CUTS = 3, 1 / 50
+"""No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
+difference."""
 
 MAX_KEPT_BYTES = 2**29
 """Of tables for later goals."""
 
 MIN_GOAL = 80
 """No goal is below so many percent of what is not exceeded."""
+
+FIRST_PERCENT, PERCENT_STEP = 50, 5
+"""The goals by prefixes alone that come before those of `trip_bound.py`."""
+
+GOALS, GOALS_BY_TIMES, MANY_TRIED = (0.9, 0.955), (0.9, 0.925, 0.955), 50_000_000
+"""Where `trip_bound.py` is asked, the first goals are these parts of the best step, or the others where cuts are not
+counted, as it knows less then; or, if so much was tried for the goal before, half the way there."""
 
 
 @dataclass(slots=True)
@@ -77,8 +88,7 @@ class Range:
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
         is_fine: whether delays are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
-        trips: `trip_bound.py`, where it is asked, too.
-        is_by_trips: whether it is asked first.
+        trips: `trip_bound.py`, where it is asked instead.
         known: what that knows of them within an earlier goal.
         bound_ns: what is proven of them.
     """
@@ -92,7 +102,6 @@ class Range:
     counts_cuts: bool = False
     is_fine: bool = False
     is_likely: bool = False
-    is_by_trips: bool = False
     known: Known | None = None
 
 
@@ -108,7 +117,6 @@ class RingRanges:
         self._best, best_ns = best, best.step_ns
         self._problems: list[RingBound] = []
         self._trips: list[TripBound] = []
-        self._known: dict[TripBound, Known] = {}
         self._kept: deque[Known] = deque()
         self.ranges: list[Range] = []
         for problem in problems:
@@ -127,18 +135,20 @@ class RingRanges:
                 first_replicas=(1, int(problem.groups.most[-1])),
                 bound_ns=max(bound_ns, problem.bound_ns),
             )
-            transfers_ns = problem.round_trip_ns(len(best.plan.counts) - 1)
-            if trips is not None and transfers_ns < MAX_TRANSFERS * trip_ns:
-                self.ranges.append(replace(every, is_by_trips=True, counts_cuts=True, is_fine=True))
+            if trips is not None:
+                self.ranges.append(every)
+                self._trips.append(trips)
             else:
                 self.ranges += [replace(every, cuts=cuts) for cuts in _widths(*problem.num_cuts)]
-            self._trips += [trips] if trips is not None else []
 
     @property
     def num_tried(self) -> int:
         """The work so far, see `FurthestPrefixes`."""
-        of_trips = sum(each.num_tried for each in self._trips)
-        return sum(problem.num_tried for problem in self._problems) + TRIED_OF_TRIPS * of_trips
+        return sum(problem.num_tried for problem in self._problems) + TRIED_OF_TRIPS * self._num_of_trips
+
+    @property
+    def _num_of_trips(self) -> int:
+        return sum(each.num_tried for each in self._trips)
 
     @property
     def bound_ns(self) -> int:
@@ -147,15 +157,33 @@ class RingRanges:
 
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
+        num_tried, goals_ns = 0, list[int]()
+        if self._trips:
+            self._raise_soon(high_ns, deadline)
+            cuts_count = self._cuts_part(self._trips[0].prefix, 0, MANY_CUTS * len(self._best.plan.counts)) > MIN_CUTS
+            goals_ns = [int(part * high_ns) for part in (GOALS if cuts_count else GOALS_BY_TIMES)]
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
-            # By thirds where high goals take long to ask: what one that takes too long has cost is lost.
-            goal_ns = (2 * low_ns + high_ns) // 3 if self._trips else (low_ns + high_ns) // 2
-            goal_ns = max(goal_ns, high_ns * MIN_GOAL // 100)
+            goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
+            next_ns = next((ns for ns in goals_ns if low_ns < ns < high_ns), None)
+            if next_ns is not None:
+                goal_ns = (low_ns + next_ns) // 2 if num_tried > MANY_TRIED else next_ns
+            num_before = self._num_of_trips
             if self.is_refuted(goal_ns, deadline, may_go_on):
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
+            num_tried = self._num_of_trips - num_before
+
+    def _raise_soon(self, high_ns: int, deadline: Deadline) -> None:
+        """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""
+        for percent in range(FIRST_PERCENT, 100, PERCENT_STEP):
+            goal_ns = high_ns * percent // 100
+            left = [each for each in self.ranges if each.bound_ns <= goal_ns]
+            if not all(self._is_refuted_soon(each, goal_ns, deadline) for each in left):
+                return
+            for each in left:
+                each.bound_ns = goal_ns + 1
 
     def _precision_ns(self, low_ns: int) -> int:
         precision_ns = max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
@@ -180,16 +208,11 @@ class RingRanges:
 
     def _is_refuted(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
         """Returns whether no plan of a range is within a goal, and notes it; if one may be, it is likely."""
-        is_last = not any(self._parts(asked))
         ways = [self._is_refuted_by_prefixes]
         if asked.trips is not None:
-            ways.insert(0 if asked.is_by_trips else 1, self._is_refuted_by_trips)
-        if not is_last:
-            ways = ways[:1]
-        if asked.is_by_trips and asked.known is None:
-            ways.insert(0, self._is_refuted_soon)
-        elif asked.is_by_trips and self._has_best(asked) and not is_last:
-            ways = []  # a plan like the best one may be within most goals: only small ranges are worth the time
+            ways = [self._is_refuted_by_trips]
+            if asked.known is None:
+                ways.insert(0, self._is_refuted_soon)
         is_refuted = any(way(asked, goal_ns, deadline) for way in ways)
         asked.bound_ns = goal_ns + 1 if is_refuted else asked.bound_ns
         asked.is_likely = not is_refuted
@@ -205,23 +228,24 @@ class RingRanges:
 
     def _is_refuted_by_trips(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
         """The same by what is known before and behind every stage."""
-        trips = asked.trips
+        trips, earlier = asked.trips, _within(asked.known, goal_ns)
         assert trips is not None
-        earlier = _within(asked.known, goal_ns) or _within(self._known.get(trips), goal_ns)
-        if earlier is None and not asked.is_by_trips:
-            earlier = trips.behind(trips.prefix.kind, goal_ns, deadline, 0)
-            if earlier is None:
-                return True
-            self._known[trips] = self._keep(goal_ns, earlier)
-        behind = trips.behind(_kind(asked), goal_ns, deadline, ROUNDS, earlier)
-        asked.known = None if behind is None else self._keep(goal_ns, behind)
-        return behind is None
+        num_rounds = COUNTED_ROUNDS if asked.counts_cuts else ROUNDS
+        behind = trips.within(_kind(asked), goal_ns, deadline, num_rounds, earlier, counts_cuts=asked.counts_cuts)
+        if behind is None:
+            return True
+        (fewest, most), asked.known = asked.cuts, self._keep(goal_ns, behind)
+        asked.cuts = behind.cuts
+        for cuts in ((fewest, asked.cuts[0] - 1), (asked.cuts[1] + 1, most)):
+            if cuts[0] <= cuts[1]:
+                self.ranges.append(replace(asked, cuts=cuts, known=None, bound_ns=goal_ns + 1))
+        return False
 
     def _keep(self, goal_ns: int, behind: Behind) -> Known:
         """Returns what is known of plans within a goal; the oldest of too many is forgotten."""
         known = Known(goal_ns, behind)
         self._kept.append(known)
-        if len(self._kept) * behind.trips.nbytes > MAX_KEPT_BYTES:
+        while sum(each.behind.nbytes for each in self._kept if each.behind is not None) > MAX_KEPT_BYTES:
             self._kept.popleft().behind = None
         return known
 
@@ -247,15 +271,20 @@ class RingRanges:
         has_first = each.first_replicas[0] <= best.counts[0] <= each.first_replicas[1]
         return is_of_problem and has_last and has_first and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
 
+    def _cuts_part(self, problem: PrefixBound, fewest: int, most: int) -> float:
+        """What numbers of cuts can make a difference, as a part of the best step."""
+        # Round trips that follow one another in a step.
+        num_trips = 1 + problem.num_microbatches / problem.num_devices if problem.has_cycles else 1
+        return num_trips * (problem.round_trip_ns(most) - problem.round_trip_ns(fewest)) / self._best.step_ns
+
     def _parts(self, whole: Range) -> Iterator[Range]:
         """The plans of a range taken apart by what makes the largest difference: cuts, or replicas of an end.
 
         If it makes little, with cuts counted, then with more levels of delays. None if the range is small.
         """
         (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
-        # Round trips that follow one another in a step.
-        num_trips = 1 + problem.num_microbatches / problem.num_devices if problem.has_cycles else 1
-        of_cuts = num_trips * (problem.round_trip_ns(most) - problem.round_trip_ns(fewest)) / self._best.step_ns
+        likely = min(most, max(fewest, MANY_CUTS * len(self._best.plan.counts))) if whole.trips is not None else most
+        of_cuts = self._cuts_part(problem, fewest, likely)
         of_last = of_first = 0.0
         if problem.are_forwards_first and high > SMALL * low:
             # F that do not run during a round trip, see `stage_limits.py`; a third of the work.
@@ -264,19 +293,22 @@ class RingRanges:
         if problem.has_cycles and whole.counts_cuts and many > SMALL * few:
             early = problem.num_devices / EARLY
             of_first = CYCLES * (early / (early + few) - early / (early + many))
-        if not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
+        if whole.trips is None and not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
             yield replace(whole, counts_cuts=True)
-        elif not whole.is_fine and max(of_cuts, of_last, of_first) <= LEAST:
+        elif whole.trips is None and not whole.is_fine and max(of_cuts, of_last, of_first) <= LEAST:
             yield replace(whole, is_fine=True)
         elif of_last > max(of_cuts, LEAST):
             for replicas in _halves(low, high):
                 yield replace(whole, last_replicas=replicas)
+        elif whole.trips is not None and not whole.counts_cuts:
+            if of_cuts > MIN_CUTS:
+                yield replace(whole, counts_cuts=True)
         elif of_first > max(of_cuts, LEAST):
             for replicas in _halves(few, many):
                 yield replace(whole, first_replicas=replicas)
-        elif fewest < most and not (whole.is_by_trips and of_cuts <= LEAST):
+        elif fewest < most and not (whole.trips is not None and of_cuts <= LEAST):
             middle = (fewest + most) // 2
-            for cuts in _halves(fewest, most) if whole.is_by_trips else ((fewest, middle), (middle + 1, most)):
+            for cuts in _halves(fewest, most) if whole.trips is not None else ((fewest, middle), (middle + 1, most)):
                 yield replace(whole, cuts=cuts)
 
 

@@ -1,4 +1,4 @@
-"""Decides whether any plan can be within a step time, by what a micro-batch takes before and behind every stage.
+"""Decides whether any plan can be within a step time, by what comes before and behind every stage.
 
 A stage of some devices and layers is within a step time only if what comes before it, its own work and what comes
 behind it are. So two tables are filled by turns: for every number of first devices and every boundary, what a
@@ -8,14 +8,18 @@ stages may be, until no plan is left, or nothing changes (docs/algorithm.md, Man
 
 Before a stage more counts than the trip of a micro-batch. When the last one of the stage is on its way back, others are
 behind it: an earlier stage runs several of them on one replica, and then sums its gradients. So there is a table for
-each of some numbers of others behind a micro-batch.
+each of some numbers of others behind a micro-batch. And behind it: the first B of a stage is behind F of several
+micro-batches, which arrive no faster than earlier stages run them. So there are tables of when micro-batches from some
+numbers on arrive, and of when the first gradients do.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -29,18 +33,64 @@ if TYPE_CHECKING:
 NUM_LATE = 8
 """Numbers of micro-batches behind another one that are told apart, in equal proportions."""
 
-LEFT = 0.97
+PACED = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
+"""GPipe: the numbers of micro-batches whose arrival is told apart, so much less than all."""
+
+LEFT = 0.85
 """The tables are filled as long as no more than this part of the boundaries before is left."""
+
+MAX_TABLES = 128
+"""Where cuts are counted, stages behind so many others are not told apart, which bounds the memory."""
 
 POSITIONS_AT_ONCE = 16
 """Devices between two looks at the deadline."""
 
 
 class Behind(NamedTuple):
-    """What is known of the layers behind boundaries within a step time, see `Tables`."""
+    """What is known of plans within a step time.
 
-    trips: FloatArray
-    cuts: NDArray[np.int32]
+    Attributes:
+        cuts: the fewest and the most.
+        lows, tables: see `Tables`; by the stages before a boundary, the last one behind so many or more.
+    """
+
+    cuts: tuple[int, int]
+    lows: IntArray
+    tables: tuple[FloatArray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tables."""
+        return sum(table.nbytes for table in self.tables)
+
+    def behind_stages(self, num_stages: int) -> FloatArray:
+        """Returns what is known behind so many stages."""
+        return self.tables[min(num_stages, len(self.tables) - 1)]
+
+
+class _Asked(NamedTuple):
+    """A question.
+
+    Attributes:
+        limit: the step time, in ns, and what rounding may add to it.
+        is_full: whether more is asked for than trips.
+        counts_cuts: whether stages are told apart by the cuts before them.
+    """
+
+    kind: PlanKind
+    limit: float
+    deadline: Deadline
+    is_full: bool
+    counts_cuts: bool
+
+    def cuts_of(self, known: Behind) -> tuple[int, int]:
+        """Returns the fewest and the most cuts of its plans among those of which something is known."""
+        return max(self.kind.fewest_cuts, known.cuts[0]), min(self.kind.most_cuts, known.cuts[1])
+
+    @property
+    def max_tables(self) -> int:
+        """Tables before; the last one is of all stages behind so many."""
+        return MAX_TABLES if self.counts_cuts else 1
 
 
 class TripBound:
@@ -52,40 +102,52 @@ class TripBound:
 
     def __init__(self, prefix: PrefixBound) -> None:
         self.prefix, self.num_tried = prefix, 0
-        self._late = _late(prefix)
+        self._late, self._end = _late(prefix), len(prefix.line.cuts) - 1
+        self._waits = self._find_waits()
 
-    def behind(
-        self, kind: PlanKind, limit_ns: int, deadline: Deadline, num_rounds: int, earlier: Behind | None = None
+    def within(
+        self,
+        kind: PlanKind,
+        limit_ns: int,
+        deadline: Deadline,
+        num_rounds: int,
+        earlier: Behind | None = None,
+        *,
+        counts_cuts: bool = False,
     ) -> Behind | None:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with what follows behind micro-batches.
+            num_rounds: how often the tables are filled, at most, with all that they have.
             earlier: what is known of plans among which these are.
+            counts_cuts: whether stages are told apart by the cuts before them.
         """
-        from bapipe.planner.device_line.trip_tables import Tables
+        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, True, counts_cuts)
+        if earlier is not None:
+            return self._fill_by_turns(asked, earlier, num_rounds)
+        known = self._at_first(asked._replace(is_full=False, counts_cuts=False))
+        if counts_cuts and known is not None:
+            known = self._fill_by_turns(asked._replace(counts_cuts=False), known, 1)
+        return None if known is None else self._fill_by_turns(asked, known, num_rounds)
 
-        known = self._at_first(kind, limit_ns, deadline) if earlier is None else earlier
-        if known is None:
-            return None
-        before = np.empty((2, 1 + self._late.numbers.size, *known.cuts.shape))
-        tables = Tables(before, known.trips.copy(), np.empty_like(known.cuts), known.cuts.copy())
-        if (earlier is None or num_rounds == 0) and not self._fill(tables, kind, limit_ns, 0, deadline):
-            return None
+    def _fill_by_turns(self, asked: _Asked, known: Behind, num_rounds: int) -> Behind | None:
+        """Fills the tables until no plan is left, or nothing changes."""
         left = np.inf
         for _ in range(num_rounds):
-            if not self._fill(tables, kind, limit_ns, self._late.numbers.size, deadline):
+            before = self._fill_before(asked, known)
+            filled = None if before is None else self._fill_behind(asked, known, before)
+            if filled is None:
                 return None
-            before_it, left = left, float(np.isfinite(tables.behind[0]).mean())
+            known, before_it, left = filled, left, float(sum(np.isfinite(table[0]).sum() for table in filled.tables))
             if left > LEFT * before_it:
                 break
-        return Behind(tables.behind, tables.cuts_behind)
+        return known
 
-    def _at_first(self, kind: PlanKind, limit_ns: int, deadline: Deadline) -> Behind | None:
-        """What is known by the furthest prefixes, and at the speed of the fastest device."""
+    def _at_first(self, asked: _Asked) -> Behind | None:
+        """What is known by the furthest prefixes, and by trips alone."""
         prefix = self.prefix
-        prefixes = FurthestPrefixes(prefix.programme, kind, limit_ns, counts_cuts=False)
-        position = prefixes.find(deadline)
+        prefixes = FurthestPrefixes(prefix.programme, asked.kind, int(asked.limit), counts_cuts=False)
+        position = prefixes.find(asked.deadline)
         if position is None:
             return None
         trip, boundaries = prefix.least.trip, np.arange(len(prefix.line.cuts))
@@ -93,31 +155,116 @@ class TripBound:
         fastest = np.append(1 / np.maximum.accumulate(prefix.speeds[::-1])[::-1], 0.0)
         trips = np.outer(fastest, trip[-1] - trip)
         trips[(boundaries > furthest[:, None]) | (boundaries < prefixes.first)] = np.inf
-        return Behind(np.stack([trips, trips]), np.zeros(trips.shape, dtype=np.int32))
+        gradients = np.where(np.isinf(trips), np.inf, 0.0)
+        lows, tables = np.zeros(len(trips), dtype=np.int64), (np.stack([trips, gradients, gradients]),)
+        return self._fill_by_turns(asked, _in_band(Behind(asked.kind[:2], lows, tables)), 1)
 
-    def _fill(self, tables: "Tables", kind: PlanKind, limit_ns: int, num_late: int, deadline: Deadline) -> bool:
-        """Fills the tables before, and then those behind; returns whether any plan is left."""
-        from bapipe.planner.device_line.trip_tables import MANY
+    def _find_waits(self) -> "NDArray[np.void]":
+        """What the first B of a stage waits for: `WAIT`. [positions, groups]
+
+        A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each
+        replica, which is little where plans use few devices.
+        """
+        from bapipe.planner.device_line.trip_limits import WAIT
+
+        prefix, num = self.prefix, self.prefix.num_microbatches
+        waits = np.zeros((prefix.num_devices, prefix.groups.fewest.size), dtype=WAIT)
+        waits["num_first"] = waits["num_any"] = 1
+        if prefix.are_forwards_first:
+            sizes = np.arange(1, int(prefix.groups.most[-1]) + 1)
+            columns = {
+                "num_first": -(-num // sizes),
+                "num_any": num // sizes,
+                "paced_first": self._paced((-(-num // sizes) - 1) * sizes),
+                "paced_any": self._paced(num - sizes),
+            }
+            for name, values in columns.items():
+                waits[name] = np.minimum.reduceat(values, prefix.groups.fewest - 1)
+        return waits
+
+    def _paced(self, numbers: IntArray) -> IntArray:
+        """Which of the micro-batches whose arrival is told apart is the last one up to each of some."""
+        return np.searchsorted(self._late.paced, numbers, side="right") - 1
+
+    def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
+        """Fills the tables before; returns them by the stages before, None if no plan is left."""
+        from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_before import fill_before
+
+        num_rows = 2 + (self._late.numbers.size + self._late.paced.size) * asked.is_full
+        shape = num_rows, *known.tables[0].shape[1:]
+        fewest, most = asked.cuts_of(known)
+        before, is_reached = [np.full(shape, np.inf)], False
+        before[0][:, 0, 0] = 0.0  # `lows` begins with 0
+        for c in range(most + 1):
+            if len(before) < asked.max_tables:
+                before.append(np.full(shape, np.inf))
+            behind, is_rest = known.behind_stages(c + 1), c == len(before) - 1
+            tables = Tables(known.lows, before[c], before[-1], behind, behind)
+            may_be_last = is_rest or c >= fewest
+            self._run(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1))
+            at_end = self._at_end(known, before[-1][0])
+            is_reached |= may_be_last and bool(np.isfinite(at_end).any())
+            if is_rest or np.isfinite(before[-1][0]).sum() == np.isfinite(at_end).sum():
+                break
+        return before if is_reached else None
+
+    def _fill_behind(self, asked: _Asked, known: Behind, before: Sequence[FloatArray]) -> Behind | None:
+        """Fills the tables behind; None if no plan is left."""
+        from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_behind import fill_behind
 
-        problem, late, limit = self.prefix.programme, self._late, limit_ns * (1 + 1e-12)
-        num = self.prefix.num_devices
-        tables.before[:, : 1 + num_late], tables.cuts_before[:] = np.inf, MANY
-        tables.before[:, :, 0, 0], tables.cuts_before[0, 0] = 0.0, 0
-        for p in range(num + 1):
+        fewest, most = asked.cuts_of(known)
+        behind, cuts = [np.full_like(known.tables[0], np.inf) for _ in before], []
+        rest = asked.max_tables - 1
+        for num_stages, table in enumerate(behind):
+            most_here = most if num_stages == rest else num_stages - 1
+            if fewest <= most_here <= most:
+                is_end = np.isfinite(self._at_end(known, before[num_stages][0]))
+                table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
+                cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
+        positions = range(self.prefix.num_devices - 1, -1, -1)
+        for c in range(min(rest, len(before) - 1), -1, -1):
+            tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
+            self._run(fill_behind, asked, tables, c == rest or fewest <= c <= most, positions)
+        if np.isinf(behind[0][0, 0, 0]):
+            return None
+        return _in_band(Behind((min(cuts), max(cuts)), known.lows, tuple(behind)))
+
+    def _run(
+        self,
+        fill: Callable[..., int],
+        asked: _Asked,
+        tables: "Tables",
+        may_be_last: bool,
+        positions: Sequence[int],
+    ) -> None:
+        problem, late, waits = self.prefix.programme, self._late, self._waits
+        for p in positions:
             if p % POSITIONS_AT_ONCE == 0:
-                deadline.check()
-            self.num_tried += fill_before(problem, late, kind, limit, tables, num_late, p)
-        if np.isinf(tables.before[0, 0, :, -1]).all():
-            return False
-        tables.behind[:], tables.cuts_behind[:] = np.inf, MANY
-        tables.behind[:, 1:, -1], tables.cuts_behind[1:, -1] = 0.0, 0
-        for p in range(num - 1, -1, -1):
-            if p % POSITIONS_AT_ONCE == 0:
-                deadline.check()
-            self.num_tried += fill_behind(problem, late, kind, limit, tables, num_late, p)
-        return bool(np.isfinite(tables.behind[0, 0, 0]))
+                asked.deadline.check()
+            self.num_tried += fill(problem, late, waits, asked.kind, asked.limit, tables, asked.is_full, may_be_last, p)
+
+    def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:
+        """The times at the last boundary, by devices before it; infinite where it is not in the band."""
+        columns = self._end - known.lows
+        is_in_band = columns < times.shape[1]
+        return np.where(is_in_band, times[np.arange(columns.size), np.where(is_in_band, columns, 0)], np.inf)
+
+
+def _in_band(known: Behind) -> Behind:
+    """The same in tables from the first boundary that any stages reach to the last one, behind every device."""
+    is_reached = np.any([np.isfinite(table[0]) for table in known.tables], axis=0)
+    first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), 0)
+    last = np.where(is_reached.any(axis=1), is_reached.shape[1] - 1 - is_reached[:, ::-1].argmax(axis=1), 0)
+    width = int((last - first).max()) + 1
+    columns = first[:, None] + np.arange(width)
+    is_inside = columns < is_reached.shape[1]
+    tables = (
+        np.where(is_inside, table[:, np.arange(len(first))[:, None], np.where(is_inside, columns, 0)], np.inf)
+        for table in known.tables
+    )
+    return known._replace(lows=known.lows + first, tables=tuple(tables))
 
 
 def _late(prefix: PrefixBound) -> "Late":
@@ -128,17 +275,22 @@ def _late(prefix: PrefixBound) -> "Late":
     left = num - 1 - (-(-num // most) - 1) * most
     numbers = np.unique(np.append(0, np.geomspace(1, max(1, int(left.max())), NUM_LATE).astype(np.int64)))
     more = numbers // most[:, None]
-    of_forward, of_critical = np.min([sums.least_shares for sums in prefix.kinds_of_stages.sums], axis=0)
+    paced = [num - int(np.ceil(num * part)) for part in PACED] if prefix.are_forwards_first else []
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
     if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
         at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
+    send, back = (
+        np.pad(np.stack(both), ((0, 0), (1, 1)))
+        for both in zip((prefix.send_ns, prefix.back_ns), prefix.between_hosts_ns, strict=True)
+    )
     return Late(
         numbers=numbers,
         more=more,
         then=np.searchsorted(numbers, numbers - more * most[:, None], side="right") - 1,
         of_class=np.searchsorted(numbers, left, side="right") - 1,
-        forward_share=float(min(of_forward, 0.5)),  # no gradient is larger than what it is of
-        critical_share=float(of_critical),
-        transfers=np.pad([prefix.send_ns + prefix.back_ns, prefix.between_hosts_ns], ((0, 0), (1, 1))),
+        paced=np.unique(np.append(0, paced)).astype(np.int64),
+        critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
+        send=send,
+        back=back,
         at_host=at_host,
     )

@@ -8,9 +8,20 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, count_cycles, forwards_apart, rings_ns
+from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
-TRIP, RETURN, LATE, PURE, PURE_LATE, FLAT_TRIP, FLAT_RETURN = range(7)
-FLAT_REST, REST, PURE_REST = range(3)
+ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, PACED_FIRST, PACED_ANY = range(7)
+"""The rows of what is before the begins of the stages of a class, see `excess`."""
+
+WAIT = np.dtype(
+    [
+        ("num_first", np.int64),  # F of the replica of the very first micro-batch before its B, at least
+        ("num_any", np.int64),  # and of any replica before its first B,
+        ("paced_first", np.int64),  # the last of them is of one of the micro-batches from this number on
+        ("paced_any", np.int64),
+    ]
+)
+"""What the first B of a stage waits for, by its first device and class of numbers of devices."""
 
 
 class Late(NamedTuple):
@@ -21,10 +32,10 @@ class Late(NamedTuple):
         more, then: of each number, how many the replica of the first one has at least, and which of them are behind
             the last of these then. [groups, late]
         of_class: which of them counts for the stages of a class. [groups]
-        forward_share: of F in the trip through any layers and over their cuts, at least.
+        paced: the numbers of micro-batches whose arrival is told apart. [paced]
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
-        transfers: of one micro-batch over the cut at each boundary, both ways: on any link, and from host to host.
-            [2, boundaries]
+        send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
+            host. [2, boundaries]
         at_host: whether a cut behind so many devices is one from host to host. [devices + 1]
     """
 
@@ -32,9 +43,10 @@ class Late(NamedTuple):
     more: Ints
     then: Ints
     of_class: Ints
-    forward_share: float
+    paced: Ints
     critical_share: float
-    transfers: Floats
+    send: Floats
+    back: Floats
     at_host: Ints
 
 
@@ -47,11 +59,14 @@ class Stage(NamedTuple):
             the replica with `count`, and of that of the very first micro-batch.
         is_in_turn: whether F and B take turns.
         late_count: micro-batches of the replica with the very first one.
-        slope: the tables grow by no more than that for each ns of a layer.
-        once: the transfers over all cuts, both ways, at least.
+        slope: the tables grow by no more than that for each ns of a layer, ...
+        back_slope: ... and what follows behind B by no more than that for each ns of B.
         num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
             first stage.
         cycle_slack: by how much those actions may be shorter than the sums.
+        waits: whether it is known when gradients are there.
+        num_first, num_any: F before the first B, see `WAIT`.
+        rounding: ns by which an action may be shorter than the sum.
     """
 
     room: float
@@ -60,13 +75,19 @@ class Stage(NamedTuple):
     is_in_turn: bool
     late_count: float
     slope: float
-    once: float
+    back_slope: float
     num_cycles: float
     cycle_slack: float
+    waits: bool
+    num_first: float
+    num_any: float
+    rounding: float
 
 
 @compiled
-def stage_of(problem: Problem, late: Late, kind: PlanKind, limit: float, p: int, g: int) -> Stage:
+def stage_of(
+    problem: Problem, late: Late, wait: Any, kind: PlanKind, limit: float, is_full: bool, p: int, g: int
+) -> Stage:
     """What is known of the stages of class `g` behind `p` devices."""
     own, num = problem.stages[p, g], problem.num_microbatches
     late_count = -(-num // own.most)
@@ -77,41 +98,38 @@ def stage_of(problem: Problem, late: Late, kind: PlanKind, limit: float, p: int,
         late_apart = max(0.0, float(late_count - own.in_flight))
     num_cycles = float(count_cycles(problem, kind, p, g)) if problem.has_cycles and p > 0 else 0.0
     num_stages = min(kind.most_cuts + 1, problem.stages.shape[0])
-    share = late.critical_share if own.count >= 2 and late_count >= 2 else 0.0
+    has_two = own.count >= 2 and late_count >= 2
     return Stage(
         limit + own.slack + problem.rounding_ns * (left + 3 + num_stages * problem.is_rounded),
         apart,
         late_apart,
         is_in_turn,
         float(late_count),
-        own.fastest * (1 + share),
-        problem.both_ways[min(kind.fewest_cuts, problem.both_ways.size - 1)],
+        own.fastest * (1 + late.critical_share * has_two),
+        own.fastest * (1 + has_two),
         num_cycles,
         (4 + 2 * num_cycles) * num_stages * problem.rounding_ns,
+        is_full,
+        float(wait.num_first),
+        float(wait.num_any),
+        problem.rounding_ns,
     )
 
 
 @compiled
 def excess(
-    layers: NDArray[Any],
-    max_bucket: float,
-    has_whole_backward: bool,
-    forward_share: float,
-    own: Any,
-    stage: Stage,
-    before: Floats,
-    behind: Floats,
-    i: int,
-    j: int,
+    layers: NDArray[Any], max_bucket: float, own: Any, stage: Stage, known: Floats, rest: Floats, i: int, j: int
 ) -> float:
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
 
     Args:
-        before: by boundary, of a micro-batch there: its trip; that, and what follows behind its way back; the same if
-            others are behind it as behind the stage's; the first and the last again without transfers; and the first
-            two, where they grow no more than a stage of one micro-batch. [7, boundaries]
-        behind: by boundary, the trip from there on, where it grows no more than a stage of one micro-batch; the same,
-            no more than `slope`; and that without transfers. [3, boundaries]
+        known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
+            it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
+            than twice as steep; that if others are behind it as behind the stage's last one; and when the
+            micro-batches are there whose F the first B waits for: of the very first one, and of any. [7, boundaries]
+        rest: by boundary, the trip from there on, where it grows no more than a stage of one micro-batch; the same, no
+            more than `slope`; and when the gradients of the very first micro-batch, and of any, are there.
+            [4, boundaries]
     """
     begin, end = layers[own.own, i], layers[own.own, j]
     state, stash = end.state - begin.state, end.stash - begin.stash
@@ -128,33 +146,45 @@ def excess(
     r = (end.critical - begin.critical + again) * own.backward
     b = (end.backward - begin.backward + again) * own.backward
     update = end.update - begin.update
-    arrival = forward_share * before[TRIP, i]
-    first_around, around = f + r + behind[FLAT_REST, j], f + r + behind[REST, j]
+    arrival = known[ARRIVAL, i]
+    first_around, around = f + r + rest[FLAT_AROUND, j], f + r + rest[STEEP_AROUND, j]
     # Of the micro-batches that are first and last on the replica.
-    returned = max(own.busiest * (trip + again), around + (n - 1) * r + apart * f)
-    returned_once = before[PURE, i] + behind[PURE_REST, j] + stage.once + f + n * r + apart * f
+    returned = arrival + max(own.busiest * (trip + again), around + (n - 1) * r + apart * f)
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.backward
     work = arrival + own.busiest * (end.work - begin.work + again) + own.last_ring + update
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
-    after = arrival + again * own.backward + first_full + ring + update
-    work = max(work, after + n * own_f + (n - 1) * b)
-    after -= b
-    if has_whole_backward and n >= 2:
-        work = max(work, after + (around if n >= 3 else first_around) + (n - 1) * b + apart * f)
+    after = again * own.backward + first_full + ring + update
+    work = max(work, arrival + after + n * own_f + (n - 1) * b)
+    if n >= 2:
+        work = max(work, arrival + after + (around if n >= 3 else first_around) + (n - 2) * b + apart * f)
     for way in range(2):
         if own.trips[way] > 0:
             passed = own.trips[way] * first_around + own.steps[way] * (own_f + r)
-            returned = max(returned, passed)
-            if has_whole_backward and own.steps[way] > 0:
-                work = max(work, after + passed)
+            returned = max(returned, arrival + passed)
+            if own.steps[way] > 0:
+                work = max(work, arrival + after - b + passed)
     # Of the very first micro-batch, and the last one of its replica, which may be the fastest.
-    r = (end.critical - begin.critical + again) * own.fastest
-    f = forward * own.fastest
-    around = max(before[LATE, i] + behind[REST, j], before[PURE_LATE, i] + behind[PURE_REST, j] + stage.once)
-    late_ns = around + f + late_n * r + late_apart * f
+    late_r = (end.critical - begin.critical + again) * own.fastest
+    late_f = forward * own.fastest
+    late_returned = arrival + rest[STEEP_AROUND, j] + late_f + late_n * late_r + late_apart * late_f
+    if stage.waits:
+        short_f = late_f - stage.rounding
+        start = max(rest[ANY_BACK, j], known[PACED_ANY, i] + short_f, arrival + stage.num_any * short_f)
+        apart, late_apart = (apart, late_apart) if stage.is_in_turn else (0.0, 0.0)
+        returned = max(returned, start + n * r + apart * f)
+        if n >= 2:
+            work = max(work, start + after + (n - 1) * b + apart * f)
+        start = max(start, rest[FIRST_BACK, j], known[PACED_FIRST, i] + short_f, arrival + stage.num_first * short_f)
+        late_returned = max(late_returned, start + late_n * late_r + late_apart * late_f)
+        if late_n >= 2:
+            late_b = (end.backward - begin.backward + again) * own.fastest
+            first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.fastest
+            after = again * own.fastest + first_full + ring + update
+            work = max(work, start + after + (late_n - 1) * late_b + late_apart * late_f)
+    longest = max(work, known[FOLLOW, i] + returned, known[FOLLOW_LATE, i] + late_returned)
     if stage.num_cycles > 0:
-        here, k = before[FLAT_TRIP, i] + trip * own.fastest, stage.num_cycles
-        cycles = before[FLAT_RETURN, i] - before[FLAT_TRIP, i] + (2 + k) * here + 2 * behind[FLAT_REST, j]
-        late_ns = max(late_ns, cycles - stage.cycle_slack)
-    return float(max(work, before[RETURN, i] + returned, returned_once, late_ns) - stage.room)
+        k = stage.num_cycles
+        cycles = (2 + k) * (arrival + trip * own.fastest) + known[FLAT_RETURN, i] + (1 + k) * known[RETURN, i]
+        longest = max(longest, cycles + 2 * rest[FLAT_AROUND, j] - stage.cycle_slack)
+    return float(longest - stage.room)

@@ -11,29 +11,38 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints
-from bapipe.planner.device_line.trip_limits import FLAT_REST, PURE_REST, REST
 
-MANY = 2**30
-"""Cuts, where no stages are within the step time."""
+ARRIVED, BACK, AFTER = range(3)
+"""The rows of `Tables.before_begins`: from `AFTER` on for each number of micro-batches behind, then those paced."""
+
+AROUND, FIRST, ANY = range(3)
+"""The rows of `Tables.behind_begins`."""
+
+FLAT_AROUND, STEEP_AROUND, FIRST_BACK, ANY_BACK = range(4)
+"""The rows of what is behind the ends of the stages of a class, see `behind_ends`."""
 
 
 class Tables(NamedTuple):
-    """What is known of the layers before and behind a boundary on so many first devices, and on the other ones.
+    """What is known of the layers before and behind the begins and the ends of stages.
 
-    In ns at least, infinite where no stages are within the step time.
+    In ns at least, by so many first devices and the boundary, which counts from the first one that matters there;
+    infinite where no stages are within the step time. If cuts are counted, all begins of stages are behind one number
+    of cuts; if not, begins and ends share their arrays.
 
     Attributes:
-        before: of a micro-batch at the boundary its trip so far, F and B; that, and what follows behind its way back,
-            if so many others are behind it; and both without transfers. [2, 1 + late, devices + 1, boundaries]
-        behind: its trip from there on, and that without transfers. [2, devices + 1, boundaries]
-        cuts_before, cuts_behind: the cuts on the way, at least, those before with the one at the boundary.
-            [devices + 1, boundaries]
+        lows: the first boundary that matters. [devices + 1]
+        before_begins, before_ends: when the first micro-batch is at the boundary; what its B takes from there to the
+            first stage; that, and what follows behind its way, if so many others are behind it; and when micro-batches
+            from some numbers on are at the boundary. [2 + late + paced, devices + 1, width]
+        behind_begins, behind_ends: what a micro-batch takes from there on and back again; and when the gradient of the
+            very first one is there, and that of any. [3, devices + 1, width]
     """
 
-    before: NDArray[np.float64]
-    behind: NDArray[np.float64]
-    cuts_before: NDArray[np.int32]
-    cuts_behind: NDArray[np.int32]
+    lows: Ints
+    before_begins: NDArray[np.float64]
+    before_ends: NDArray[np.float64]
+    behind_begins: NDArray[np.float64]
+    behind_ends: NDArray[np.float64]
 
 
 @compiled
@@ -56,54 +65,52 @@ def drop(positions: Ints, heads: Ints, tails: Ints, q: int, edge: int, sign: int
 
 
 @compiled
-def reached(trips: Floats) -> tuple[int, int]:
-    """The first and the last boundary but the end that any stages reach, the end itself if none does."""
-    low, high = 0, trips.size - 2
-    while low < trips.size - 1 and trips[low] == np.inf:
-        low += 1
-    while high > low and trips[high] == np.inf:
-        high -= 1
-    return low, high
+def reached(times: Floats, low: int, end: int) -> tuple[int, int]:
+    """The first and the last boundary before the end that any stages reach, the end itself if none does.
+
+    Args:
+        times: from the boundary `low` on.
+    """
+    first, last = 0, min(times.size, end - low) - 1
+    while first <= last and times[first] == np.inf:
+        first += 1
+    while last > first and times[last] == np.inf:
+        last -= 1
+    return (low + first, low + last) if first <= last else (end, end)
 
 
 @compiled
-def least_from(values: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The least of each value and those behind it."""
-    least = values.copy()
-    for i in range(values.size - 2, -1, -1):
-        least[i] = min(least[i], least[i + 1])
-    return least
-
-
-@compiled
-def rest_behind(
-    transfers: Floats,
+def behind_ends(
+    send: Floats,
+    back: Floats,
     at_host: Ints,
     kind: PlanKind,
+    lows: Ints,
     behind: NDArray[np.float64],
-    cuts_behind: NDArray[np.int32],
+    may_be_last: bool,
     own: Any,
     p: int,
     most: int,
     low: int,
     rest: Floats,
-    cuts: Ints,
-) -> int:
-    """Notes what is behind each end of a stage of up to `most` devices, with the cut there; returns the last end."""
-    last, high = behind.shape[2] - 1, -1
-    cuts[low] = MANY
-    may_end = own.few <= kind.last_most and own.most >= kind.last_fewest
-    for j in range(low + 1, last + 1):
-        trip = pure = np.inf
-        num_cuts = MANY
-        if j < last or may_end:
-            for to in range(p + own.few, p + most + 1):
-                trip = min(trip, behind[0, to, j] + transfers[at_host[to], j])
-                pure = min(pure, behind[1, to, j])
-                num_cuts = min(num_cuts, cuts_behind[to, j])
-        if trip < np.inf:
-            high = j
-        rest[FLAT_REST, j] = rest[REST, j] = trip
-        rest[PURE_REST, j] = pure
-        cuts[j] = num_cuts + (j < last) if num_cuts < MANY and trip < np.inf else MANY
-    return high
+) -> tuple[int, int]:
+    """Notes what is behind each end of a stage of up to `most` devices, with the cut there.
+
+    Returns:
+        The first end and the last one.
+    """
+    end, first, last = rest.shape[1] - 1, rest.shape[1], -1
+    rest[:] = np.inf
+    may_end = may_be_last and own.few <= kind.last_most and own.most >= kind.last_fewest
+    for to in range(p + own.few, p + most + 1):
+        link, lowest = at_host[to], lows[to]
+        for j in range(max(low + 1, lowest), min(lowest + behind.shape[2], end + may_end)):
+            around = behind[AROUND, to, j - lowest]
+            if around == np.inf:
+                continue
+            first, last = min(first, j), max(last, j)
+            rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], around + send[link, j] + back[link, j])
+            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], behind[FIRST, to, j - lowest] + back[link, j])
+            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], behind[ANY, to, j - lowest] + back[link, j])
+    rest[STEEP_AROUND] = rest[FLAT_AROUND]
+    return first, last

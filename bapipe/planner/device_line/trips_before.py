@@ -1,8 +1,9 @@
-"""Compiled: what a micro-batch takes at least before each boundary, by a dynamic programme over devices and boundaries.
+"""Compiled: what comes at least before each boundary, by a dynamic programme over devices and boundaries.
 
 A stage may begin at some boundaries and end at some. The further its end, the later the first begin with which it is
 within the limits; so of all stages that end at a boundary those that begin in a window are tried, and windows move one
-way. The least of a sum over a window is at the head of a queue in which values rise.
+way. The least of a sum over a window is at the head of a queue in which values rise; of two sums, of which the other
+one falls with the begin, the least maximum is found by bisection.
 """
 
 from typing import Any
@@ -14,119 +15,183 @@ from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, rings_ns
 from bapipe.planner.device_line.trip_limits import (
-    FLAT_REST,
+    ARRIVAL,
     FLAT_RETURN,
-    FLAT_TRIP,
-    LATE,
-    PURE,
-    PURE_LATE,
-    PURE_REST,
-    REST,
+    FOLLOW,
+    FOLLOW_LATE,
+    PACED_ANY,
+    PACED_FIRST,
     RETURN,
-    TRIP,
     Late,
     excess,
     stage_of,
 )
-from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, reached, rest_behind
+from bapipe.planner.device_line.trip_tables import (
+    AFTER,
+    ANY_BACK,
+    AROUND,
+    ARRIVED,
+    BACK,
+    FIRST_BACK,
+    FLAT_AROUND,
+    STEEP_AROUND,
+    Tables,
+    behind_ends,
+    drop,
+    push,
+    reached,
+)
 
 
 @compiled
 def fill_before(
-    problem: Problem, late: Late, kind: PlanKind, limit: float, tables: Tables, num_late: int, p: int
+    problem: Problem,
+    late: Late,
+    waits: NDArray[Any],
+    kind: PlanKind,
+    limit: float,
+    tables: Tables,
+    is_full: bool,
+    may_be_last: bool,
+    p: int,
 ) -> int:
     """Adds stages behind the first `p` devices; returns how many ends and begins of stages were tried.
 
     Args:
-        num_late: 0 if nothing that follows behind the way back counts, else all.
+        waits: `WAIT`. [positions, groups]
+        is_full: whether more is asked for than trips.
+        may_be_last: whether the stages may end at the last layer.
     """
-    (num, num_groups), size = problem.stages.shape, problem.layers.shape[1]
-    before, cuts_before, behind, cuts_behind = tables.before, tables.cuts_before, tables.behind, tables.cuts_behind
-    num_tried = 0
+    (num, num_groups), end = problem.stages.shape, problem.layers.shape[1] - 1
+    lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
+    width, num_tried, num_late = before.shape[2], 0, late.numbers.size * is_full
     if problem.is_alike and p > 1:  # devices may stay idle, but not before the first stage
-        before[:, : 1 + num_late, p] = np.minimum(before[:, : 1 + num_late, p], before[:, : 1 + num_late, p - 1])
-        cuts_before[p] = np.minimum(cuts_before[p], cuts_before[p - 1])
-    low, last_low = reached(before[0, 0, p])
-    if low == size - 1 or p == num:
+        for x in range(width):
+            other = x + lows[p] - lows[p - 1]
+            if 0 <= other < width:
+                for row in range(2 + (num_late + late.paced.size) * is_full):
+                    before[row, p, x] = min(before[row, p, x], before[row, p - 1, other])
+    low, last_low = reached(before[ARRIVED, p], lows[p], end)
+    if low == end or p == num:
         return 0
-    layers, max_bucket, is_whole, share = (
-        problem.layers,
-        problem.max_bucket,
-        problem.has_whole_backward,
-        late.forward_share,
-    )
-    transfers, at_host, more, then = late.transfers, late.at_host, late.more, late.then
-    fewest = least_from(cuts_before[p])
-    known, rest, cuts = np.empty((7, size)), np.empty((3, size)), np.empty(size, np.int64)
-    num_queues = 2 * (1 + 2 * num_late)
-    values, positions = np.empty((num_queues, size)), np.empty((num_queues, size), np.int64)
-    heads, tails = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64)
+    layers, max_bucket = problem.layers, problem.max_bucket
+    send, back, at_host = late.send, late.back, late.at_host
+    known, rest, flat_arrivals = np.empty((7, end + 1)), np.empty((4, end + 1)), np.empty(end + 1)
+    num_queues = 2 + (2 * num_late + late.paced.size) * is_full
+    values, positions = np.empty((num_queues, end + 1)), np.empty((num_queues, end + 1), np.int64)
+    heads, tails, found = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64), np.empty(num_queues)
     for g in range(num_groups):
-        own, stage = problem.stages[p, g], stage_of(problem, late, kind, limit, p, g)
+        own = problem.stages[p, g]
         if own.few > num - p:
             break
         if p == 0 and not (own.few <= kind.first_most and own.most >= kind.first_fewest):
             continue
         most = own.few if problem.is_alike else min(own.most, num - p)
-        high = rest_behind(transfers, at_host, kind, behind, cuts_behind, own, p, most, low, rest, cuts)
+        first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
-        for j in range(high - 1, low, -1):
-            layer = layers[own.own, j + 1].trip - layers[own.own, j].trip
-            rest[FLAT_REST, j] = min(rest[FLAT_REST, j], rest[FLAT_REST, j + 1] + own.fastest * layer)
-            rest[REST, j] = min(rest[REST, j], rest[REST, j + 1] + stage.slope * layer)
-            rest[PURE_REST, j] = min(rest[PURE_REST, j], rest[PURE_REST, j + 1] + stage.slope * layer)
-        at_return, at_late = min(1, num_late), (1 + late.of_class[g]) * min(1, num_late)
-        for i in range(low, last_low + 1):
-            known[TRIP, i] = known[FLAT_TRIP, i] = before[0, 0, p, i]
-            known[RETURN, i] = known[FLAT_RETURN, i] = before[0, at_return, p, i]
-            known[LATE, i], known[PURE, i] = before[0, at_late, p, i], before[1, 0, p, i]
-            known[PURE_LATE, i] = before[1, at_late, p, i]
+        wait = waits[p, g]
+        stage = stage_of(problem, late, wait, kind, limit, is_full, p, g)
+        for j in range(high - 1, first - 1, -1):
+            trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
+            critical = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
+            rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
+            rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
+            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + critical)
+            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + critical)
+        known_before(before, lows[p], low, last_low, late, wait, g, is_full, p, known)
+        flat_arrivals[low] = known[ARRIVAL, low]
+        for i in range(low + 1, last_low + 1):
+            forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
+            flat_arrivals[i] = min(known[ARRIVAL, i], flat_arrivals[i - 1] + forward)
         heads[:], tails[:] = 0, 0
         at = pushed = low
-        fewest_behind = MANY
-        for j in range(low + 1, high + 1):
-            fewest_behind = min(fewest_behind, cuts[j])
-            while pushed < min(j, last_low + 1) and fewest[pushed] + fewest_behind <= kind.most_cuts:
-                if before[0, 0, p, pushed] < np.inf:
+        for j in range(first, high + 1):
+            while pushed < min(j, last_low + 1):
+                if known[ARRIVAL, pushed] < np.inf:
                     _push_begin(
-                        layers, own, before, values, positions, heads, tails, more, then, num_late, p, g, pushed
+                        layers,
+                        own,
+                        before[:, p, pushed - lows[p]],
+                        values,
+                        positions,
+                        heads,
+                        tails,
+                        late.more,
+                        late.then,
+                        num_late,
+                        g,
+                        pushed,
                     )
                 pushed += 1
-            if cuts[j] == MANY:
+            if rest[FLAT_AROUND, j] == np.inf:
                 continue
             while at < pushed and (
-                before[0, 0, p, at] == np.inf
-                or excess(layers, max_bucket, is_whole, share, own, stage, known, rest, at, j) > 0
+                known[ARRIVAL, at] == np.inf or excess(layers, max_bucket, own, stage, known, rest, at, j) > 0
             ):
                 at += 1
                 num_tried += 1
             num_tried += 1
-            if at < pushed:
-                num_cuts = fewest[at] + (j < size - 1)
-                _place(
-                    layers,
-                    max_bucket,
-                    share,
-                    transfers,
-                    at_host,
-                    own,
-                    before,
-                    cuts_before,
-                    values,
-                    positions,
-                    heads,
-                    tails,
-                    more,
-                    num_late,
-                    p,
-                    g,
-                    most,
-                    at,
-                    j,
-                    num_cuts,
-                )
+            if at == pushed or not drop(positions, heads, tails, 0, at, 1):
+                continue
+            _find(
+                layers,
+                max_bucket,
+                own,
+                flat_arrivals,
+                values,
+                positions,
+                heads,
+                tails,
+                late.more,
+                late.paced,
+                num_late,
+                problem.rounding_ns,
+                g,
+                at,
+                j,
+                found,
+            )
+            for to in range(p + own.few, p + most + 1):
+                x = j - lows[to]
+                if not 0 <= x < width or behind[AROUND, to, x] == np.inf:
+                    continue
+                send_ns, back_ns = (send[at_host[to], j], back[at_host[to], j]) if j < end else (0.0, 0.0)
+                for row in range(2 + num_late):
+                    ns = found[row] + (send_ns if row == ARRIVED else back_ns)
+                    ends[row, to, x] = min(ends[row, to, x], ns)
+                for row in range(2 + num_late, 2 + (num_late + late.paced.size) * is_full):
+                    ends[row, to, x] = min(ends[row, to, x], found[row] + send_ns)
     return num_tried
+
+
+@compiled
+def known_before(
+    before: NDArray[np.float64],
+    lowest: int,
+    low: int,
+    high: int,
+    late: Late,
+    wait: Any,
+    g: int,
+    is_full: bool,
+    p: int,
+    known: Floats,
+) -> None:
+    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`."""
+    num_late = late.numbers.size
+    paced = AFTER + num_late
+    for i in range(low, high + 1):
+        x = i - lowest
+        known[ARRIVAL, i], known[RETURN, i] = before[ARRIVED, p, x], before[BACK, p, x]
+        if is_full:
+            known[FOLLOW, i] = known[FLAT_RETURN, i] = before[AFTER, p, x]
+            known[FOLLOW_LATE, i] = before[AFTER + late.of_class[g], p, x]
+            known[PACED_FIRST, i] = before[paced + wait.paced_first, p, x]
+            known[PACED_ANY, i] = before[paced + wait.paced_any, p, x]
+        else:
+            known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
+            known[PACED_FIRST, i] = known[PACED_ANY, i] = 0.0
 
 
 @compiled
@@ -141,118 +206,97 @@ def _push_begin(
     more: Ints,
     then: Ints,
     num_late: int,
-    p: int,
     g: int,
     i: int,
 ) -> None:
-    """Adds a begin of a stage to the window: what each table says there, less the layers before it as on the stage."""
+    """Adds a begin of a stage to the window: what each table says there, less the layers before it as on the stage.
+
+    Args:
+        before: the rows at the begin.
+    """
     sums = layers[own.own, i]
-    trip, backward = sums.trip * own.fastest, sums.backward * own.fastest
-    for way in range(2):
-        for k in range(1 + num_late):
-            push(values, positions, heads, tails, way * (1 + num_late) + k, i, before[way, k, p, i] - trip)
-            if k > 0 and more[g, k - 1] > 0:
-                q = 2 * (1 + num_late) + way * num_late + k - 1
-                push(
-                    values,
-                    positions,
-                    heads,
-                    tails,
-                    q,
-                    i,
-                    before[way, 1 + then[g, k - 1], p, i] - trip - more[g, k - 1] * backward,
-                )
+    forward, critical, backward = sums.forward * own.fastest, sums.critical * own.fastest, sums.backward * own.fastest
+    push(values, positions, heads, tails, ARRIVED, i, before[ARRIVED] - forward)
+    push(values, positions, heads, tails, BACK, i, before[BACK] - critical)
+    if num_late == 0:
+        return
+    for k in range(num_late):
+        push(values, positions, heads, tails, AFTER + k, i, before[AFTER + k] - critical)
+    paced = AFTER + num_late
+    for q in range(paced, before.size):
+        push(values, positions, heads, tails, q, i, before[q] - forward)
+    for k in range(num_late):
+        if more[g, k] > 0:
+            ns = before[AFTER + then[g, k]] - critical - more[g, k] * backward
+            push(values, positions, heads, tails, before.size + k, i, ns)
 
 
 @compiled
-def _place(
+def _find(
     layers: NDArray[Any],
     max_bucket: float,
-    forward_share: float,
-    transfers: Floats,
-    at_host: Ints,
     own: Any,
-    before: NDArray[np.float64],
-    cuts_before: NDArray[np.int32],
+    arrivals: Floats,
     values: Floats,
     positions: Ints,
     heads: Ints,
     tails: Ints,
     more: Ints,
+    paced: Ints,
     num_late: int,
-    p: int,
+    rounding_ns: float,
     g: int,
-    most: int,
     at: int,
     j: int,
-    num_cuts: int,
+    found: Floats,
 ) -> None:
-    """Notes what is known of boundary j behind a stage that begins at `at` or later."""
-    end, last = layers[own.own, j], layers.shape[1] - 1
-    trip, backward = end.trip * own.fastest, end.backward * own.fastest
-    arrived = 0.0
-    for way in range(2):
-        for k in range(1 + num_late):
-            q = way * (1 + num_late) + k
-            if not drop(positions, heads, tails, q, at, 1):
-                return
-            ns = values[q, heads[q]] + trip
-            if k == 0 and way == 0:
-                arrived = forward_share * ns
-            if k > 0:
-                num = more[g, k - 1]
-                if num > 0:
-                    of_others = 2 * (1 + num_late) + way * num_late + k - 1
-                    drop(positions, heads, tails, of_others, at, 1)
-                    ns = max(ns, values[of_others, heads[of_others]] + trip + num * backward)
-                if way == 0:
-                    ns = max(
-                        ns,
-                        _with_rings(
-                            layers, max_bucket, own, values, positions, heads[q], tails[q] - 1, q, trip, arrived, num, j
-                        ),
-                    )
-            for to in range(p + own.few, p + most + 1):
-                cut_ns = transfers[at_host[to], j] if way == 0 and j < last else 0.0
-                before[way, k, to, j] = min(before[way, k, to, j], ns + cut_ns)
-    for to in range(p + own.few, p + most + 1):
-        cuts_before[to, j] = min(cuts_before[to, j], num_cuts)
-
-
-@compiled
-def _with_rings(
-    layers: NDArray[Any],
-    max_bucket: float,
-    own: Any,
-    values: Floats,
-    positions: Ints,
-    head: int,
-    tail: int,
-    q: int,
-    trip: float,
-    arrived: float,
-    num: int,
-    j: int,
-) -> float:
-    """The least over the begins in a queue of what follows: on the way back, or the rings behind `num` more B.
-
-    The later the stage begins, the longer the one and the shorter the other.
-    """
-    low, high = head, tail
-    if values[q, low] + trip >= arrived + _rings_behind(layers, max_bucket, own, num, positions[q, low], j):
-        return float(values[q, low] + trip)
-    while low < high:
-        middle = (low + high) // 2
-        if values[q, middle] + trip >= arrived + _rings_behind(layers, max_bucket, own, num, positions[q, middle], j):
-            high = middle
-        else:
-            low = middle + 1
-    rings = arrived + _rings_behind(layers, max_bucket, own, num, positions[q, low], j)
-    ns = max(values[q, low] + trip, rings)
-    if low > head:
-        rings = arrived + _rings_behind(layers, max_bucket, own, num, positions[q, low - 1], j)
-        ns = min(ns, max(values[q, low - 1] + trip, rings))
-    return float(ns)
+    """Finds what each table says behind the stages that end at j and begin at `at` or later, without the cut."""
+    sums = layers[own.own, j]
+    forward, critical, backward = sums.forward * own.fastest, sums.critical * own.fastest, sums.backward * own.fastest
+    found[ARRIVED] = values[ARRIVED, heads[ARRIVED]] + forward
+    drop(positions, heads, tails, BACK, at, 1)
+    found[BACK] = values[BACK, heads[BACK]] + critical
+    if num_late == 0:
+        return
+    num_rows = AFTER + num_late + paced.size
+    for k in range(num_late):
+        q, num = AFTER + k, more[g, k]
+        drop(positions, heads, tails, q, at, 1)
+        # The later the stage begins, the longer the way back, and the shorter the rings behind `num` more B.
+        low, high = heads[q], tails[q] - 1
+        while low < high:
+            middle = (low + high) // 2
+            if values[q, middle] + critical >= _rings_behind(layers, max_bucket, own, num, positions[q, middle], j):
+                high = middle
+            else:
+                low = middle + 1
+        ns = max(values[q, low] + critical, _rings_behind(layers, max_bucket, own, num, positions[q, low], j))
+        if low > heads[q]:
+            rings = _rings_behind(layers, max_bucket, own, num, positions[q, low - 1], j)
+            ns = min(ns, max(values[q, low - 1] + critical, rings))
+        if num > 0:
+            of_others = num_rows + k
+            drop(positions, heads, tails, of_others, at, 1)
+            ns = max(ns, values[of_others, heads[of_others]] + critical + num * backward)
+        found[q] = ns
+    for k in range(paced.size):
+        q, num = AFTER + num_late + k, paced[k] // int(own.most) + 1
+        drop(positions, heads, tails, q, at, 1)
+        # The same of the F of one micro-batch, and of so many on a replica.
+        low, high = heads[q], tails[q] - 1
+        while low < high:
+            middle = (low + high) // 2
+            i = positions[q, middle]
+            if values[q, middle] + forward >= _last_forward(layers, own, arrivals, num, rounding_ns, i, j):
+                high = middle
+            else:
+                low = middle + 1
+        of_first = _last_forward(layers, own, arrivals, num, rounding_ns, positions[q, low], j)
+        ns = max(values[q, low] + forward, of_first)
+        if low > heads[q]:
+            of_first = _last_forward(layers, own, arrivals, num, rounding_ns, positions[q, low - 1], j)
+            ns = min(ns, max(values[q, low - 1] + forward, of_first))
+        found[q] = ns - rounding_ns
 
 
 @compiled
@@ -263,3 +307,12 @@ def _rings_behind(layers: NDArray[Any], max_bucket: float, own: Any, num: int, i
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
     b = (end.backward - begin.backward) * own.fastest
     return float(num * b + first_full + ring + end.update - begin.update)
+
+
+@compiled
+def _last_forward(
+    layers: NDArray[Any], own: Any, arrivals: Floats, num: int, rounding_ns: float, i: int, j: int
+) -> float:
+    """When a replica of the stage of layers [i, j) has run `num` F, at least; no later, the later it begins."""
+    f = (layers[own.own, j].forward - layers[own.own, i].forward) * own.fastest
+    return float(arrivals[i] + num * (f - rounding_ns))

@@ -1,98 +1,167 @@
-"""Compiled: what a micro-batch takes at least behind each boundary, as `trips_before.py` has it before them."""
+"""Compiled: what comes at least behind each boundary, as `trips_before.py` has it before them."""
+
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Problem
+from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem
 from bapipe.planner.device_line.trip_limits import (
-    FLAT_REST,
-    FLAT_RETURN,
-    FLAT_TRIP,
-    LATE,
-    PURE,
-    PURE_LATE,
-    PURE_REST,
-    RETURN,
-    TRIP,
+    ARRIVAL,
+    FOLLOW,
+    FOLLOW_LATE,
+    PACED_ANY,
+    PACED_FIRST,
     Late,
+    Stage,
     excess,
     stage_of,
 )
-from bapipe.planner.device_line.trip_tables import MANY, Tables, drop, least_from, push, reached, rest_behind
+from bapipe.planner.device_line.trip_tables import (
+    ANY,
+    ANY_BACK,
+    AROUND,
+    ARRIVED,
+    FIRST,
+    FIRST_BACK,
+    FLAT_AROUND,
+    Tables,
+    behind_ends,
+    drop,
+    push,
+    reached,
+)
+from bapipe.planner.device_line.trips_before import known_before
 
 
 @compiled
 def fill_behind(
-    problem: Problem, late: Late, kind: PlanKind, limit: float, tables: Tables, num_late: int, p: int
+    problem: Problem,
+    late: Late,
+    waits: NDArray[Any],
+    kind: PlanKind,
+    limit: float,
+    tables: Tables,
+    is_full: bool,
+    may_be_last: bool,
+    p: int,
 ) -> int:
     """Adds stages on the devices from `p` on, in front of what is known; returns how many were tried, as above."""
-    (num, num_groups), size = problem.stages.shape, problem.layers.shape[1]
-    before, behind, cuts_behind, num_tried = tables.before, tables.behind, tables.cuts_behind, 0
+    (num, num_groups), end = problem.stages.shape, problem.layers.shape[1] - 1
+    lows, before, behind, ends = tables.lows, tables.before_begins, tables.behind_begins, tables.behind_ends
+    width, num_tried = behind.shape[2], 0
     if problem.is_alike and 0 < p < num - 1:
-        behind[:, p] = np.minimum(behind[:, p], behind[:, p + 1])
-        cuts_behind[p] = np.minimum(cuts_behind[p], cuts_behind[p + 1])
-    low, last_low = reached(before[0, 0, p])
-    if low == size - 1:
+        for x in range(width):
+            other = x + lows[p] - lows[p + 1]
+            if 0 <= other < width:
+                for row in range(3):
+                    behind[row, p, x] = min(behind[row, p, x], behind[row, p + 1, other])
+    low, last_low = reached(before[ARRIVED, p], lows[p], end)
+    if low == end:
         return 0
-    layers, max_bucket, is_whole, share = (
-        problem.layers,
-        problem.max_bucket,
-        problem.has_whole_backward,
-        late.forward_share,
-    )
-    transfers, at_host = late.transfers, late.at_host
-    fewest = least_from(tables.cuts_before[p])
-    known, rest, cuts = np.empty((7, size)), np.empty((3, size)), np.empty(size, np.int64)
-    values, positions = np.empty((2, size)), np.empty((2, size), np.int64)
-    heads, tails = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    layers, max_bucket = problem.layers, problem.max_bucket
+    known, rest = np.empty((7, end + 1)), np.empty((4, end + 1))
+    values, positions = np.empty((3, end + 1)), np.empty((3, end + 1), np.int64)
+    heads, tails = np.zeros(3, np.int64), np.zeros(3, np.int64)
     for g in range(num_groups):
-        own, stage = problem.stages[p, g], stage_of(problem, late, kind, limit, p, g)
+        own = problem.stages[p, g]
         if own.few > num - p:
             break
         if p == 0 and not (own.few <= kind.first_most and own.most >= kind.first_fewest):
             continue
         most = own.few if problem.is_alike else min(own.most, num - p)
-        high = rest_behind(transfers, at_host, kind, behind, cuts_behind, own, p, most, low, rest, cuts)
+        first, high = behind_ends(
+            late.send, late.back, late.at_host, kind, lows, ends, may_be_last, own, p, most, low, rest
+        )
         if high <= low:
             continue
-        at_return, at_late = min(1, num_late), (1 + late.of_class[g]) * min(1, num_late)
-        for i in range(low, last_low + 1):
-            known[TRIP, i], known[RETURN, i] = before[0, 0, p, i], before[0, at_return, p, i]
-            known[LATE, i], known[PURE, i], known[PURE_LATE, i] = (
-                before[0, at_late, p, i],
-                before[1, 0, p, i],
-                before[1, at_late, p, i],
-            )
-            known[FLAT_TRIP, i], known[FLAT_RETURN, i] = known[TRIP, i], known[RETURN, i]
-            if i > low:
-                layer = layers[own.own, i].trip - layers[own.own, i - 1].trip
-                for row in range(7):
-                    slope = own.fastest if row in (FLAT_TRIP, FLAT_RETURN) else stage.slope
-                    known[row, i] = min(known[row, i], known[row, i - 1] + slope * layer)
-        fewest_cuts = cuts.copy()
-        for j in range(low + 1, size):
-            fewest_cuts[j] = min(fewest_cuts[j], fewest_cuts[j - 1])
+        wait = waits[p, g]
+        stage = stage_of(problem, late, wait, kind, limit, is_full, p, g)
+        known_before(before, lows[p], low, last_low, late, wait, g, is_full, p, known)
+        for i in range(low + 1, last_low + 1):
+            forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
+            critical = layers[own.own, i].critical - layers[own.own, i - 1].critical
+            for row in range(7):
+                step = critical * own.fastest
+                if row in (FOLLOW, FOLLOW_LATE):
+                    step = critical * stage.back_slope
+                elif row in (ARRIVAL, PACED_ANY, PACED_FIRST):
+                    step = forward
+                known[row, i] = min(known[row, i], known[row, i - 1] + step)
         heads[:], tails[:] = 0, 0
         at = pushed = high
         for i in range(min(high - 1, last_low), low - 1, -1):
-            begin = layers[own.own, i].trip * own.fastest
-            while pushed > i and fewest[i] + fewest_cuts[pushed] <= kind.most_cuts:
-                if cuts[pushed] < MANY:
-                    end = layers[own.own, pushed].trip * own.fastest
-                    push(values, positions, heads, tails, 0, pushed, rest[FLAT_REST, pushed] + end)
-                    push(values, positions, heads, tails, 1, pushed, rest[PURE_REST, pushed] + end)
+            while pushed > max(i, first - 1):
+                if rest[FLAT_AROUND, pushed] < np.inf:
+                    sums = layers[own.own, pushed]
+                    critical = sums.critical * own.fastest
+                    around = rest[FLAT_AROUND, pushed] + sums.trip * own.fastest
+                    push(values, positions, heads, tails, AROUND, pushed, around)
+                    push(values, positions, heads, tails, FIRST, pushed, rest[FIRST_BACK, pushed] + critical)
+                    push(values, positions, heads, tails, ANY, pushed, rest[ANY_BACK, pushed] + critical)
                 pushed -= 1
-            if before[0, 0, p, i] == np.inf:
+            x = i - lows[p]
+            if before[ARRIVED, p, x] == np.inf:
                 continue
             while at > pushed and (
-                cuts[at] == MANY or excess(layers, max_bucket, is_whole, share, own, stage, known, rest, i, at) > 0
+                rest[FLAT_AROUND, at] == np.inf or excess(layers, max_bucket, own, stage, known, rest, i, at) > 0
             ):
                 at -= 1
                 num_tried += 1
             num_tried += 1
-            if at > pushed and drop(positions, heads, tails, 0, at, -1) and drop(positions, heads, tails, 1, at, -1):
-                behind[0, p, i] = min(behind[0, p, i], values[0, heads[0]] - begin)
-                behind[1, p, i] = min(behind[1, p, i], values[1, heads[1]] - begin)
-                cuts_behind[p, i] = min(cuts_behind[p, i], fewest_cuts[at])
+            if at == pushed or not drop(positions, heads, tails, AROUND, at, -1):
+                continue
+            around = values[AROUND, heads[AROUND]] - layers[own.own, i].trip * own.fastest
+            behind[AROUND, p, x] = min(behind[AROUND, p, x], around)
+            for row in (FIRST, ANY):
+                drop(positions, heads, tails, row, at, -1)
+                ns = known[ARRIVAL, i] + around
+                if is_full:
+                    ns = max(ns, _gradient(layers, own, stage, known, values, positions, heads, tails, row, i))
+                behind[row, p, x] = min(behind[row, p, x], ns - stage.rounding)
     return num_tried
+
+
+@compiled
+def _gradient(
+    layers: NDArray[Any],
+    own: Any,
+    stage: Stage,
+    known: Floats,
+    values: Floats,
+    positions: Ints,
+    heads: Ints,
+    tails: Ints,
+    row: int,
+    i: int,
+) -> float:
+    """When a gradient leaves stages that begin at i, at least; of all ends in a queue.
+
+    The sooner the stage ends, the later the gradient is there, and the shorter are the F that its B waits for.
+    """
+    critical = layers[own.own, i].critical * own.fastest
+    low, high = heads[row], tails[row] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if values[row, middle] - critical >= _behind_forwards(
+            layers, own, stage, known, row, i, positions[row, middle]
+        ):
+            high = middle
+        else:
+            low = middle + 1
+    ns = max(values[row, low] - critical, _behind_forwards(layers, own, stage, known, row, i, positions[row, low]))
+    if low > heads[row]:
+        behind = _behind_forwards(layers, own, stage, known, row, i, positions[row, low - 1])
+        ns = min(ns, max(values[row, low - 1] - critical, behind))
+    return float(ns)
+
+
+@compiled
+def _behind_forwards(layers: NDArray[Any], own: Any, stage: Stage, known: Floats, row: int, i: int, j: int) -> float:
+    """When the first B of the stage of layers [i, j) is done behind the F before it, at least."""
+    begin, end = layers[own.own, i], layers[own.own, j]
+    f = (end.forward - begin.forward) * own.fastest - stage.rounding
+    paced, num = (known[PACED_FIRST, i], stage.num_first) if row == FIRST else (known[PACED_ANY, i], stage.num_any)
+    return float(max(paced + f, known[ARRIVAL, i] + num * f) + (end.critical - begin.critical) * own.fastest)

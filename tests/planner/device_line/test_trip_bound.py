@@ -1,10 +1,15 @@
 """Bounds by what a micro-batch takes before and behind stages: every plan is feasible in them at its own step time."""
 
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_ranges
+from bapipe.planner.device_line import replica_classes, ring_ranges, trip_bound
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -18,20 +23,31 @@ from tests.planner.device_line.test_prefix_bound import plans
 from tests.planner.device_line.test_ring_bound import alike_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 ROUNDS = 8
+find_waits = TripBound._find_waits
 
 
-def sorted_line(num_devices: int, *, output_bytes: int = 0) -> DeviceLine:
-    """Twelve layers on devices with speeds from 1 to 0.5, as many micro-batches."""
+def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: int | None = None) -> DeviceLine:
+    """Twelve layers on devices with speeds from 1 to 0.5, as many micro-batches unless they are given."""
     cluster = devices(num_devices, bytes_per_s=10**10)
     speeds = [1 - 0.5 * i / (num_devices - 1) for i in range(num_devices)]
     unlike = tuple(replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True))
     profile = chain([2, 1, 3, 1, 2, 2, 1, 3, 1, 2, 1, 2], param_bytes=4 * 10**6, output_bytes=output_bytes)
-    return DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=num_devices))
+    return DeviceLine(
+        {"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=num_microbatches or num_devices)
+    )
 
 
-def best_of_two_or_three_stages(line: DeviceLine) -> TimedPlan:
-    timed = [line.time(plan) for plan in plans(line, "1f1b") if len(plan.counts) in (2, 3)]
+def without_waits(bound: TripBound) -> "NDArray[np.void]":
+    """As if no first B waited for F but its own."""
+    return np.zeros_like(find_waits(bound))
+
+
+def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
+    timed = [line.time(plan) for plan in plans(line, schedule) if len(plan.counts) in (2, 3)]
     return min((each for each in timed if each is not None), key=lambda each: each.step_ns)
 
 
@@ -41,9 +57,10 @@ def best_of_two_or_three_stages(line: DeviceLine) -> TimedPlan:
 def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     schedule: str, is_coarse: bool, is_alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_coarse:  # as of more than 32 devices of a stage
+    if is_coarse:  # as of more than 32 devices of a stage, and more than 128 stages
         monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
         monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
+        monkeypatch.setattr(trip_bound, "MAX_TABLES", 3)
     infeasible = checked = 0
     for seed in range(6):
         given = (alike_line if is_alike else unlike_line)(seed, schedule, buckets=seed % 4 > 1)
@@ -51,31 +68,72 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
             line = given.in_order(order.ranks)
             prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
             bound, timed = TripBound(prefix), [each for each in map(line.time, plans(line, schedule)) if each]
-            of_all = bound.behind(prefix.kind, max(each.step_ns for each in timed), UNLIMITED, 0)
+            of_all = bound.within(prefix.kind, max(each.step_ns for each in timed), UNLIMITED, 0)
             assert of_all is not None
             for each in timed:
                 cuts, first, last = len(each.plan.counts) - 1, each.plan.counts[0], each.plan.counts[-1]
                 like_it = [(cuts, cuts, last, last, first, first), (0, cuts, 1, 12, 1, 12), prefix.kind]
                 for kind in map(PlanKind._make, like_it):
-                    for earlier in (None, of_all):
-                        is_within = bound.behind(kind, each.step_ns, UNLIMITED, ROUNDS, earlier) is not None
-                        assert is_within, (seed, order.words, each.plan, kind)
+                    for earlier, counts_cuts in product((None, of_all), (False, True)):
+                        known = bound.within(kind, each.step_ns, UNLIMITED, ROUNDS, earlier, counts_cuts=counts_cuts)
+                        assert known is not None, (seed, order.words, each.plan, kind)
             checked += len(timed)
             best_ns = min(each.step_ns for each in timed)
-            infeasible += bound.behind(prefix.kind, best_ns * 3 // 4, UNLIMITED, ROUNDS) is None
+            infeasible += bound.within(prefix.kind, best_ns * 3 // 4, UNLIMITED, ROUNDS) is None
     assert checked > 60
     assert infeasible >= 4
 
 
+def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() -> None:
+    """Transfers over some cuts take a hundred times as long as over others, and longer than any stage."""
+    given, slow = unlike_line(93061, "gpipe", buckets=True), Bandwidth(bytes_per_s=10**6, latency_ns=5)
+    speeds = 1.0, 0.9, 1.0, 1.0, 0.3
+    unlike = tuple(replace(device, speed=speed) for device, speed in zip(given.cluster.devices, speeds, strict=True))
+    cluster = replace(given.cluster, devices=unlike, intra_host=slow, inter_host=replace(slow, latency_ns=0))
+    line = DeviceLine(given.profiles, cluster, PlanOptions(minibatch_size=12, schedules=["gpipe"]))
+    timed = [each for each in map(line.time, plans(line, "gpipe")) if each]
+    bound = TripBound(PrefixBound(line, "gpipe", 1, len(cluster.devices)))
+    kind, steps_ns = bound.prefix.kind, sorted({each.step_ns for each in timed})
+    of_all = bound.within(kind, steps_ns[-1], UNLIMITED, 0)
+    assert all(bound.within(kind, ns, UNLIMITED, ROUNDS, of_all) is not None for ns in steps_ns[:20])
+
+
 def test_what_comes_before_and_behind_a_stage_of_unlike_devices_raises_the_bound() -> None:
     line = sorted_line(9)
-    best = best_of_two_or_three_stages(line)
+    best = best_of_two_or_three_stages(line, "1f1b")
     prefix = PrefixBound(line, "1f1b", 1, 9)
-    by_rings, by_trips = RingBound(prefix, best.step_ns / 2), TripBound(prefix)
+    by_rings = RingBound(prefix, best.step_ns / 2)
     limits_ns = [best.step_ns * part // 100 for part in range(60, 101)]
     num_by_rings = sum(by_rings.is_feasible(prefix.kind, limit_ns, UNLIMITED) for limit_ns in limits_ns)
-    num_by_trips = sum(by_trips.behind(prefix.kind, limit_ns, UNLIMITED, ROUNDS) is not None for limit_ns in limits_ns)
+    num_by_trips = num_feasible(line, "1f1b", limits_ns)
     assert 0 < num_by_trips < num_by_rings
+
+
+def num_feasible(line: DeviceLine, schedule: str, limits_ns: list[int], *, counts_cuts: bool = False) -> int:
+    """Returns how many of some step times may be reached by the bound."""
+    prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
+    bound = TripBound(prefix)
+    known = (bound.within(prefix.kind, ns, UNLIMITED, ROUNDS, counts_cuts=counts_cuts) for ns in limits_ns)
+    return sum(each is not None for each in known)
+
+
+def test_the_forwards_that_a_first_backward_waits_for_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = sorted_line(9, num_microbatches=27)
+    best_ns = best_of_two_or_three_stages(line, "gpipe").step_ns
+    limits_ns = [best_ns * part // 200 for part in range(140, 201)]
+    num_with_waits = num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
+    monkeypatch.setattr(TripBound, "_find_waits", without_waits)
+    assert 0 < num_with_waits < num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
+
+
+def test_cuts_that_are_counted_raise_the_bound() -> None:
+    cluster = devices(16, bytes_per_s=10**10)
+    unlike = tuple(replace(device, speed=1 - i / 40) for i, device in enumerate(cluster.devices))
+    profile = chain([2, 1, 3] * 8, param_bytes=4 * 10**7, output_bytes=10**7)
+    line = DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=32))
+    limits_ns = [ms * 10**6 for ms in range(480, 501, 2)]
+    num_counted = num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
+    assert 0 < num_counted < num_feasible(line, "gpipe", limits_ns)
 
 
 @pytest.mark.parametrize("max_kept_bytes", [0, 2**29])
@@ -95,4 +153,4 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
 def test_it_ends_at_the_deadline() -> None:
     prefix = PrefixBound(sorted_line(5), "1f1b", 1, 5)
     with pytest.raises(OutOfTime):
-        TripBound(prefix).behind(prefix.kind, 10**9, Deadline(0.0), ROUNDS)
+        TripBound(prefix).within(prefix.kind, 10**9, Deadline(0.0), ROUNDS)
