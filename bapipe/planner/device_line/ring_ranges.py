@@ -64,9 +64,13 @@ MIN_GOAL = 80
 FIRST_PERCENT, PERCENT_STEP = 50, 5
 """The goals by prefixes alone that come before those of `trip_bound.py`."""
 
-GOALS, GOALS_BY_TIMES, MANY_TRIED = (0.9, 0.955), (0.9, 0.925, 0.955), 50_000_000
-"""Where `trip_bound.py` is asked, the first goals are these parts of the best step, or the others where cuts are not
-counted, as it knows less then; or, if so much was tried for the goal before, half the way there."""
+GOALS, CLOSER_GOALS, MANY_TRIED = (0.9, 0.955), (0.9, 0.925, 0.955), 120_000_000
+"""Where `trip_bound.py` is asked, the first goals are these parts of the best step; closer ones where cuts are not
+counted, as it knows less then, or transfers are long, as it takes longer; if so much was tried for the goal before,
+half the way there."""
+
+LONG_TRANSFERS = 0.8
+"""Transfers that take this part of a trip through all layers, or more."""
 
 
 @dataclass(slots=True)
@@ -160,8 +164,7 @@ class RingRanges:
         num_tried, goals_ns = 0, list[int]()
         if self._trips:
             self._raise_soon(high_ns, deadline)
-            cuts_count = self._cuts_part(self._trips[0].prefix, 0, MANY_CUTS * len(self._best.plan.counts)) > MIN_CUTS
-            goals_ns = [int(part * high_ns) for part in (GOALS if cuts_count else GOALS_BY_TIMES)]
+            goals_ns = [int(part * high_ns) for part in (GOALS if self._is_fast() else CLOSER_GOALS)]
         low_ns = self.bound_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
@@ -174,6 +177,13 @@ class RingRanges:
             else:
                 high_ns = goal_ns
             num_tried = self._num_of_trips - num_before
+
+    def _is_fast(self) -> bool:
+        """Whether `trip_bound.py` knows much of plans like the best one, and soon."""
+        prefix, num_stages = self._trips[0].prefix, len(self._best.plan.counts)
+        trip_ns = float(prefix.least.trip[-1]) / prefix.max_speed
+        has_long_transfers = prefix.round_trip_ns(num_stages - 1) >= LONG_TRANSFERS * trip_ns
+        return self._cuts_part(prefix, 0, MANY_CUTS * num_stages) > MIN_CUTS and not has_long_transfers
 
     def _raise_soon(self, high_ns: int, deadline: Deadline) -> None:
         """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""
