@@ -80,6 +80,14 @@ def reached(times: Floats, low: int, end: int) -> tuple[int, int]:
 
 
 @compiled
+def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_alike: bool) -> int:
+    """The most devices of the stages of a class on so many that are left, 0 if there are none."""
+    if own.few > num_left or (is_first and (own.few > kind.first_most or own.most < kind.first_fewest)):
+        return 0
+    return int(own.few if is_alike else min(own.most, num_left))
+
+
+@compiled
 def behind_ends(
     send: Floats,
     back: Floats,

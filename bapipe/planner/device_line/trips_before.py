@@ -38,6 +38,7 @@ from bapipe.planner.device_line.trip_tables import (
     Tables,
     behind_ends,
     drop,
+    most_devices,
     push,
     reached,
 )
@@ -69,7 +70,7 @@ def fill_before(
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
             if 0 <= other < width:
-                for row in range(2 + (num_late + late.paced.size) * is_full):
+                for row in range(before.shape[0]):
                     before[row, p, x] = min(before[row, p, x], before[row, p - 1, other])
     low, last_low = reached(before[ARRIVED, p], lows[p], end)
     if low == end or p == num:
@@ -82,11 +83,9 @@ def fill_before(
     heads, tails, found = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64), np.empty(num_queues)
     for g in range(num_groups):
         own = problem.stages[p, g]
-        if own.few > num - p:
-            break
-        if p == 0 and not (own.few <= kind.first_most and own.most >= kind.first_fewest):
+        most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
+        if most == 0:
             continue
-        most = own.few if problem.is_alike else min(own.most, num - p)
         first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
@@ -160,7 +159,7 @@ def fill_before(
                 for row in range(2 + num_late):
                     ns = found[row] + (send_ns if row == ARRIVED else back_ns)
                     ends[row, to, x] = min(ends[row, to, x], ns)
-                for row in range(2 + num_late, 2 + (num_late + late.paced.size) * is_full):
+                for row in range(2 + num_late, before.shape[0]):
                     ends[row, to, x] = min(ends[row, to, x], found[row] + send_ns)
     return num_tried
 

@@ -30,6 +30,7 @@ from bapipe.planner.device_line.trip_tables import (
     Tables,
     behind_ends,
     drop,
+    most_devices,
     push,
     reached,
 )
@@ -67,11 +68,9 @@ def fill_behind(
     heads, tails = np.zeros(3, np.int64), np.zeros(3, np.int64)
     for g in range(num_groups):
         own = problem.stages[p, g]
-        if own.few > num - p:
-            break
-        if p == 0 and not (own.few <= kind.first_most and own.most >= kind.first_fewest):
+        most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
+        if most == 0:
             continue
-        most = own.few if problem.is_alike else min(own.most, num - p)
         first, high = behind_ends(
             late.send, late.back, late.at_host, kind, lows, ends, may_be_last, own, p, most, low, rest
         )
