@@ -43,6 +43,12 @@ def _old_flag(part: Any) -> bool | None:
         return None
 
 
+def autocast_dtype(settings: Settings) -> torch.dtype | None:
+    """Returns the type of `torch.autocast` in settings; None without autocast."""
+    found: torch.dtype | None = getattr(torch, settings.autocast) if settings.autocast else None
+    return found
+
+
 def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:
     """Returns a tensor in the memory format of the settings: images channels-last if these ask for it."""
     if settings.channels_last and tensor.dim() == 4:

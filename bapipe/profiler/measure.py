@@ -23,7 +23,7 @@ from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
-from bapipe.torch_settings import in_memory_format
+from bapipe.torch_settings import autocast_dtype, in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
@@ -114,6 +114,7 @@ def measure_model(
             max_size=max(sizes),
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
+            autocast=autocast_dtype(settings),
             check=check and not layer_by_layer,
         )
         samples = samples_for(module, (*tensors, target), made_up, loss, device)
@@ -195,7 +196,7 @@ def _training_pass(
         loss=loss,
         inputs=tuple(in_memory_format(tensor, settings) for tensor in inputs),
         target=target,
-        autocast=getattr(torch, settings.autocast) if settings.autocast else None,
+        autocast=autocast_dtype(settings),
     )
 
 

@@ -49,12 +49,14 @@ def traced(
     max_size: int,
     leaf_modules: Sequence[str],
     operator_layers: bool,
+    autocast: torch.dtype | None,
     check: bool,
 ) -> TracedForProfile:
     """Returns the layers of a module on a device, and what the profile says of them.
 
     Args:
         max_size: of micro-batches to compare on.
+        autocast: in which the model trains.
         check: whether to compare.
 
     Raises:
@@ -73,6 +75,7 @@ def traced(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             max_size=max_size,
+            autocast=autocast,
         )
         if isinstance(result, Equivalence):
             keep_values = layers_that_keep_values(model, result.changed)
@@ -84,6 +87,7 @@ def traced(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             microbatch_size=max_size,
+            autocast=autocast,
         )
         result = Unchecked(reason="there is not enough memory for it" if check else "that was not asked for")
     if any(layer.name == LOSS for layer in model.layers):

@@ -117,6 +117,7 @@ class Pipeline:
                     leaf_modules=leaf_modules,
                     operator_layers=operator_layers,
                     microbatch_size=plan.microbatch_size,
+                    autocast=autocast,
                 ),
                 plan,
                 tensors,

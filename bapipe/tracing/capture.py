@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_private import has_hooks, is_compiled, needs_values
-from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
@@ -63,7 +63,8 @@ def capture(
         return recorded
     if not called_leaves:
         # Whatever torch.export raises, its texts do not help: how recording failed does.
-        with contextlib.suppress(Exception):
+        # It would write down every cast, whereas its operators run under autocast later.
+        with contextlib.suppress(Exception), autocast_everywhere(None):
             return capture_with_export(module, inputs, leaves.paths)
     return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, not_recorded)
 

@@ -1,6 +1,7 @@
 """A graph of a module's operators, however it was captured."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +32,32 @@ class Autocast:
     enabled: bool
 
 
+_KINDS = ("cpu", "cuda")
+
+
 def autocast_modes() -> dict[str, Autocast]:
     """Returns the modes in which operators run now, by kind of device."""
-    kinds = ("cpu", "cuda")
-    return {kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds}
+    return {kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS}
+
+
+@contextmanager
+def autocast_everywhere(dtype: torch.dtype | None) -> Iterator[None]:
+    """Turns autocast on for every kind of device, or off if `dtype` is None.
+
+    `torch.autocast` does so for one kind, and not for a GPU where there is none. Nothing that was cast is kept.
+    """
+    before, cached = autocast_modes(), torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    for kind in _KINDS:
+        torch.set_autocast_enabled(kind, dtype is not None)
+        torch.set_autocast_dtype(kind, before[kind].dtype if dtype is None else dtype)
+    try:
+        yield
+    finally:
+        for kind, mode in before.items():
+            torch.set_autocast_enabled(kind, mode.enabled)
+            torch.set_autocast_dtype(kind, mode.dtype)
+        torch.set_autocast_cache_enabled(cached)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

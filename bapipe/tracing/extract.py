@@ -39,10 +39,15 @@ def extract(
 
 
 class GradMode:
-    """Adds operators to a graph that set gradients and autocast as they were when the model was traced."""
+    """Adds operators to a graph that set gradients and autocast as they were when the model was traced.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
+    What was traced on a CPU and runs on a GPU sets autocast for the GPU: code that turns it off does so for the device
+    of its tensors.
+    """
+
+    def __init__(self, graph: fx.Graph, device: torch.device | None = None) -> None:
+        """`device` is where the graph will run, by default where the model was traced."""
+        self._graph, self._device = graph, device
         self._outside: fx.Node | None = None  # while gradients are off: whether they were on before
         self._autocast: tuple[Autocast, fx.Node] | None = None  # the mode of the model's own, and its context
 
@@ -69,7 +74,10 @@ class GradMode:
             self._graph.call_function(_leave_autocast, (self._autocast[1],))
             self._autocast = None
         if mode is not None and self._autocast is None:
-            arguments = (mode.device_type, mode.dtype, mode.enabled)
+            kind = mode.device_type
+            if self._device is not None and kind == "cpu":
+                kind = self._device.type
+            arguments = (kind, mode.dtype, mode.enabled)
             self._autocast = mode, self._graph.call_function(_enter_autocast, arguments)
 
 
@@ -97,7 +105,7 @@ class _Extraction:
         self._model, self._layers, self._device = model, layers, device
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
-        self._gradients = GradMode(self._graph)
+        self._gradients = GradMode(self._graph, device)
         self._before_random = _plain_function(before_random) if before_random is not None else None
         input_nodes = [model.node_of[name] for name in inputs]
         for node in input_nodes:

@@ -3,9 +3,11 @@
 import fnmatch
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
@@ -17,7 +19,7 @@ from bapipe.tracing.aliasing import (
     writes_to_state,
 )
 from bapipe.tracing.capture import capture
-from bapipe.tracing.captured import Captured, is_layer, output_node
+from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, node_state
 from bapipe.tracing.python_state import state_restored
@@ -47,6 +49,7 @@ def trace(
     operator_layers: bool = False,
     called_leaves: bool = False,
     microbatch_size: int | None = None,
+    autocast: torch.dtype | None = None,
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -65,6 +68,7 @@ def trace(
         called_leaves: whether leaf modules must be called as they are, instead of as the operators inside them.
         microbatch_size: of the micro-batches that the model will train on, for which what is traced must be right: code
             may do something else for few samples than for many.
+        autocast: in which the model will train; its code may ask for that, to turn it off for a part.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
@@ -73,11 +77,13 @@ def trace(
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
         check_size = check_batch_size(microbatch_size)
-        captured = capture(module, inputs, paths, called_leaves, check_size)
+        with nullcontext() if autocast is None else autocast_everywhere(autocast):
+            captured = capture(module, inputs, paths, called_leaves, check_size)
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
         except UnknownSizes:
-            captured = _captured_with_sizes(captured, module, inputs, paths, check_size)
+            with nullcontext() if autocast is None else autocast_everywhere(autocast):
+                captured = _captured_with_sizes(captured, module, inputs, paths, check_size)
             model = _traced(module, captured, inputs, operator_layers, check_size)
         check_shared_memory(model)
         return model

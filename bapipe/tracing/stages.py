@@ -201,7 +201,8 @@ def _examples(
     with nullcontext() if autocast is None else torch.autocast(autocast.device_type, autocast.dtype):
         try:
             if autocast_on:
-                values = _fake_values(model, names, inputs, microbatch_size, torch.device(autocast_on.pop()))
+                kind = autocast_on.pop() if autocast is None else autocast.device_type
+                values = _fake_values(model, names, inputs, microbatch_size, torch.device(kind))
             else:
                 values = meta_values(model.module, inputs, microbatch_size, nodes)
         except Exception as error:  # whatever the model's own code raises
@@ -230,11 +231,16 @@ def _fake_values(
     def fake(tensor: Tensor, shape: Iterable[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with (
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        generators_restored(),
+        state_restored(whole),  # outside of the mode: it compares the values of buffers
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         state = {name: fake(t, t.shape) for name, t in (*whole.named_parameters(), *whole.named_buffers())}
         given = tuple(fake(example, (microbatch_size, *example.shape[1:])) for example in inputs)
-        with generators_restored(), state_restored(whole):
-            values: tuple[Any, ...] = torch.func.functional_call(whole, state, given)
+        values: tuple[Any, ...] = torch.func.functional_call(whole, state, given)
     return values
 
 

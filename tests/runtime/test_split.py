@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.split import split
-from bapipe.tracing import trace
+from bapipe.tracing import stages, trace
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, cut_into_stages
@@ -355,6 +356,47 @@ def test_under_autocast_a_cut_is_counted_in_the_types_that_are_sent() -> None:
     sent = [parts.examples[stage.outputs[0]] for stage in parts.stages]
     assert [tensor.dtype for tensor in sent] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
     assert [tensor.nbytes for tensor in sent] == profiled
+
+
+def test_types_under_autocast_need_no_pass_on_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take long for a large model, on one thread of a CPU."""
+    monkeypatch.setattr(stages, "_run_once", lambda *_: pytest.fail("it ran on values"))
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(2, 8)
+    model = trace(module, (x,), autocast=torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    parts = cut_into_stages(model, {"0": 0, "1": 1, "2": 2}, (x,), 2, Autocast("cpu", torch.bfloat16, True))
+    assert [parts.examples[stage.outputs[0]].dtype for stage in parts.stages] == [torch.bfloat16] * 3
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_types_are_found_on_the_kind_of_device_that_autocast_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model traced on a CPU may turn autocast off for that."""
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                x = self.a(x)
+            output: Tensor = self.b(x)
+            return output
+
+    asked: list[str] = []
+    found = [torch.empty(2, 4)] * 2
+
+    def fake_values(model: Any, names: Any, inputs: Any, size: int, device: torch.device) -> list[Tensor]:
+        asked.append(device.type)
+        return found
+
+    monkeypatch.setattr(stages, "_fake_values", fake_values)
+    x = torch.randn(2, 4)
+    for _ in range(5):  # of two kinds in a set, whose order may differ
+        model = trace(Narrow(), (x,), autocast=torch.bfloat16)
+        cut_into_stages(model, {"a": 0, "b": 1}, (x,), 2, Autocast("cuda", torch.bfloat16, True))
+    assert asked == ["cuda"] * 5
 
 
 class NeedsValues(nn.Module):

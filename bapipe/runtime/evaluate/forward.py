@@ -54,6 +54,7 @@ def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor]
                     leaf_modules=leaf_modules,
                     operator_layers=operator_layers,
                     microbatch_size=plan.microbatch_size,
+                    autocast=None if training.autocast is None else training.autocast.dtype,
                 ),
                 plan,
                 inputs,
