@@ -49,6 +49,8 @@ __all__ = [
     "can_begin_at",
     "construct_reverse_graph",
     "default_group_timeout",
+    "drop_gradients_of_received",
+    "drop_received",
     "forget_unfinished_groups",
     "get_param_groups",
     "has_hooks",
@@ -56,6 +58,7 @@ __all__ = [
     "is_compiled",
     "is_functorch_wrapped",
     "is_view",
+    "keep_used_buffers",
     "needs_values",
     "occupy_gpu",
     "parameter_hooks",
@@ -70,7 +73,6 @@ __all__ = [
     "stage_backward_weight",
     "stage_class",
     "storage_key",
-    "support_replicas",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -308,19 +310,36 @@ def skip_warmup(runtime: Any) -> None:
         stage._get_init_p2p_neighbors_ops = list  # before
 
 
-def support_replicas(runtime: Any, runs_here: Callable[[int, int], bool]) -> None:
-    """Lets stages have replicas; `runs_here(stage, microbatch)` says which micro-batches this process runs.
+def keep_used_buffers(runtime: Any, receives: Callable[[int, int, int], bool]) -> None:
+    """Lets a runtime keep the receive buffers only that it uses.
 
-    torch knows one process per stage: it would allocate the receive buffers of all micro-batches.
+    `receives(stage, sender, microbatch)` says whether this process receives a micro-batch of a stage from another one,
+    which runs the stage `sender`. torch allocates the buffers of all micro-batches, also of those that other replicas
+    run, and for tensors that do not leave this process.
     """
     allocate = runtime._initialize_stages
 
     def initialize(*args: Any, **kwargs: Any) -> None:
         allocate(*args, **kwargs)
         for stage in runtime._stages:
-            for received in (stage.args_recv_info, stage.grad_recv_info):
-                for microbatch, infos in received.items():
-                    for info in () if runs_here(stage.stage_index, microbatch) else infos:
-                        info.buffer = None
+            number = stage.stage_index
+            for sender, received in ((number - 1, stage.args_recv_info), (number + 1, stage.grad_recv_info)):
+                for microbatch in received:
+                    if not receives(number, sender, microbatch):
+                        drop_received(received[microbatch])
 
     runtime._initialize_stages = initialize
+
+
+def drop_received(infos: Any) -> None:
+    """Drops the tensors of a micro-batch that a stage received."""
+    for info in infos:
+        info.buffer = None
+
+
+def drop_gradients_of_received(infos: Any) -> None:
+    """Drops the gradients of the tensors of a micro-batch that a stage received, which torch keeps after I."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # none of the model's inputs
+        if buffer is not None:
+            buffer.grad = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
+    drop_gradients_of_received,
+    drop_received,
+    keep_used_buffers,
     pipeline_runtime,
     replace_losses,
     set_lowered_order,
     skip_warmup,
     stage_class,
-    support_replicas,
 )
 
 
@@ -84,9 +87,7 @@ class ScheduleExecutor:
         skip_warmup(self._runtime)
         replace_losses(self._runtime, self._losses.__getitem__)
         set_lowered_order(self._runtime, self._lowered_order())
-        if any(len(devices) > 1 for devices in self._schedule.devices):
-            own = {(action.stage, action.microbatch) for action in own_order}
-            support_replicas(self._runtime, lambda stage, microbatch: (stage, microbatch) in own)
+        keep_used_buffers(self._runtime, self._receives)
 
     def run(self, loaded: Sequence[Tensor], arguments: Mapping[str, Tensor], target: Tensor | None) -> Tensor | None:
         """Runs this rank's actions for a mini-batch, adding to the gradients.
@@ -127,6 +128,13 @@ class ScheduleExecutor:
         """Returns the process of the group that runs a micro-batch on each stage."""
         return {s: self._layout.process_of(s, microbatch) for s in range(self._schedule.num_stages)}
 
+    def _receives(self, stage: int, sender: int, microbatch: int) -> bool:
+        """Returns whether this process receives a micro-batch of a stage from another one, which runs `sender`."""
+        if not 0 <= sender < self._schedule.num_stages:
+            return False
+        here = self._layout.rank
+        return self._schedule.rank_of(stage, microbatch) == here != self._schedule.rank_of(sender, microbatch)
+
     # Each wrapper below replaces a method of torch's stage by one that calls it. They are stacked in this order, inner
     # first: routing, sending, recomputation, the inputs loaded here, timing.
 
@@ -152,6 +160,7 @@ class ScheduleExecutor:
         self._wrap_forward(torch_stage, stage)
         self._wrap_backward(torch_stage, stage, recompute)
         self._wrap_weight(torch_stage, stage)
+        self._fill_local_gradients(torch_stage, stage)
         return torch_stage
 
     def _route_by_microbatch(self, torch_stage: PipelineStage, name: str) -> None:
@@ -247,6 +256,10 @@ class ScheduleExecutor:
             outputs, inputs = torch_stage.fwd_cache[microbatch]
             return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())
 
+        def run(microbatch: int, **options: Any) -> None:
+            original(microbatch, **options)
+            self._drop_received(torch_stage, microbatch)
+
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
             if recompute is not None:
                 loss = recompute(microbatch)
@@ -259,10 +272,10 @@ class ScheduleExecutor:
             if torch_stage.is_last:
                 loss = self._released(torch_stage, microbatch, loss)
             if is_split and not sends_gradient:
-                self._deferred[stage.index, microbatch] = partial(original, microbatch, loss=loss)
+                self._deferred[stage.index, microbatch] = partial(run, microbatch, loss=loss)
                 torch_stage.bwd_cache[microbatch] = (None,) * len(stage.received)
             else:
-                original(microbatch, loss=loss, full_backward=not is_split, last_backward=last_backward)
+                run(microbatch, loss=loss, full_backward=not is_split, last_backward=last_backward)
             grads = torch_stage.bwd_cache[microbatch]
             # gloo and NCCL send contiguous tensors only.
             contiguous = tuple(grad if grad is None else grad.contiguous() for grad in grads)
@@ -276,6 +289,28 @@ class ScheduleExecutor:
             self._timed_backward(stage, Action(stage.index, phase, microbatch), call)
 
         torch_stage.backward_one_chunk = backward  # type: ignore[method-assign, assignment]
+
+    def _drop_received(self, torch_stage: PipelineStage, microbatch: int) -> None:
+        """Drops what a backward has used, which torch keeps until the next step; buffers stay for messages to come."""
+        stage = torch_stage.stage_index
+        activations = torch_stage.args_recv_info[microbatch]
+        if stage > 0:
+            drop_gradients_of_received(activations)
+            if not self._receives(stage, stage - 1, microbatch):
+                drop_received(activations)
+        if not torch_stage.is_last and not self._receives(stage, stage + 1, microbatch):
+            drop_received(torch_stage.grad_recv_info[microbatch])
+
+    def _fill_local_gradients(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
+        """Makes zeros of gradients that the next stage, on this process, does not have; torch needs a buffer for it."""
+        original, device = torch_stage.set_local_bwd_input, self._layout.device
+        zeros = [partial(torch.zeros_like, x, device=device) if x.requires_grad else None for x in stage.outputs]
+
+        def filled(grads: tuple[Tensor | None, ...], microbatch: int) -> None:
+            pairs = zip_longest(grads, zeros[: len(grads)])  # those of model inputs that are loaded there may follow
+            original(tuple(make() if grad is None and make is not None else grad for grad, make in pairs), microbatch)
+
+        torch_stage.set_local_bwd_input = filled  # type: ignore[method-assign, assignment]
 
     def _released(self, torch_stage: PipelineStage, microbatch: int, loss: Tensor) -> Tensor:
         """Returns the loss for torch to detach in place, which it does after I to free memory.
@@ -328,7 +363,7 @@ class ScheduleExecutor:
             self._targets[microbatch] = target
         self._losses[microbatch] = share
         forward.end = self._clock.stamp()
-        return share
+        return share.detach()  # which the runtime keeps until the step ends: not with what I leaves of the graph for W
 
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""
