@@ -9,7 +9,7 @@ import torch
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind
 from bapipe.profiler import cluster as cluster_module
-from bapipe.profiler import layer_times, timers
+from bapipe.profiler import layer_times, optimizer_step, timers
 from bapipe.profiler.layer_memory import allocated_bytes
 from bapipe.profiler.timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
@@ -32,15 +32,19 @@ def test_framework_bytes_exclude_free_memory_and_tensors(monkeypatch: pytest.Mon
 
 
 class Gpu:
-    """A GPU and its host on one clock, in milliseconds: `launch` enqueues a kernel. The host takes 0.25 ms for each."""
+    """A GPU of 2 GHz and its host on one clock, in milliseconds: `launch` enqueues a kernel.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    The host takes 0.25 ms for each; an event takes `event_ms` of the GPU.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_ms: float = 0.0) -> None:
         self.host_ms = self.done_ms = 0.0
+        self.event_ms = event_ms
         self.num_events = 0
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.synchronize())
-        monkeypatch.setattr(timers, "occupy_gpu", lambda device, cycles: self.launch(2.0, host_ms=0.0))
+        monkeypatch.setattr(timers, "occupy_gpu", lambda device, cycles: self.launch(cycles / 2e6, host_ms=0.0))
         monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: round(self.host_ms * 1e6)))
 
     def launch(self, ms: float, host_ms: float = 0.25) -> None:
@@ -60,6 +64,7 @@ class Event:
 
     def record(self, stream: object) -> None:
         self.at_ms = max(self.gpu.done_ms, self.gpu.host_ms)
+        self.gpu.done_ms = self.at_ms + self.gpu.event_ms
 
     def elapsed_time(self, end: "Event") -> float:
         return end.at_ms - self.at_ms
@@ -84,18 +89,40 @@ def test_layers_are_timed_on_the_device_and_on_the_host_with_the_host_ahead(monk
         assert list(clock.host_intervals()) == [(3, 500_000), (1, 250_000), (2, 250_000)]
     assert gpu.num_events == 5  # three layers, the wait before them, and the end; which are used again
     assert (list(clock.intervals()), list(clock.host_intervals())) == ([], [])
-    assert instrumentation_overhead_ns(CUDA) == (0, 0)
 
 
 def test_the_host_stays_ahead_of_a_device_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve kernels of a quarter of the host's time: by themselves they would run as the host launches them."""
+    """Sixty kernels of a quarter of the host's time: by themselves they would run as the host launches them."""
     gpu = Gpu(monkeypatch)
     clock = CudaLayerTimer(CUDA)
-    for number in range(12):
+    for number in range(60):
         clock.stamp(number)
         gpu.launch(0.0625)
-    assert list(clock.intervals()) == [(number, 62_500) for number in range(12)]
-    assert list(clock.host_intervals()) == [(number, 250_000) for number in range(12)]
+    assert list(clock.intervals()) == [(number, 62_500) for number in range(60)]
+    assert list(clock.host_intervals()) == [(number, 250_000) for number in range(60)]
+
+
+def test_a_report_costs_what_an_event_takes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, event_ms=0.002)
+    x = SimpleNamespace(device=CUDA, mul_=lambda _: gpu.launch(0.005, host_ms=0.0))
+    monkeypatch.setattr(torch, "ones", lambda num, device: x)
+    assert instrumentation_overhead_ns(CUDA) == (2000, 2000)
+
+
+def test_an_optimizer_s_step_is_timed_on_the_device_with_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ten kernels, which the host takes 2.5 ms to enqueue."""
+    gpu = Gpu(monkeypatch)
+    monkeypatch.setattr(optimizer_step, "occupy_gpu", lambda device, cycles: gpu.launch(cycles / 2e6, host_ms=0.0))
+    monkeypatch.setattr(torch, "zeros_like", lambda parameter: None)
+    parameter = SimpleNamespace(is_cuda=True, device=CUDA, grad=None)
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": [parameter]}], zero_grad=lambda: None)
+
+    def step() -> None:
+        for _ in range(10):
+            gpu.launch(0.125)
+
+    optimizer.step = step
+    assert optimizer_step._step_ns(optimizer, CudaLayerTimer(CUDA)) == 1_250_000
 
 
 def test_a_gpu_warms_up_until_two_passes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
