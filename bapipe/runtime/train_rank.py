@@ -30,6 +30,7 @@ from bapipe.runtime.step_reports import StepReports
 from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
+from bapipe.torch_settings import autocast_dtype
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
 
@@ -83,7 +84,6 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
 
 
 def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
-    autocast = job.plan.compute_settings.autocast
     return Pipeline(
         example.module,
         job.plan,
@@ -91,7 +91,7 @@ def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
         inputs=example.inputs,
         optimizer=job.optimizer_factory(),
         clip_norm=job.config.clip_norm,
-        autocast=getattr(torch, autocast) if autocast else None,
+        autocast=autocast_dtype(job.plan.compute_settings),
         device=rank.device,
         seed=job.config.seed,
         initialize=example.initialize,
@@ -114,10 +114,11 @@ def _loader(
     rank: Rank, job: TrainJob, pipeline: Pipeline, example: Example, start: Position
 ) -> Generator[Batch, None, None]:
     """Returns the mini-batches of the run from a position on, loaded ahead by worker processes where that helps."""
-    plan, config = job.plan, job.config
+    plan, config, on_gpu = job.plan, job.config, rank.device.type == "cuda"
     num_workers = num_data_workers(
         config.data_workers,
-        is_slow_to_load=job.dataset.is_slow_to_load,
+        is_slow_to_load=job.dataset.is_slow_for_gpu if on_gpu else job.dataset.is_slow_to_load,
+        on_gpu=on_gpu,
         num_ranks=rank.size,
         num_threads=plan.compute_settings.threads,
         batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
@@ -130,7 +131,7 @@ def _loader(
         start,
         rank=rank.index,
         num_workers=num_workers,
-        pin_memory=rank.device.type == "cuda",
+        pin_memory=on_gpu,
     )
 
 

@@ -119,3 +119,10 @@ def test_an_image_of_too_many_pixels_is_not_decoded(folder: Path, monkeypatch: p
     monkeypatch.setattr(image_io, "MAX_PIXELS", 31_999)
     with pytest.raises(BapipeError, match=r"cannot be read as an image: 200 x 160 pixels; want at most 31,999; mend"):
         read_image(folder / "a" / "0.png", 32)
+
+
+def test_a_gpu_waits_for_images_made_up_and_a_cpu_does_not() -> None:
+    made_up = images("synthetic", image_size=8, num_classes=2)
+    assert (made_up.is_slow_to_load, made_up.is_slow_for_gpu) == (False, True)
+    few = DatasetSubset(made_up, range(3))
+    assert (few.is_slow_to_load, few.is_slow_for_gpu) == (False, True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from bapipe.hardware import num_cores
 from bapipe.runtime.data.loader import PREFETCH
 
-_MAX_WORKERS = 4
+_MAX_WORKERS, _MAX_WORKERS_OF_GPU = 4, 8
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def num_data_workers(
-    chosen: int | None, *, is_slow_to_load: bool, num_ranks: int, num_threads: int, batch_bytes: int
+    chosen: int | None, *, is_slow_to_load: bool, on_gpu: bool, num_ranks: int, num_threads: int, batch_bytes: int
 ) -> int:
     """Returns `chosen`, or by default a number that this machine has cores and shared memory for.
 
@@ -21,7 +21,8 @@ def num_data_workers(
     to import.
 
     Args:
-        is_slow_to_load: see `PipelineDataset`.
+        is_slow_to_load: of the data, see `PipelineDataset`; for ranks on GPUs, whether it is slow for these.
+        on_gpu: whether the ranks train on GPUs.
         num_ranks: ranks on this machine.
         num_threads: compute threads of each.
         batch_bytes: of a mini-batch.
@@ -33,7 +34,7 @@ def num_data_workers(
         return 0
     spare_cores = num_cores() - num_ranks * num_threads
     by_memory = _free_shared_memory() // num_ranks // max(1, batch_bytes) // (PREFETCH + 1)
-    return int(max(0, min(_MAX_WORKERS, spare_cores // num_ranks, by_memory)))
+    return int(max(0, min(_MAX_WORKERS_OF_GPU if on_gpu else _MAX_WORKERS, spare_cores // num_ranks, by_memory)))
 
 
 def _free_shared_memory() -> float:

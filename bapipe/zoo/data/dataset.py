@@ -72,6 +72,11 @@ class PipelineDataset(Dataset[Item]):
         """Whether items are slow to load, such as images to decode, so that worker processes load them by default."""
         return False
 
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        """Whether a GPU would train on items in less time than it takes to load them, such as images made up."""
+        return self.is_slow_to_load
+
     def provides(self, name: str) -> bool:
         """Returns whether the data set has its own version of one of the methods above."""
         return getattr(type(self), name) is not getattr(PipelineDataset, name)
@@ -121,6 +126,10 @@ class WrappedDataset(PipelineDataset[Any]):
     @property
     def is_slow_to_load(self) -> bool:
         return self.dataset.is_slow_to_load
+
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        return self.dataset.is_slow_for_gpu
 
     def provides(self, name: str) -> bool:
         return self.dataset.provides(name)
@@ -209,6 +218,10 @@ class _Adapted(PipelineDataset[Any]):
     @property
     def is_slow_to_load(self) -> bool:
         return bool(getattr(self.dataset, "is_slow_to_load", False))
+
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        return bool(getattr(self.dataset, "is_slow_for_gpu", self.is_slow_to_load))
 
     def provides(self, name: str) -> bool:
         return hasattr(self.dataset, name)

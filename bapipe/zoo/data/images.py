@@ -100,6 +100,10 @@ class _Synthetic(Images):
         label = torch.randint(self.num_classes, (), generator=generator)
         return label if place else noise + self._pattern(int(label))
 
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        return True
+
     def _pattern(self, label: int) -> Tensor:
         generator = torch.Generator().manual_seed(NUM_SYNTHETIC + label)
         coarse = torch.randn(1, 3, 4, 4, generator=generator)

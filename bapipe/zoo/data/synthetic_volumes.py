@@ -40,6 +40,10 @@ class _Synthetic(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return NUM_SYNTHETIC
 
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        return True
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < NUM_SYNTHETIC:
             raise IndexError(index)

@@ -57,6 +57,10 @@ class _Questions(PipelineDataset[Pair]):
     def is_slow_to_load(self) -> bool:
         return self.shown.is_slow_to_load
 
+    @property
+    def is_slow_for_gpu(self) -> bool:
+        return self.shown.is_slow_for_gpu
+
     def __getitem__(self, index: int) -> Pair:
         return (self.part(index, 0), self.part(index, 1)), self.part(index, 2)
 
