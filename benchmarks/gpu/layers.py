@@ -12,8 +12,9 @@ from torch import Tensor
 
 from bapipe.formats.codec import read, write
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.settings import Settings
 from bapipe.profiler.measure import measure_model
-from bapipe.torch_settings import tf32
+from bapipe.torch_settings import autocast_dtype, tf32
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
 from benchmarks import fidelity
@@ -63,7 +64,7 @@ def _whole_model(
     profile: ModelProfile, example: Example, batch: tuple[Tensor, ...], size: int, device: torch.device
 ) -> dict[str, Any]:
     """Returns the profile's figures relative to those of the model as a whole."""
-    autocast = getattr(torch, profile.settings.autocast) if profile.settings and profile.settings.autocast else None
+    autocast = autocast_dtype(profile.settings or Settings())
     module = example.module.to(device).train()
     try:
         *inputs, target = (tensor.to(device) for tensor in batch)
@@ -158,6 +159,7 @@ def taken(run: Callable[[], object], device: torch.device) -> tuple[dict[str, in
         held, most = fidelity.allocated(run, device)
         return {"requested": held}, {"requested": most}
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what is reserved beyond would else be what earlier work has left
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)
     kept = run()

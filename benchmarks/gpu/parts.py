@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bapipe.processes import one_line
+from bapipe.processes import one_line, root_cause
 from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
 from benchmarks.gpu.correctness import correct_schedules
 from benchmarks.gpu.facts import machine_facts
 from benchmarks.gpu.layers import layers_at_size
 from benchmarks.gpu.steps import predicted_steps
-from benchmarks.gpu.two_ranks import shared_device
+from benchmarks.gpu.two_ranks import nccl_shares_gpus, shared_device
 from benchmarks.gpu.workloads import FLOAT32, MODES, TINY, TRAINED, Workload
 
 _SMALL_MODELS = ("gpt2",)
@@ -42,7 +42,7 @@ class Part:
 def parts_of(folder: Path, device: torch.device, *, is_small: bool) -> list[Part]:
     """Returns all parts, in the order in which they are worth doing; `is_small`: seconds of work for a CPU."""
     workloads: dict[str, Workload] = {name: TINY[name] for name in _SMALL_MODELS} if is_small else TRAINED
-    backends = ["host-memory", *(["nccl"] if device.type == "cuda" else [])]
+    backends = ["host-memory", *(["nccl"] if device.type == "cuda" and nccl_shares_gpus() else [])]
     seconds = 0.0 if is_small else 4.0
     parts = [Part(name="facts", run=lambda: [machine_facts(device, 64 if is_small else 8192)], limit_s=120)]
     for name in _SMALL_MODELS if is_small else TINY:
@@ -103,6 +103,6 @@ def work(
         try:
             save(folder, name, list(parts[name].run()))
         except Exception as error:  # whatever a model, or torch, raises
-            text = "out of memory" if is_out_of_memory(error) else one_line(error)
+            text = "out of memory" if is_out_of_memory(root_cause(error)) else one_line(error)
             save(folder, name, [{"error": text}])
             return

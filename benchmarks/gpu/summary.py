@@ -79,6 +79,7 @@ _STEPS: Columns = {
     "predicted ms": _column("predicted_ms"),
     "measured ms": _column("measured_ms"),
     "predicted / measured": _column("predicted_over_measured"),
+    "of the device alone": lambda row: f"{row['device_alone_ms'] / row['measured_ms']:.3f}",
     "actions": _ratios("actions"),
     "updates": _ratios("updates"),
     "predicted MB": _megabytes("predicted_peak_bytes"),

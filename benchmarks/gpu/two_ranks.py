@@ -34,6 +34,12 @@ MODEL, SCHEDULES = "gpt2", ("1f1b", "zb-h1", "interleaved-1f1b", "dualpipe-v")
 _NUM_STEPS = 4
 
 
+def nccl_shares_gpus() -> bool:
+    """Returns whether two ranks of NCCL may use one GPU, as from version 2.30 on."""
+    version: tuple[int, ...] = torch.cuda.nccl.version()
+    return version >= (2, 30)
+
+
 def shared_device(backend: str, device: torch.device, limit_s: float) -> Iterator[dict[str, Any]]:
     """Yields a row for each schedule and rank; `backend` is host-memory or nccl."""
     example = example_of(MODEL, is_tiny=True)

@@ -4,15 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from bapipe.schedules import ALL
 from bapipe.schedules.table import check
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import run as run_module
+from benchmarks.gpu.correctness import errors_of
 from benchmarks.gpu.one_device import serial
-from benchmarks.gpu.parts import Part, result_path
+from benchmarks.gpu.parts import Part, parts_of, result_path
 from benchmarks.gpu.summary import summary
 from tests import ROOT
 from tests.benchmarks import slow_parts
@@ -91,3 +94,25 @@ def test_all_stages_on_one_device_keep_the_schedule_legal() -> None:
     for name, schedule in ALL.items():
         if name != "fbp-as":
             check(serial(schedule(2, 4)))
+
+
+def test_the_error_of_a_gradient_that_is_mostly_rounding_is_relative_to_the_others() -> None:
+    right = {"layer": torch.tensor([3.0, 4.0]), "tiny": torch.tensor([1e-7])}
+
+    def errors(layer: float, tiny: float) -> dict[str, Any]:
+        return errors_of((1.0, {"layer": torch.tensor([3.0, layer]), "tiny": torch.tensor([tiny])}), (1.0, right))
+
+    assert errors(4.0, 1.1e-7)["right"]  # of 1e-8, beside 5
+    assert errors(4.0, 2e-7)["gradient_error"] == pytest.approx(1e-7 / 5e-5)
+    assert not errors(4.0, 2e-7)["right"]
+    assert not errors(4.01, 1e-7)["right"]
+
+
+@pytest.mark.parametrize(("version", "shares"), [((2, 28, 9), False), ((2, 30, 1), True), ((3, 0, 0), True)])
+def test_two_ranks_of_nccl_share_a_gpu_where_it_allows_that(
+    version: tuple[int, ...], shares: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    names = {part.name for part in parts_of(tmp_path, torch.device("cuda"), is_small=False)}
+    assert ("two_ranks.nccl" in names) == shares
+    assert "two_ranks.host-memory" in names
