@@ -19,7 +19,7 @@ from bapipe.equivalence.check import (
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.losses import ignored_target, loss_over_parts
-from bapipe.equivalence.outcome import Conditions, Microbatch
+from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
 
 __all__ = [
@@ -35,5 +35,6 @@ __all__ = [
     "ignored_target",
     "layers_that_read_earlier_forwards",
     "loss_over_parts",
+    "run_original",
     "trace_checked",
 ]

@@ -125,7 +125,9 @@ class Pipeline:
             )
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
             if check:
-                check_stages_equal(self._split, tensors, plan, group, autocast=autocast, evaluated=evaluated)
+                check_stages_equal(
+                    self._split, tensors, plan, group, trains_on=self._device, autocast=autocast, evaluated=evaluated
+                )
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)

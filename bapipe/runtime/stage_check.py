@@ -1,6 +1,7 @@
 """Compares a plan's stages with the module that they are of, before they train."""
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from bapipe.equivalence import (
     compare_stages,
     example_microbatches,
     layers_that_read_earlier_forwards,
+    run_original,
 )
 from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
@@ -29,7 +31,7 @@ from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.replicas import check_changes_of_replicas, with_replicas
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
-from bapipe.torch_device import describe
+from bapipe.torch_device import CPU, describe
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing import layer_states, state_names
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
@@ -38,6 +40,9 @@ from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
+_MAX_PASS_S = 2.0
+"""What F and B of the module may take on a CPU if GPUs wait for it: all comparisons run about a dozen."""
+
 
 def check_stages_equal(
     parts: Split,
@@ -45,6 +50,7 @@ def check_stages_equal(
     plan: Plan,
     group: dist.ProcessGroup | None,
     *,
+    trains_on: torch.device = CPU,
     autocast: torch.dtype | None = None,
     evaluated: Split | None = None,
 ) -> None:
@@ -52,14 +58,17 @@ def check_stages_equal(
 
     The stages run as in the plan: with recomputation, with I and W apart, and besides under `autocast` and, if
     `evaluated` are the stages in evaluation mode, forward in that mode. Nothing is compared if the module has
-    parameters on the meta device. The first process of the group compares, for all have the same module, and tells the
-    others; every process calls this.
+    parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait. The
+    first process of the group compares, for all have the same module, and tells the others; every process calls this.
+
+    Args:
+        trains_on: the device that the stages will train on.
     """
     if _is_anywhere_on_meta(parts.model.root, inputs):
         return
     fault: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        fault = [_fault(parts, inputs, plan, autocast, evaluated)]
+        fault = [_fault(parts, inputs, plan, trains_on, autocast, evaluated)]
     dist.broadcast_object_list(fault, group=group, group_src=0)
     if fault[0] is not None:
         raise InvalidModel(fault[0])
@@ -70,7 +79,12 @@ def _is_anywhere_on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
 
 def _fault(
-    parts: Split, inputs: Sequence[Tensor], plan: Plan, autocast: torch.dtype | None, evaluated: Split | None
+    parts: Split,
+    inputs: Sequence[Tensor],
+    plan: Plan,
+    trains_on: torch.device,
+    autocast: torch.dtype | None,
+    evaluated: Split | None,
 ) -> str | None:
     """Returns in what the stages differ from the module; None if they do not, or were not compared."""
     root = parts.model.root
@@ -79,6 +93,13 @@ def _fault(
         return None
     try:
         _check_tied(parts, ())
+        if trains_on.type == "cuda" and (pass_s := _pass_s(parts, plan, inputs)) > _MAX_PASS_S:
+            _log.warning(
+                "the stages are not compared with the model again, as when it was profiled: a forward and backward on "
+                "this machine's CPU takes %.0f s",
+                pass_s,
+            )
+            return None
         result = _compare(parts, plan, inputs, Conditions())
         if isinstance(result, Equivalence):
             _check_tied(parts, result.changed | result.changed_trained)
@@ -101,6 +122,16 @@ def _fault(
     except Exception as error:  # whatever the model's own code raises; the other processes are waiting
         return f"comparing the stages with the module failed: {type(error).__name__}: {error}"
     return None
+
+
+def _pass_s(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> float:
+    """Returns how long F and B of a micro-batch of the module take where it is; 0 if they fail."""
+    start_s = time.monotonic()
+    try:
+        run_original(parts.model.root, _weighted_sum, _microbatches(parts, plan, inputs)[:1])
+    except Exception:  # whatever the model's own code raises; comparing says so
+        return 0.0
+    return time.monotonic() - start_s
 
 
 def _advice(parts: Split, plan: Plan, inputs: Sequence[Tensor], difference: str) -> str:

@@ -1,6 +1,7 @@
 """A pipeline whose stages would not train as its module does is refused on every rank, and none of them waits."""
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,6 +57,29 @@ def test_stages_that_lose_a_gradient_are_refused_before_training(monkeypatch: py
     with torch.device("meta"):
         module = Detaches()
     assert build(module).stages  # nothing to compare with
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("kind", "pass_s", "refused"), [("cuda", 9.0, False), ("cuda", 0.1, True), ("cpu", 9.0, True)])
+def test_gpus_do_not_wait_long_for_the_cpu(
+    kind: str, pass_s: float, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_stages(monkeypatch)
+    monkeypatch.setattr(stage_check, "_pass_s", lambda *_: pass_s)
+    plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
+    parts = split(trace(module, [X]), plan, [X])
+    with pytest.raises(InvalidModel, match="would not train as the module does") if refused else nullcontext():
+        stage_check.check_stages_equal(parts, [X], plan, None, trains_on=torch.device(kind))
+    assert ("on this machine's CPU takes 9 s" in caplog.text) == (not refused)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_is_timed_where_the_module_is() -> None:
+    plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
+    parts = split(trace(module, [X]), plan, [X])
+    assert 0 < stage_check._pass_s(parts, plan, [X]) < 60
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert stage_check._pass_s(parts, plan, [X[:, :3]]) == 0.0  # which fails
 
 
 @pytest.mark.usefixtures("alone")
