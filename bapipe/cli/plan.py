@@ -231,7 +231,7 @@ def _evaluate(
 def _explain(
     made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> tuple[str, ...]:
-    with status("planning again with 10 % more memory"):
+    with status("explaining: planning again with other cuts, links and memory"):
         return explain_plan(made, profiles, options, deadline=deadline)
 
 

@@ -33,6 +33,9 @@ err = Console(stderr=True, markup=False, emoji=False)
 MANY_ROWS = 40
 """A table with more rows is not drawn by rich."""
 
+SILENT_S = 10.0
+"""After which work that says nothing of itself is named again."""
+
 IN_ASCII = str.maketrans("░▓▒█", ".#-%")
 """What stands for the shades of a Gantt chart where they cannot be printed."""
 
@@ -107,6 +110,29 @@ class _Lines:
             self._printed_s = time.monotonic()
             note(text)
 
+    @contextmanager
+    def shown_while_silent(self, text: Callable[[], str]) -> Iterator[None]:
+        """Shows what is being done also while nobody says so: soon, and then every `SILENT_S`."""
+        if err.is_terminal:
+            yield
+            return
+        is_done = threading.Event()
+
+        def show() -> None:
+            wait_s = self._every_s
+            while not is_done.wait(max(self._printed_s + wait_s - time.monotonic(), 0.01)):
+                if time.monotonic() - self._printed_s > wait_s:
+                    self.show(text())
+                    wait_s = SILENT_S
+
+        thread = threading.Thread(target=show, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            thread.join()
+
 
 @contextmanager
 def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
@@ -126,10 +152,11 @@ def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
     """Shows what is being done: a line that changes on a terminal, else a line every two seconds at most."""
-    lines = _Lines(2)
-    with err.status(text) as line:
+    lines, latest = _Lines(2), [text]
+    with err.status(text) as line, lines.shown_while_silent(lambda: latest[-1]):
 
         def update(now: str) -> None:
+            latest[:] = [now]
             line.update(now)
             lines.show(now)
 

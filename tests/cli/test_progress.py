@@ -1,5 +1,7 @@
 """What is shown of long work where nobody can see a line change."""
 
+import time
+
 import pytest
 
 from bapipe.cli import progress
@@ -34,3 +36,21 @@ def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds(
         "profiling part 11: 11 of 30",
         "profiling part 22: 22 of 30",
     ]
+
+
+def test_work_that_says_nothing_is_named_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", 0.05)
+    latest, seen, end_s = ["explaining"], "", time.monotonic() + 30
+    with progress._Lines(0.05).shown_while_silent(lambda: latest[-1]):
+        while seen.count("explaining") < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+            seen += capsys.readouterr().err
+        latest.append("and more")
+        while "and more" not in seen and time.monotonic() < end_s:
+            time.sleep(0.01)
+            seen += capsys.readouterr().err
+    lines = seen.splitlines()
+    assert lines[:2] == ["explaining"] * 2
+    assert lines[-1] == "and more"
