@@ -2,21 +2,31 @@
 
 Modules with such functions are imported where they are used, as numba takes half a second to import. Compiled code is
 kept in bapipe's cache, apart for every version of the sources: numba itself sees changes in the module of a function
-alone, not in what that calls, and cannot read what it kept if a type is gone since.
+alone, not in what that calls, and cannot read what it kept if a type is gone since. The code of a few versions is kept.
+Files have a checksum at their end, because numba would run what a damaged one holds, or fail; it compiles anew instead.
 """
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 from numba import njit
 from numba.core import config
+from numba.core.caching import IndexDataCacheFile
 
 from bapipe.formats.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "device_line"
+
+MAX_VERSIONS = 3
+"""Of the sources, whose compiled code is kept: that of one takes 5 MB."""
+
+_CHECKSUM_BYTES = 32
 
 Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
@@ -29,7 +39,9 @@ def compiled(function: Compiled) -> Compiled:
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]
     try:
-        return cast(Compiled, njit(cache=True, error_model="numpy")(function))
+        made: Any = njit(cache=True, error_model="numpy")(function)
+        made._cache._cache_file = _CheckedFile(made._cache._cache_file)
+        return cast(Compiled, made)
     except RuntimeError:  # no folder can be written to
         return cast(Compiled, njit(error_model="numpy")(function))
     finally:
@@ -41,10 +53,60 @@ def inlined(function: Compiled) -> Compiled:
     return cast(Compiled, njit(inline="always", error_model="numpy")(function))
 
 
+class _CheckedFile(IndexDataCacheFile):
+    """What numba keeps of a function, an index and a file for each signature; nothing if that was damaged."""
+
+    def __init__(self, usual: Any) -> None:
+        vars(self).update(vars(usual))
+
+    def load(self, key: object) -> object:
+        try:
+            found: object = super().load(key)  # type: ignore[no-untyped-call]
+            return found
+        except Exception:  # whatever unpickling damaged bytes raises
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+    def _load_index(self) -> Any:
+        with suppress(FileNotFoundError):
+            _check(Path(self._index_path).read_bytes())
+        return super()._load_index()  # type: ignore[no-untyped-call]
+
+    def _load_data(self, name: str) -> object:
+        path: str = self._data_path(name)  # type: ignore[no-untyped-call]
+        _check(Path(path).read_bytes())
+        found: object = super()._load_data(name)  # type: ignore[no-untyped-call]
+        return found
+
+    @contextmanager
+    def _open_for_write(self, path: str) -> Iterator[IO[bytes]]:
+        """Opens another file, which takes the name when it is written."""
+        with super()._open_for_write(path) as file:
+            yield file
+            file.flush()
+            file.write(sha256(Path(file.name).read_bytes()).digest())
+
+
+def _check(content: bytes) -> None:
+    if sha256(content[:-_CHECKSUM_BYTES]).digest() != content[-_CHECKSUM_BYTES:]:
+        raise ValueError("damaged")
+
+
 @cache
 def _code_folder() -> str:
-    """Where compiled code is kept."""
+    """Where compiled code is kept; that of old versions is removed from around it."""
     digest = sha256(Path(__file__).read_bytes())
     for path in sorted(SOURCES.glob("*.py")):
         digest.update(path.read_bytes())
-    return str(cache_folder() / "compiled" / digest.hexdigest()[:16])
+    folder = cache_folder() / "compiled" / digest.hexdigest()[:16]
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # used now
+        _remove_old(folder.parent)
+    return str(folder)
+
+
+def _remove_old(parent: Path) -> None:
+    folders = sorted(parent.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    for old in folders[MAX_VERSIONS:]:
+        shutil.rmtree(old, ignore_errors=True)
