@@ -1,6 +1,7 @@
 """What a profile says of each layer besides its measurements: tensors, parameters, optimizer, what may be separated."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.tracing import TracedModel
 from bapipe.tracing.changing_state import layers_with_same_changing_buffer
+from bapipe.tracing.reached import reached
 
 
 def layer_profiles(
@@ -45,11 +47,11 @@ def layer_profiles(
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
     shapes = layer_shapes(training_pass)
-    inseparable = layers_with_same_changing_buffer(model)
+    inseparable = [*layers_with_same_changing_buffer(model), *_chains(model, parameters, first_layer)]
     made = []
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}
-        same_buffer = {other for layers in inseparable if layer.name in layers for other in layers}
+        together = {other for layers in inseparable if layer.name in layers for other in layers}
         profile = LayerProfile(
             name=layer.name,
             kind=layer.kind,
@@ -62,17 +64,35 @@ def layer_profiles(
             shares=tuple(
                 other.name
                 for other, used in zip(model.layers, parameters, strict=True)
-                if other is not layer and (other.name in same_buffer or any(id(parameter) in ids for parameter in used))
+                if other is not layer and (other.name in together or any(id(parameter) in ids for parameter in used))
             ),
             # Layers that share neither's bytes are never in different stages.
-            shared_bytes=0 if same_buffer else _num_bytes(shared[index]),
-            shared_trained_bytes=_trained_bytes(shared[index]),
+            shared_bytes=0 if together else _num_bytes(shared[index]),
+            shared_trained_bytes=UNSET if together else _trained_bytes(shared[index]),
             no_gradient=tuple(tensor for tensor in layer.outputs if not memory.tensors[tensor].has_gradient),
             no_replicas=True if layer.name in keep_values else UNSET,
             shape=shapes.get(layer.name, UNSET),
         )
         made.append(profile)
     return (*made, _loss_profile(model, training_pass.loss))
+
+
+def _chains(
+    model: TracedModel, parameters: Sequence[Sequence[nn.Parameter]], first_layer: Mapping[int, int]
+) -> Iterator[frozenset[str]]:
+    """Yields the names of layers that share parameters with each other, of which several layers count some.
+
+    A profile says of a layer how many bytes it shares, and not with which of several layers.
+    """
+    uses = [(index, first_layer[id(p)]) for index, used in enumerate(parameters) for p in used]
+    shared = [(user, counting) for user, counting in uses if user != counting]
+    sharing = defaultdict[int, set[int]](set)
+    for user, counting in shared:
+        sharing[user].add(counting)
+        sharing[counting].add(user)
+    for layers in {frozenset(reached([user], sharing.__getitem__)) for user, _ in shared}:
+        if len({counting for _, counting in shared if counting in layers}) > 1:
+            yield frozenset(model.layers[index].name for index in layers)
 
 
 def _optimizer_steps(

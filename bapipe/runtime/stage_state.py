@@ -1,7 +1,7 @@
 """The parameters and buffers of a rank's stages, each once, and their names in the original module."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -25,6 +25,20 @@ class StageState:
     unused: tuple[Tensor, ...]
     names: Mapping[int, tuple[str, ...]]
     keys: frozenset[str]
+    _names_of_places: dict[tuple[int, str], tuple[str, ...]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Notes the names by place: forwards may assign buffers, and other tensors then get the ids of those before."""
+        for stage, place, tensor in self._places():
+            self._names_of_places[stage, place] = self.names.get(id(tensor), (place,))
+
+    def _places(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Yields (stage, name in its module, tensor) of all parameters and buffers, a tied one several times."""
+        for stage, module in self.modules.items():
+            for place, parameter in module.named_parameters(remove_duplicate=False):
+                yield stage, place, parameter
+            for place, buffer in module.named_buffers(remove_duplicate=False):
+                yield stage, place, buffer
 
     def tensors(self) -> list[Tensor]:
         """Returns the parameters and buffers, each once."""
@@ -37,10 +51,11 @@ class StageState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their names in the original module; tied ones by all of them."""
-        named = [(name, tensor) for tensor in self.tensors() for name in self.names.get(id(tensor), ())]
-        # A forward may have assigned buffers: their names are found by their places.
-        own = [item for module in self.modules.values() for item in module.named_buffers()]
-        named += [(name, tensor) for name, tensor in own if id(tensor) not in self.names]
+        named = [(name, tensor) for tensor in self.unused for name in self.names[id(tensor)]]
+        places = list(self._places())
+        for stage, place, tensor in places:
+            named += [(name, tensor) for name in self._names_of_places.get((stage, place), (place,))]
+        named += [(place, tensor) for _, place, tensor in places]  # of those that were one tensor, what is there now
         return {name: tensor.detach() for name, tensor in named if name in self.keys}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

@@ -5,13 +5,15 @@ A backward is run whole, in I, and its W does nothing, if
 - the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
   layer is called several times, as the cell of an unrolled recurrent network;
 - its W would begin where the installed torch cannot begin (`bapipe.torch_private.can_begin_at`);
+- a parameter's gradient comes on a path, or all of it, that meets none to the stage's inputs, as behind a `detach()`:
+  torch lets no W begin there;
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
 
 It is run whole, in W, and its I does nothing, if the stage receives nothing that needs a gradient: no gradient leaves a
 path, and no stage waits for its I. So it is with the first stage.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, parameter_hooks
+from bapipe.tracing.reached import reached
 from bapipe.tracing.weight_nodes import weight_nodes
 
 
@@ -34,13 +37,25 @@ def can_split(outputs: Iterable[Tensor], inputs: Iterable[Any], parameters: Iter
     starts = [_node(value) for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     weights = [_node(parameter) for parameter in parameters if parameter.requires_grad]
     reverse = construct_reverse_graph(roots)
+    trained = {weight for weight in weights if reverse.get(weight) or weight in roots}
     seen: set[Node] = set()
     for group in get_param_groups(starts, weights, reverse):
         nodes = weight_nodes(group, reverse)
-        if seen & nodes or not all(map(can_begin_at, group["intermediates"])):
+        if seen & nodes or not all(map(can_begin_at, group["intermediates"])) or _misses_paths(group, roots, reverse):
             return False
         seen |= nodes
-    return True
+        trained -= group["params"]
+    return not trained
+
+
+def _misses_paths(group: Mapping[str, Any], roots: Collection[Node], reverse: Mapping[Node, Iterable[Any]]) -> bool:
+    """Returns whether a path from a root to the parameters of a group meets no node at which their W begins."""
+    begins = set(group["intermediates"])
+
+    def before(node: Node) -> list[Node]:
+        return [] if node in begins else [other for other in reverse.get(node, ()) if other is not None]
+
+    return any(node not in begins and node in roots for node in reached(group["params"], before))
 
 
 def _node(tensor: Tensor) -> Node:

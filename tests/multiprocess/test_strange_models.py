@@ -1,0 +1,128 @@
+"""Models of strangers in stages of one process: gradients beside the path to the inputs, and buffers that are assigned."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+
+import bapipe
+from bapipe.formats.settings import Settings
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.tracing import trace
+from tests.multiprocess.runtime_cases import make_plan
+
+
+class Detached(nn.Module):
+    """In its second half, weights whose gradients come on paths that meet none to what that half receives."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.side, self.third = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.second(self.first(x)))
+        if self.kind == "all":
+            y = y.detach()
+        beside = self.side(y.detach() if self.kind == "beside" else y)
+        output: Tensor = self.third(y) * beside
+        return output
+
+
+@pytest.mark.parametrize("kind", ["all", "beside", "none"])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_miss_all_paths_to_the_inputs_are_not_lost(kind: str, cut: int) -> None:
+    torch.manual_seed(0)
+    module, x, y = Detached(kind).double(), torch.randn(6, 4).double(), torch.randn(6, 4).double()
+    whole = copy.deepcopy(module)
+    mse_loss(whole(x), y).backward()
+    names = [layer.name for layer in trace(module, [x]).layers]
+    order = [f"{action}{m}" for m in range(3) for action in ("0F", "1F", "1I", "0I", "1W", "0W")]
+    plan = make_plan(names, (cut,), (0, 0), [order], 2, 3)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    pipeline.step(x, target=y)
+    for name, parameter in pipeline.named_parameters().items():
+        found, want = (
+            torch.zeros_like(each) if each.grad is None else each.grad
+            for each in (parameter, whole.get_parameter(name))
+        )
+        torch.testing.assert_close(found, want, msg=name)
+
+
+class Assigning(nn.Module):
+    """Its forward assigns three buffers, as observers of values do. It has no children, so it is one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        for name in ("low", "high", "seen"):
+            self.register_buffer(name, torch.zeros(4))
+        self.low: Tensor
+        self.high: Tensor
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(linear(x, self.weight))
+        with torch.no_grad():
+            self.low = torch.minimum(self.low, y.amin(0))
+            self.high = torch.maximum(self.high, y.amax(0))
+            self.seen = self.seen + len(y)
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+def test_buffers_that_forwards_assign_keep_their_names() -> None:
+    torch.manual_seed(0)
+    module, x, y = nn.Sequential(*(Assigning() for _ in range(6))), torch.randn(6, 4), torch.randn(6, 4)
+    whole = copy.deepcopy(module)
+    names = [layer.name for layer in trace(module, [x]).layers]
+    order = [f"{action}{m}" for m in range(3) for action in ("0F", "1F", "1B", "0B")]
+    pipeline = Pipeline(
+        module, make_plan(names, (3,), (0, 0), [order], 2, 3), loss=mse_loss, inputs=[x], optimizer=sgd(0.0)
+    )
+    del module
+    for _ in range(4):
+        gc.collect()  # so that other tensors get the places in memory of those before
+        pipeline.step(x, target=y)
+        for part in x.chunk(3):
+            whole(part)
+    found, want = pipeline.state_dict(), whole.state_dict()
+    assert found.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+class Chain(nn.Module):
+    """Layers that use the weight of the next one as well as their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = linear(self.a(self.z(x)), self.b.weight)
+        x = linear(torch.tanh(self.b(x)), self.c.weight)
+        output: Tensor = self.d(self.c(torch.tanh(x)))
+        return output
+
+
+def test_layers_in_a_chain_of_shared_weights_stay_together() -> None:
+    profile = bapipe.profile(
+        Chain(), (torch.randn(2, 4),), torch.randn(2, 4), mse_loss, microbatch_sizes=[2], settings=Settings()
+    )
+    shares = {layer.name: (set(layer.shares), layer.shared_bytes) for layer in profile.layers}
+    assert shares == {
+        "z": (set(), 0), "a": ({"b", "c"}, 0), "b": ({"a", "c"}, 0), "c": ({"a", "b"}, 0), "d": (set(), 0),
+        "loss": (set(), 0),
+    }  # fmt: skip
+    assert sum(layer.param_bytes for layer in profile.layers) == 5 * (4 * 4 + 4) * 4
+    plan = bapipe.plan(profile, 2, minibatch_size=4, num_stages=2)
+    assert [set(stage.layers) & {"a", "b", "c"} for stage in plan.stages] in (
+        [{"a", "b", "c"}, set()],
+        [set(), {"a", "b", "c"}],
+    )
