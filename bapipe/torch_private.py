@@ -9,6 +9,7 @@ tracing, which only needs nested structures, should not wait for it.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
+    "FAKE_TENSOR_LOG",
+    "PIPELINE_LOG",
     "DispatchMode",
     "DropoutBase",
     "FakeTensor",
@@ -79,6 +82,7 @@ __all__ = [
     "tree_unflatten",
     "version",
     "without_fake_tensors",
+    "without_log",
     "without_weak_references",
 ]
 
@@ -242,6 +246,21 @@ def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any
 def can_begin_at(node: Node) -> bool:
     """Whether W can begin at a node of the autograd graph: before torch 2.13 not at one of an `autograd.Function`."""
     return not is_before_2_13() or not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+FAKE_TENSOR_LOG, PIPELINE_LOG = "torch._subclasses.fake_tensor", "torch.distributed.pipelining.schedules"
+"""Where torch writes tracebacks, and whole schedules, of errors that its caller deals with."""
+
+
+@contextmanager
+def without_log(name: str) -> Iterator[None]:
+    """Keeps a log from being written to stderr."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 # torch's pipeline runtime; the executor explains what each change is for

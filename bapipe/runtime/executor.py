@@ -22,7 +22,7 @@ from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import finished_sends, lower_for
-from bapipe.runtime.model_errors import model_errors, without_torch_log
+from bapipe.runtime.model_errors import model_errors
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
@@ -30,6 +30,7 @@ from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
 from bapipe.torch_private import (
+    PIPELINE_LOG,
     drop_gradients_of_received,
     drop_received,
     keep_used_buffers,
@@ -38,6 +39,7 @@ from bapipe.torch_private import (
     set_lowered_order,
     skip_warmup,
     stage_class,
+    without_log,
 )
 
 
@@ -102,7 +104,7 @@ class ScheduleExecutor:
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
         if target is not None:
             self._weights.begin(target, self._schedule.num_microbatches)
-        with without_torch_log():
+        with without_log(PIPELINE_LOG):
             self._runtime.step(*loaded, target=target, return_outputs=False)
             self._transfers.release_all()
         if target is None:

@@ -1,6 +1,5 @@
 """Errors of the model's own code while a stage runs, in one line that names the layer."""
 
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,14 +66,3 @@ def _layer(error: BaseException, module: nn.Module) -> str:
             return path
         trace = trace.tb_next
     return ""
-
-
-@contextmanager
-def without_torch_log() -> Iterator[None]:
-    """Keeps torch's pipeline runtime from writing the whole schedule to stderr if an action fails."""
-    logger = logging.getLogger("torch.distributed.pipelining.schedules")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

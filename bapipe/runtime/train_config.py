@@ -101,6 +101,9 @@ class TrainConfig:
     tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
+        for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as texts
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
         object.__setattr__(self, "without", tuple(self.without))
         object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
         if self.steps < 1:

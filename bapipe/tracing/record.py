@@ -70,6 +70,15 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
         return _Recorder(own, module, names, leaf_modules).run(examples)
 
 
+def _holds_tensors(value: Any) -> bool:
+    """Returns whether an object that is no nested value has tensors, or modules with some, among its attributes."""
+    if isinstance(value, nn.Module):
+        return bool(value.state_dict(keep_vars=True)) or any(True for _ in value.buffers())
+    parts = vars(value) if hasattr(value, "__dict__") else value
+    modules = (part for part in vars(value).values() if isinstance(part, nn.Module)) if parts is not value else ()
+    return next(tensors_in(parts), None) is not None or any(map(_holds_tensors, modules))
+
+
 def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
     """Returns a copy whose parameters and buffers are fake, and puts their names into `names`, by `id`.
 
@@ -243,7 +252,7 @@ class _Recorder(TorchFunctionMode):
             return {key: self._argument(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        if next(tensors_in(vars(value) if hasattr(value, "__dict__") else value), None) is not None:
+        if _holds_tensors(value):
             raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
         return self._constant(value)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.errors import InvalidModel
-from bapipe.torch_private import FakeTensorMode
+from bapipe.errors import InvalidModel, first_line
+from bapipe.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, without_log
 from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.captured import AUTOCAST, Autocast
+from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_everywhere
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.python_random import generators_restored
@@ -198,15 +198,15 @@ def _examples(
     nodes = [model.node_of[name] for name in names]
     autocast_on = {node.meta[AUTOCAST].device_type for node in model.layer_of if AUTOCAST in node.meta}
     autocast_on |= {autocast.device_type} if autocast is not None else set()
-    with nullcontext() if autocast is None else torch.autocast(autocast.device_type, autocast.dtype):
+    with nullcontext() if autocast is None else autocast_everywhere(autocast.dtype):
         try:
             if autocast_on:
                 kind = autocast_on.pop() if autocast is None else autocast.device_type
                 values = _fake_values(model, names, inputs, microbatch_size, torch.device(kind))
             else:
                 values = meta_values(model.module, inputs, microbatch_size, nodes)
-        except Exception as error:  # whatever the model's own code raises
-            values = _run_once(model, names, inputs, microbatch_size, error)
+        except Exception:  # whatever the model's own code raises
+            values = _run_once(model, names, inputs, microbatch_size)
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise InvalidModel(
@@ -236,6 +236,7 @@ def _fake_values(
         torch.random.fork_rng(devices=[]),
         generators_restored(),
         state_restored(whole),  # outside of the mode: it compares the values of buffers
+        without_log(FAKE_TENSOR_LOG),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         state = {name: fake(t, t.shape) for name, t in (*whole.named_parameters(), *whole.named_buffers())}
@@ -245,14 +246,15 @@ def _fake_values(
 
 
 def _run_once(
-    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int, fault: Exception
+    model: TracedModel, names: Sequence[str], inputs: Sequence[Tensor], microbatch_size: int
 ) -> tuple[Any, ...]:
-    """Returns values of a pass of the whole model on real tensors; the model and random generators do not change."""
+    """Returns values of a pass of the whole model on real tensors; the model and random generators do not change.
+
+    Parameters and buffers without storage get small random values in it.
+    """
     parameters = list(model.module.parameters())
-    message = f"the model fails on micro-batches of {microbatch_size}"
-    if any(tensor.is_meta for tensor in (*parameters, *model.module.buffers())):
-        raise InvalidModel(f"{message}, on shapes alone: {str(fault).splitlines()[0]}") from fault
     device = parameters[0].device if parameters else inputs[0].device
+    device = torch.device("cpu") if device.type == "meta" else device
     given = tuple(repeat_to_batch(example, microbatch_size, device) for example in inputs)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
     try:
@@ -262,7 +264,16 @@ def _run_once(
             generators_restored(),
             state_restored(whole, parameters=True),
         ):
-            values: tuple[Any, ...] = whole(*given)
+            state = {n: _small(t, device) for n, t in (*whole.named_parameters(), *whole.named_buffers()) if t.is_meta}
+            values: tuple[Any, ...] = torch.func.functional_call(whole, state, given) if state else whole(*given)
     except Exception as error:  # whatever the model's own code raises
-        raise InvalidModel(f"{message}: {str(error).splitlines()[0]}") from error
+        message = f"the model fails on micro-batches of {microbatch_size}: {first_line(error)}"
+        raise InvalidModel(message) from error
     return values
+
+
+def _small(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the same shape with positive values below 0.1, or zeros of integers."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return (torch.rand(tensor.shape, device=device) / 10).to(tensor.dtype).requires_grad_(tensor.requires_grad)

@@ -90,6 +90,11 @@ _Given = tuple[dict[str, Tensor], Tensor]
 
 def _words(config: Any, length: int | None) -> Tensor:
     length = length or min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise InvalidModel(
+            f"{type(config).__name__} has no `vocab_size`, so no example inputs can be made: write a function that "
+            "returns a bapipe.Example with your own"
+        )
     return torch.randint(0, config.vocab_size, (_BATCH_SIZE, length))
 
 

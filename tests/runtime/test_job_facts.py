@@ -49,3 +49,10 @@ def test_each_difference_shows_in_its_own_fact() -> None:
 def test_data_that_are_drawn_anew_are_compared_by_their_number_only() -> None:
     facts = job_facts(plan_of(quiet, (2,), (0, 1)), CONFIG, as_pipeline_dataset(Drawn()), None)
     assert facts["the data"] == "50 samples"
+
+
+def test_folders_may_be_given_as_texts() -> None:
+    config = TrainConfig(steps=1, checkpoint="kept", weights="some.safetensors", tensorboard="board")  # type: ignore[arg-type]
+    assert (config.checkpoint, config.weights, config.tensorboard) == (
+        Path("kept"), Path("some.safetensors"), Path("board"),
+    )  # fmt: skip

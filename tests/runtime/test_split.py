@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -369,7 +370,6 @@ def test_types_under_autocast_need_no_pass_on_values(monkeypatch: pytest.MonkeyP
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_types_are_found_on_the_kind_of_device_that_autocast_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model traced on a CPU may turn autocast off for that."""
 
@@ -418,6 +418,50 @@ class NeedsValues(nn.Module):
             self.last.add_(y.mean(0))
             self.teacher.weight.add_(1)
         return y + random.random()
+
+
+@pytest.mark.parametrize("autocast", [None, Autocast("cpu", torch.bfloat16, True)])
+def test_a_pass_on_values_needs_no_values_of_the_model(autocast: Autocast | None) -> None:
+    """As where every rank makes its own layers only: it gets small ones for this pass."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(self.norm(x))
+            return y if y.sum().item() > -1e9 else 2 * y
+
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 6), Chooses(), nn.Tanh(), nn.Linear(5, 4))
+    x = torch.randn(2, 6)
+    model = trace(module, (x,), autocast=None if autocast is None else autocast.dtype)
+    parts = cut_into_stages(model, {"0": 0, "1": 1, "2": 1, "3": 2}, (x,), 2, autocast)
+    sent = [parts.examples[stage.outputs[0]] for stage in parts.stages]
+    assert [tuple(tensor.shape) for tensor in sent] == [(2, 6), (2, 5), (2, 4)]
+    assert all(tensor.is_meta and tensor.requires_grad for tensor in sent)
+    assert {tensor.dtype for tensor in sent} == {torch.float32 if autocast is None else torch.bfloat16}
+    assert all(parameter.is_meta for parameter in module.parameters())
+
+
+def test_errors_of_a_pass_without_values_are_not_written_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch writes those of operators that refuse the types of autocast there, before it raises them."""
+
+    class Refuses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 16, 16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([1, 2], dtype=torch.int32, device=x.device)
+            return torch._grouped_mm(x, self.weight.to(x.dtype), offs=ends)
+
+    x = torch.randn(2, 16)
+    model = trace(nn.Sequential(Refuses(), nn.Linear(16, 4)), (x,), autocast=torch.bfloat16)
+    with suppress(InvalidModel):  # if values are refused as well
+        cut_into_stages(model, {"0": 0, "1": 1}, (x,), 2, Autocast("cpu", torch.bfloat16, True))
+    assert "failed while attempting" not in capfd.readouterr().err
 
 
 def test_a_pass_on_values_leaves_nothing_behind() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bapipe.errors import InvalidModel
 from bapipe.tracing.captured import NO_GRAD, Captured
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.layers import trace
@@ -220,3 +221,32 @@ def test_models_on_the_meta_device() -> None:
     captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
     assert list(captured.layer_of_call.values()) == ["first", "inner.a", "inner.b", "last"]
     assert all(parameter.is_meta for parameter in captured.module.parameters())
+
+
+class Reversible(torch.autograd.Function):
+    """Calls the modules that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        output: Tensor = layers[0](x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def test_a_function_that_is_given_modules_is_refused_with_its_line() -> None:
+    """A graph would hold the copies of these without values."""
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(6, 6), nn.ModuleList([nn.Linear(6, 6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return Reversible.apply(x, self.layers) if x.shape[0] else x
+
+    with pytest.raises(InvalidModel, match=r"a ModuleList that holds tensors is an argument \(.*Reversible\.apply"):
+        trace(Calls(), (torch.randn(2, 6),))

@@ -75,3 +75,8 @@ def test_texts_to_go_on_with_are_the_data_of_a_causal_model() -> None:
 def test_what_is_wrong_with_a_name_or_a_setting(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidModel, match=message):
         build(resolve(f"hf:{name}"), settings)
+
+
+def test_a_class_without_a_vocabulary_says_what_to_do() -> None:
+    with pytest.raises(InvalidModel, match=r"^CanineConfig has no `vocab_size`.*write a function that returns"):
+        build(resolve("hf:CanineForSequenceClassification"), {"hidden_size": 16, "num_hidden_layers": 1})
