@@ -29,7 +29,8 @@ WIDTH = 1.25
 
 PRECISION, PART_OF_GAP = 250, 12
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
-plan if that is more, or to half of both where `trip_bound.py` is asked: what it finds is close to the best plan."""
+plan if that is more; to half of both where `trip_bound.py` is asked, and of many devices to an eighth: what it finds is
+close to the best plan."""
 
 SMALL, LEAST = 1.1, 1 / 150
 """GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
@@ -69,6 +70,10 @@ GOALS, CLOSER_GOALS, MANY_TRIED = (0.9, 0.955), (0.9, 0.925, 0.955), 120_000_000
 counted, as it knows less then, or transfers are long, as it takes longer; if so much was tried for the goal before,
 half the way there."""
 
+LATER = 1 / 50
+"""A goal that is not refuted of whole ranges is left until what is proven is less than this part of the best step below
+it: it may take long to fail by parts, and lower ones are refuted soon."""
+
 LONG_TRANSFERS = 0.8
 """Transfers that take this part of a trip through all layers, or more."""
 
@@ -92,6 +97,7 @@ class Range:
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
         is_fine: whether delays are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
+        open_ns: the goal that it was asked about last, if it has a plan within it.
         trips: `trip_bound.py`, where it is asked instead.
         known: what that knows of them within an earlier goal.
         bound_ns: what is proven of them.
@@ -106,6 +112,7 @@ class Range:
     counts_cuts: bool = False
     is_fine: bool = False
     is_likely: bool = False
+    open_ns: int = 0
     known: Known | None = None
 
 
@@ -162,20 +169,28 @@ class RingRanges:
     def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
         """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
         num_tried, goals_ns = 0, list[int]()
+        leaves_goals = False
         if self._trips:
             self._raise_soon(high_ns, deadline)
-            goals_ns = [int(part * high_ns) for part in (GOALS if self._is_fast() else CLOSER_GOALS)]
-        low_ns = self.bound_ns
+            is_fast = self._is_fast()
+            goals_ns = [int(part * high_ns) for part in (GOALS if is_fast else CLOSER_GOALS)]
+            leaves_goals = is_fast and self._has_many_devices
+        low_ns, later_ns, most_ns = self.bound_ns, 0, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
             next_ns = next((ns for ns in goals_ns if low_ns < ns < high_ns), None)
             if next_ns is not None:
                 goal_ns = (low_ns + next_ns) // 2 if num_tried > MANY_TRIED else next_ns
+            divides = not leaves_goals or low_ns < goals_ns[0]
+            if later_ns > low_ns and later_ns - low_ns <= LATER * most_ns:
+                goal_ns, later_ns, high_ns, divides = later_ns, 0, most_ns, True
             num_before = self._num_of_trips
-            if self.is_refuted(goal_ns, deadline, may_go_on):
+            if self.is_refuted(goal_ns, deadline, may_go_on, divides=divides):
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
+                if not divides:
+                    later_ns = goal_ns
             num_tried = self._num_of_trips - num_before
 
     def _is_fast(self) -> bool:
@@ -195,12 +210,23 @@ class RingRanges:
             for each in left:
                 each.bound_ns = goal_ns + 1
 
+    @property
+    def _has_many_devices(self) -> bool:
+        return self._trips[0].prefix.num_devices > MAX_ALIKE
+
     def _precision_ns(self, low_ns: int) -> int:
         precision_ns = max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)
-        return precision_ns // 2 if self._trips else precision_ns
+        if not self._trips:
+            return precision_ns
+        return precision_ns // (8 if self._has_many_devices else 2)
 
-    def is_refuted(self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> bool:
-        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope."""
+    def is_refuted(
+        self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool], *, divides: bool = True
+    ) -> bool:
+        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope.
+
+        If it `divides`, a range in which there may be one is asked about in parts.
+        """
         while True:
             left = [each for each in self.ranges if each.bound_ns <= goal_ns]
             if not left:
@@ -208,9 +234,9 @@ class RingRanges:
             if not may_go_on():
                 return False
             asked = self._next(left)
-            if self._is_refuted(asked, goal_ns, deadline):
+            if asked.open_ns != goal_ns and self._is_refuted(asked, goal_ns, deadline):
                 continue
-            parts = list(self._parts(asked))
+            parts = [replace(part, open_ns=0) for part in self._parts(asked)] if divides else []
             if not parts:
                 return False
             self.ranges.remove(asked)
@@ -226,6 +252,7 @@ class RingRanges:
         is_refuted = any(way(asked, goal_ns, deadline) for way in ways)
         asked.bound_ns = goal_ns + 1 if is_refuted else asked.bound_ns
         asked.is_likely = not is_refuted
+        asked.open_ns = 0 if is_refuted else goal_ns
         return is_refuted
 
     def _is_refuted_soon(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
