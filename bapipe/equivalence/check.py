@@ -208,13 +208,11 @@ def trace_checked(
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
     max_size: int | None = None,
-    autocast: torch.dtype | None = None,
 ) -> tuple[TracedModel, Equivalence | Unchecked]:
     """Returns the layers of a module, of which each cut is known to give the original's results.
 
     A module in which the split model differs becomes one layer, so that stages call it as it is; then the next larger
-    one, until there is no difference. `max_size` is the size of the largest micro-batches, `autocast` the type in which
-    they train.
+    one, until there is no difference. `max_size` is the size of the largest micro-batches.
 
     Raises:
         InvalidModel: as `trace`; or the model differs even so.
@@ -229,7 +227,6 @@ def trace_checked(
                 operator_layers=operator_layers,
                 called_leaves=bool(reasons),
                 microbatch_size=max_size,
-                autocast=autocast,
             )
         result = compare_split(model, loss, microbatches)
         if not isinstance(result, Difference):

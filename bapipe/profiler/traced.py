@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ def traced(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             max_size=max_size,
-            autocast=autocast,
         )
         if isinstance(result, Equivalence):
             keep_values = layers_that_keep_values(model, result.changed)
@@ -87,9 +86,10 @@ def traced(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             microbatch_size=max_size,
-            autocast=autocast,
         )
         result = Unchecked(reason="there is not enough memory for it" if check else "that was not asked for")
+    if autocast is not None:
+        model = _as_trained(model, inputs, leaf_modules, operator_layers, max_size, autocast)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     notes: dict[str, object] = {EQUIVALENCE: str(result)}
@@ -101,3 +101,30 @@ def traced(
             notes[LOSS_OVER_PARTS] = fault
     notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
     return TracedForProfile(model=model, notes=notes, keep_values=keep_values)
+
+
+def _as_trained(
+    model: TracedModel,
+    inputs: Sequence[Tensor],
+    leaf_modules: Sequence[str],
+    operator_layers: bool,
+    max_size: int,
+    autocast: torch.dtype,
+) -> TracedModel:
+    """Returns the same layers traced in autocast; the model itself if they are others then.
+
+    What was compared, to the last digit, is the model without autocast: its code reads other types in it.
+    """
+    leaves = (*leaf_modules, *model.leaf_reasons)
+    found = trace(
+        model.root,
+        inputs,
+        leaf_modules=leaves,
+        operator_layers=operator_layers,
+        called_leaves=bool(model.leaf_reasons),
+        microbatch_size=max_size,
+        autocast=autocast,
+    )
+    if [layer.name for layer in found.layers] != [layer.name for layer in model.layers]:
+        return model
+    return replace(found, leaf_reasons=model.leaf_reasons)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
@@ -36,7 +37,7 @@ from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names,
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
-from bapipe.tracing.stages import with_inputs
+from bapipe.tracing.stages import Split, with_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +111,30 @@ class Pipeline:
         keys, names = frozenset(module.state_dict()), state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
-            self._split = split(
-                trace(
+
+            def cut(traced_in: torch.dtype | None, mode: Autocast | None) -> Split:
+                model = trace(
                     module,
                     tensors,
                     leaf_modules=leaf_modules,
                     operator_layers=operator_layers,
                     microbatch_size=plan.microbatch_size,
-                    autocast=autocast,
-                ),
-                plan,
-                tensors,
-                None if autocast is None else Autocast(self._device.type, autocast, True),
-            )
+                    autocast=traced_in,
+                )
+                return split(model, plan, tensors, mode)
+
+            mode = None if autocast is None else Autocast(self._device.type, autocast, True)
+            try:
+                self._split = cut(autocast, mode)
+            except InvalidModel:  # it has other layers in autocast than the profile, which then has those without
+                if mode is None:
+                    raise
+                self._split = cut(None, mode)
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
             if check:
+                exact = self._split if mode is None else cut(None, None)
                 check_stages_equal(
-                    self._split, tensors, plan, group, trains_on=self._device, autocast=autocast, evaluated=evaluated
+                    exact, tensors, plan, group, trains_on=self._device, trained=self._split, evaluated=evaluated
                 )
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.

@@ -51,24 +51,26 @@ def check_stages_equal(
     group: dist.ProcessGroup | None,
     *,
     trains_on: torch.device = CPU,
-    autocast: torch.dtype | None = None,
+    trained: Split | None = None,
     evaluated: Split | None = None,
 ) -> None:
     """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
 
-    The stages run as in the plan: with recomputation, with I and W apart, and besides under `autocast` and, if
-    `evaluated` are the stages in evaluation mode, forward in that mode. Nothing is compared if the module has
+    The stages run as in the plan: with recomputation, with I and W apart. Nothing is compared if the module has
     parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait. The
     first process of the group compares, for all have the same module, and tells the others; every process calls this.
 
     Args:
+        parts: the stages, traced without autocast.
         trains_on: the device that the stages will train on.
+        trained: the stages as they will train; if that is under autocast, they are compared as well.
+        evaluated: the stages in evaluation mode, of which the forward is compared.
     """
     if _is_anywhere_on_meta(parts.model.root, inputs):
         return
     fault: list[str | None] = [None]
     if dist.get_rank(group) == 0:
-        fault = [_fault(parts, inputs, plan, trains_on, autocast, evaluated)]
+        fault = [_fault(parts, inputs, plan, trains_on, trained, evaluated)]
     dist.broadcast_object_list(fault, group=group, group_src=0)
     if fault[0] is not None:
         raise InvalidModel(fault[0])
@@ -83,7 +85,7 @@ def _fault(
     inputs: Sequence[Tensor],
     plan: Plan,
     trains_on: torch.device,
-    autocast: torch.dtype | None,
+    trained: Split | None,
     evaluated: Split | None,
 ) -> str | None:
     """Returns in what the stages differ from the module; None if they do not, or were not compared."""
@@ -106,13 +108,14 @@ def _fault(
             _check_kept_values(parts, plan, inputs, result.changed)
         if isinstance(result, Difference):
             return f"the stages would not train as the module does: {result}{_advice(parts, plan, inputs, str(result))}"
-        if autocast is not None:
-            result = _compare(parts, plan, inputs, Conditions(autocast=autocast))
+        if trained is not None and trained.autocast is not None:
+            result = _compare(trained, plan, inputs, Conditions(autocast=trained.autocast.dtype))
             if isinstance(result, Difference):
                 return f"under autocast the stages would not train as the module does: {result}"
         if evaluated is not None:
             with evaluation_mode([root, evaluated.model.module]):
-                result = _compare(evaluated, plan, inputs, Conditions(trains=False))
+                mode = None if evaluated.autocast is None else evaluated.autocast.dtype
+                result = _compare(evaluated, plan, inputs, Conditions(autocast=mode, trains=False))
             if isinstance(result, Difference):
                 return f"in evaluation mode the stages would not give what the module does: {result}"
     except InvalidModel as error:

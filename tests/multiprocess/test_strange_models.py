@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
@@ -126,3 +127,46 @@ def test_layers_in_a_chain_of_shared_weights_stay_together() -> None:
         [{"a", "b", "c"}, set()],
         [set(), {"a", "b", "c"}],
     )
+
+
+class ReadsTypes(nn.Module):
+    """Its code gives tensors the type of others, which is another one under autocast. torch.fx cannot trace it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v, self.o = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = self.q(x), self.v(x)
+        if x.shape[0] < 0:
+            return x
+        q = (q.float() * 2).to(q.dtype)
+        output: Tensor = x + self.o(torch.bmm(q.unsqueeze(1), v.unsqueeze(2)).squeeze(1).expand(-1, 8))
+        return output
+
+
+@pytest.mark.usefixtures("alone")
+def test_code_that_reads_types_is_as_fine_under_autocast_and_trains_on_the_same() -> None:
+    torch.manual_seed(0)
+    module, x, y = nn.Sequential(nn.Linear(8, 8), ReadsTypes(), ReadsTypes()), torch.randn(4, 8), torch.randn(4, 8)
+    profiles = [
+        bapipe.profile(module, (x,), y, mse_loss, microbatch_sizes=[2], settings=Settings(autocast=autocast))
+        for autocast in (None, "bfloat16")
+    ]
+    exact, narrow = ([layer.name for layer in profile.layers] for profile in profiles)
+    assert exact == narrow == ["0", "1.q", "1.v", "1.o", "2.q", "2.v", "2.o", "loss"]
+    order = [f"{action}{m}" for m in range(2) for action in ("0F", "1F", "1B", "0B")]
+    plan = make_plan(narrow[:-1], (3,), (0, 0), [order], 2, 2)
+    plan = replace(plan, settings=Settings(autocast="bfloat16"))
+    whole = copy.deepcopy(module)
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = mse_loss(whole(part).float(), target) / 2
+        loss.backward()
+    pipeline = Pipeline(
+        module, plan, loss=lambda output, target: mse_loss(output.float(), target), inputs=[x], optimizer=sgd(0.0),
+        autocast=torch.bfloat16,
+    )  # fmt: skip
+    pipeline.step(x, target=y)
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=0.02, atol=0.002, msg=name)
