@@ -111,20 +111,23 @@ def _as_trained(
     max_size: int,
     autocast: torch.dtype,
 ) -> TracedModel:
-    """Returns the same layers traced in autocast; the model itself if they are others then.
+    """Returns the same layers traced in autocast; the model itself if they are others then, or it cannot be traced.
 
     What was compared, to the last digit, is the model without autocast: its code reads other types in it.
     """
     leaves = (*leaf_modules, *model.leaf_reasons)
-    found = trace(
-        model.root,
-        inputs,
-        leaf_modules=leaves,
-        operator_layers=operator_layers,
-        called_leaves=bool(model.leaf_reasons),
-        microbatch_size=max_size,
-        autocast=autocast,
-    )
+    try:
+        found = trace(
+            model.root,
+            inputs,
+            leaf_modules=leaves,
+            operator_layers=operator_layers,
+            called_leaves=bool(model.leaf_reasons),
+            microbatch_size=max_size,
+            autocast=autocast,
+        )
+    except InvalidModel:
+        return model
     if [layer.name for layer in found.layers] != [layer.name for layer in model.layers]:
         return model
     return replace(found, leaf_reasons=model.leaf_reasons)

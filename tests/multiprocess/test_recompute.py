@@ -1,10 +1,7 @@
 """A stage that runs its forward again does so exactly, and leaves nothing twice."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -15,13 +12,6 @@ from bapipe.tracing import trace
 from tests.multiprocess.runtime_cases import make_plan
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _model() -> nn.Sequential:

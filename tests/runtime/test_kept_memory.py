@@ -1,10 +1,7 @@
 """What a step leaves in memory: the gradients, and no tensor of a micro-batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -16,13 +13,6 @@ from tests.multiprocess.runtime_cases import make_plan
 X, Y = torch.randn(64, 100), torch.randn(64, 100)
 NUM_MICROBATCHES = 4
 ACTIVATION_BYTES = 16 * 100 * 4  # of a micro-batch
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backward", ["B", "IW"])

@@ -1,10 +1,7 @@
 """A step that does not wait for its device, in one process."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -14,13 +11,6 @@ from bapipe.runtime.pipeline import Pipeline
 from tests.multiprocess.runtime_cases import make_plan
 
 X, Y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def pipelined() -> tuple[Pipeline, nn.Sequential]:
