@@ -54,18 +54,23 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
     module.train()
     if settings.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = [
+        (vars(part)["_buffers"], name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     module.zero_grad()
     try:
         with tf32(settings.tf32), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         module.zero_grad()
+        with torch.no_grad():
+            for registry, name, buffer, value in buffers:
+                registry[name] = buffer  # a forward may have assigned another
+                buffer.copy_(value)
         if settings.channels_last:
             module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
         for submodule, mode in training.items():
             submodule.training = mode
         if move:

@@ -81,7 +81,7 @@ class RecomputedStage(nn.Module):
     def _state(self) -> dict[str, Tensor]:
         """Returns the buffers, and the parameters that are not trained, such as those of a teacher."""
         frozen = {name: p.detach() for name, p in self.module.named_parameters() if not p.requires_grad}
-        return frozen | dict(self.module.named_buffers())
+        return frozen | dict(self.module.named_buffers(remove_duplicate=False))
 
     @contextmanager
     def recomputing(self, microbatch: int) -> Iterator[None]:

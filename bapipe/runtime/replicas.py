@@ -1,6 +1,6 @@
 """The replicas of a stage: all-reduce of their gradients during the last backward, and averaging of their buffers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -199,7 +199,7 @@ class BufferAverage:
         if self._changing is None:
             self._changing = self._find_changing()
             check_changes_of_replicas(self._stage, self._changing)
-        buffers = self._buffers()
+        buffers = _each_once(self._buffers())
         floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
         for dtype in dict.fromkeys(buffer.dtype for buffer in floats):
             of_dtype = [buffer for buffer in floats if buffer.dtype == dtype]
@@ -215,10 +215,10 @@ class BufferAverage:
     def _buffers(self) -> dict[str, Tensor]:
         """Returns the buffers as they are now, since a forward may assign them, and parameters that are not trained.
 
-        From the second step on, only those that change.
+        From the second step on, only those that change. A buffer with two names has both.
         """
         frozen = {name: p.detach() for name, p in self._module.named_parameters() if not p.requires_grad}
-        named = frozen | dict(self._module.named_buffers())
+        named = frozen | dict(self._module.named_buffers(remove_duplicate=False))
         return named if self._changing is None else {n: t for n, t in named.items() if n in self._changing}
 
     def _find_changing(self) -> frozenset[str]:
@@ -288,3 +288,11 @@ class Replicas:
         """Returns the sum over the replicas, in place."""
         dist.all_reduce(part, group=self._group)
         return part
+
+
+def _each_once(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns each buffer under the first of its names."""
+    first: dict[int, str] = {}
+    for name, buffer in buffers.items():
+        first.setdefault(id(buffer), name)
+    return {name: buffers[name] for name in first.values()}

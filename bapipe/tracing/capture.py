@@ -141,7 +141,7 @@ class _Leaves:
             try:
                 return replace(capture_with_fx(module, num_inputs, self.paths), leaf_reasons=self.reasons)
             except CannotKeep as error:
-                if "" in error.reasons:
+                if "" in error.reasons or self.paths.issuperset(error.reasons):
                     raise TracingFailed("", error) from error
                 self.add(error.reasons)
 

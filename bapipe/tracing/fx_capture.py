@@ -105,8 +105,11 @@ class _Tracer(fx.Tracer):
 
     def apply_function(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an autograd function, whose backward torch.fx would lose."""
-        if not any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return apply_function(cls, args, kwargs)
+        if any(isinstance(leaf, nn.Module) for leaf in leaves):  # whose parameters would belong to no layer
+            raise CannotKeep({self._path(): f"it gives modules to {cls.__name__}"})
         return self.create_proxy("call_function", function_operator(cls), args, kwargs)
 
     def texts(self) -> list[tuple[str, ...]]:
@@ -221,8 +224,16 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
         now = dict(vars(module.get_submodule(path))["_buffers"])
         assigned = [name for name in own if now.get(name) is not own[name]]
         if assigned:
-            raise CannotKeep({path: f"its forward assigns the buffer '{assigned[0]}'"})
+            raise CannotKeep(_assigning(tracer, module, path, assigned[0]))
     return graph
+
+
+def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[str, str]:
+    """Returns which module's forward assigns a buffer: code around its owner if that is a layer, which did not run."""
+    path, reason = owner, f"its forward assigns the buffer '{name}'"
+    while path and is_layer(root.get_submodule(path), path, tracer.leaf_modules):
+        path, reason = path.rpartition(".")[0], f"its forward assigns the buffer '{owner}.{name}'"
+    return {path: reason}
 
 
 def _check_second_trace(

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 
 import bapipe
+from bapipe.errors import InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
@@ -170,3 +172,103 @@ def test_code_that_reads_types_is_as_fine_under_autocast_and_trains_on_the_same(
     pipeline.step(x, target=y)
     for name, parameter in pipeline.named_parameters().items():
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=0.02, atol=0.002, msg=name)
+
+
+class Doubles(torch.autograd.Function):
+    """Adds what the modules that it is given make of a tensor, and runs them again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            output: Tensor = x + layers[0](x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (x + ctx.layers[0](x)).backward(grads[0])
+        return x.grad, None
+
+
+class GivesModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Any:
+        return Doubles.apply(x, self.layers)
+
+
+class AssignsInside(nn.Module):
+    """Assigns a buffer of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        self.norm.running_mean = 0.9 * self.norm.running_mean  # type: ignore[assignment]
+        output: Tensor = self.last(x)
+        return output
+
+
+class HasAlias(nn.Module):
+    """A buffer under two names, one of which its forward assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("alias", self.mean)
+        self.mean: Tensor
+        self.alias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return torch.tanh(self.linear(x)) + 0.1 * self.alias
+
+
+@pytest.mark.parametrize("part", [GivesModules, AssignsInside, HasAlias])
+def test_parts_that_no_graph_can_keep_are_one_layer_with_all_their_parameters(part: type[nn.Module]) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), part(), nn.Linear(4, 4)).eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    profile = bapipe.profile(
+        module, (torch.randn(4, 4),), torch.randn(4, 4), mse_loss, microbatch_sizes=[2], settings=Settings()
+    )
+    assert [layer.name for layer in profile.layers] == ["0", "1", "2", "loss"]
+    assert sum(layer.param_bytes for layer in profile.layers) == sum(p.nbytes for p in module.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert not module.training
+    if part is HasAlias:
+        assert module[1].mean is module[1].alias
+
+
+def test_a_model_that_assigns_a_buffer_of_a_part_is_refused() -> None:
+    with pytest.raises(InvalidModel, match=r"^AssignsInside cannot be traced: its forward assigns .*running_mean"):
+        trace(AssignsInside(), (torch.randn(4, 4),))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute", [(), (0,)])
+def test_a_buffer_with_two_names_trains_as_in_one_process(recompute: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, x, y = nn.Sequential(HasAlias(), HasAlias(), nn.Linear(4, 4)), torch.randn(6, 4), torch.randn(6, 4)
+    whole = copy.deepcopy(module)
+    names = [layer.name for layer in trace(module, [x]).layers]
+    order = [f"{action}{m}" for m in range(3) for action in ("0F", "1F", "1B", "0B")]
+    plan = make_plan(names, (2,), (0, 0), [order], 2, 3, recompute)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    for _ in range(3):
+        pipeline.step(x, target=y)
+        whole.zero_grad()
+        for part, target in zip(x.chunk(3), y.chunk(3), strict=True):
+            (mse_loss(whole(part), target) / 3).backward()
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], tensor, msg=name)
