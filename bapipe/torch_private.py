@@ -10,6 +10,7 @@ tracing, which only needs nested structures, should not wait for it.
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
 __all__ = [
-    "FAKE_TENSOR_LOG",
     "PIPELINE_LOG",
     "DispatchMode",
     "DropoutBase",
@@ -66,6 +66,7 @@ __all__ = [
     "occupy_gpu",
     "parameter_hooks",
     "pipeline_runtime",
+    "quiet_fake_tensors",
     "replace_losses",
     "reset_method",
     "return_schemas",
@@ -248,8 +249,8 @@ def can_begin_at(node: Node) -> bool:
     return not is_before_2_13() or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-FAKE_TENSOR_LOG, PIPELINE_LOG = "torch._subclasses.fake_tensor", "torch.distributed.pipelining.schedules"
-"""Where torch writes tracebacks, and whole schedules, of errors that its caller deals with."""
+PIPELINE_LOG = "torch.distributed.pipelining.schedules"
+"""Where torch writes whole schedules if an action fails."""
 
 
 @contextmanager
@@ -261,6 +262,14 @@ def without_log(name: str) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """Keeps torch from writing tracebacks of errors that are dealt with, and that a recurrent layer must be a bug."""
+    with without_log("torch._subclasses.fake_tensor"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
 
 
 # torch's pipeline runtime; the executor explains what each change is for

@@ -20,6 +20,7 @@ from bapipe.torch_private import (
     FakeTensor,
     FakeTensorMode,
     is_functorch_wrapped,
+    quiet_fake_tensors,
     storage_key,
     tree_flatten,
     version,
@@ -60,7 +61,8 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
         TracingFailed: the model's own code cannot be recorded, or a module must be a leaf module from the start.
     """
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), generators_restored():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, quiet_fake_tensors(), torch.random.fork_rng(devices=[]), generators_restored():
         names: dict[int, str] = {}
         own = _copy_without_values(module, device, names)
         examples = tuple(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import FAKE_TENSOR_LOG, FakeTensorMode, without_log
+from bapipe.torch_private import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_everywhere
 from bapipe.tracing.extract import extract
@@ -236,7 +236,7 @@ def _fake_values(
         torch.random.fork_rng(devices=[]),
         generators_restored(),
         state_restored(whole),  # outside of the mode: it compares the values of buffers
-        without_log(FAKE_TENSOR_LOG),
+        quiet_fake_tensors(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         state = {name: fake(t, t.shape) for name, t in (*whole.named_parameters(), *whole.named_buffers())}

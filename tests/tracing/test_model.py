@@ -1,5 +1,7 @@
 """Modules as layers: names, tensors, defaults, and what is refused."""
 
+import logging
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import tree_flatten
+from bapipe.torch_private import quiet_fake_tensors, tree_flatten
 from bapipe.tracing import extract, granularity, layer_states, trace
 
 
@@ -376,3 +378,21 @@ class SizeAlone(nn.Module):
 def test_a_layer_that_needs_the_batch_size_alone_loads_an_input() -> None:
     model = trace(SizeAlone(), [torch.zeros(2, 6)])
     assert {layer.name: layer.inputs for layer in model.layers} == {"first": ("x",), "a": ("x", "first"), "b": ("a",)}
+
+
+def test_torch_says_nothing_of_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a recurrent layer on a GPU is a bug of the user's, and tracebacks of errors that are dealt with."""
+    log, written = logging.getLogger("torch._subclasses.fake_tensor"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(log, "handlers", [handler])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with quiet_fake_tensors():
+            warnings.warn("Accessing the data pointer of FakeTensor is deprecated", stacklevel=1)
+            warnings.warn("another", stacklevel=1)
+            log.error("failed")
+        warnings.warn("Accessing the data pointer of FakeTensor is deprecated", stacklevel=1)
+        log.error("failed later")
+    assert [str(each.message).split()[0] for each in seen] == ["another", "Accessing"]
+    assert written == ["failed later"]
