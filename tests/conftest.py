@@ -7,7 +7,10 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
+
+import pytest
 
 from tests import NO_UNPICKLING
 
@@ -34,3 +37,13 @@ def pytest_collection_finish() -> None:
     """Lets the garbage collector pass over what importing has made, which lives as long as this process."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as a group of torch's of its own."""
+    import torch.distributed as dist  # most tests need no torch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
 from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage_key
 from bapipe.profiler.layer_memory import LayerMemory, measure_memory_use, pending_gradient_bytes
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
-from bapipe.profiler.timers import LayerTimer, make_layer_timer
+from bapipe.profiler.timers import make_layer_timer, timed
 from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight
-
-T = TypeVar("T")
 
 _FLUSH_BYTES = 2**26
 """Bytes written before each measurement, so that the caches hold the same as in training: only the layer's input."""
@@ -149,20 +147,20 @@ def _measure_layer(
     while len(repeats) < MIN_PASSES or (
         len(repeats) < MAX_PASSES and time.monotonic() < end and _total_spread(repeats) > target_spread
     ):
-        (_, outputs), forward_ns = _timed(timer, flush, forward)
-        _, backward_ns = _timed(timer, flush, lambda outputs=outputs: backward(outputs))  # type: ignore[misc]
+        (_, outputs), forward_ns = timed(timer, flush, forward)
+        _, backward_ns = timed(timer, flush, lambda outputs=outputs: backward(outputs))  # type: ignore[misc]
         input_ns, weight_ns = 0, backward_ns
         if any(needs_gradient):
             leaves, outputs = forward()
             # Views are cloned, because torch's I detaches outputs in place.
             roots = [o.clone() if is_view(o) else o for o in outputs if o.requires_grad]
-            (_, groups), input_ns = _timed(
+            (_, groups), input_ns = timed(
                 timer,
                 flush,
                 lambda roots=roots, leaves=leaves: stage_backward_input(roots, gradients, leaves, iter(parameters)),  # type: ignore[misc]
             )
             gradient_stash_bytes = _saved_gradient_bytes(groups)
-            _, weight_ns = _timed(timer, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
+            _, weight_ns = timed(timer, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
             weight_ns = weight_ns if parameters else 0
         repeats.append((forward_ns, input_ns, weight_ns, backward_ns))
     if not any(needs_gradient) and parameters:  # there is no I: W needs the gradients of the outputs
@@ -249,11 +247,3 @@ def _flush_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return _FLUSH_BYTES
     return max(_FLUSH_BYTES, 2 * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
-
-
-def _timed(timer: LayerTimer, flush: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
-    timer.intervals()
-    flush()
-    timer.stamp(0)
-    result = run()
-    return result, sum(length_ns for _, length_ns in timer.intervals())

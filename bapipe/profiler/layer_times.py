@@ -13,13 +13,14 @@ from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, layer_er
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.timers import (
     LayerTimer,
+    get_host_ahead,
     instrumentation_overhead_ns,
     make_layer_timer,
     minor_page_faults,
     now_ns,
     synchronize,
+    timed,
 )
-from bapipe.torch_private import occupy_gpu
 
 T = TypeVar("T")
 
@@ -27,9 +28,6 @@ MIN_PASSES, MAX_PASSES = 5, 60
 
 WARM_UP_S, WARM_UP_CHANGE = 1.0, 0.02
 """A GPU warms up for this time at least, and until a pass takes as long as the one before, to this relative change."""
-
-MODEL_HEAD_START_CYCLES = 50_000_000
-"""For which a GPU waits before it runs the model as a whole, about 30 ms: the host enqueues work meanwhile."""
 
 MIN_RELEVANT_SHARE = 0.005
 """Layers below this share of a pass do not affect how often passes are repeated."""
@@ -228,11 +226,7 @@ class _PassRunner:
     def _model_on_gpu_ns(self) -> int:
         """Returns how long a GPU works on F + B of the model's own code, if the host is ahead of it."""
         device = self.model.training_pass.device
-        self.timer.intervals()
-        occupy_gpu(device, MODEL_HEAD_START_CYCLES)
-        self.timer.stamp(0)
-        self._run_model()
-        return sum(length_ns for _, length_ns in self.timer.intervals())
+        return timed(self.timer, lambda: get_host_ahead(device), self._run_model)[1]
 
     def _run_model(self) -> None:
         training_pass = self.model.training_pass

@@ -7,13 +7,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from bapipe.profiler.timers import LayerTimer, make_layer_timer
-from bapipe.torch_private import occupy_gpu
+from bapipe.profiler.timers import LayerTimer, get_host_ahead, make_layer_timer, timed
 
 _NUM_ROUNDS = 5
-
-_HEAD_START_CYCLES = 50_000_000
-"""For which a GPU waits before a step, about 25 ms: the host enqueues the step meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +74,9 @@ def _step_ns(optimizer: torch.optim.Optimizer, timer: LayerTimer) -> int:
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    timer.intervals()  # waits for the device
-    if parameters[0].is_cuda:
-        occupy_gpu(parameters[0].device, _HEAD_START_CYCLES)
-    timer.stamp(0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return sum(length_ns for _, length_ns in timer.intervals())
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return timed(timer, lambda: get_host_ahead(parameters[0].device), step)[1]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,8 @@ from bapipe.torch_private import occupy_gpu
 if sys.platform != "win32":
     import resource
 
+T = TypeVar("T")
+
 CPU = torch.device("cpu")
 
 HEAD_START_CYCLES = 20_000_000
@@ -21,6 +23,9 @@ HEAD_START_CYCLES = 20_000_000
 
 HEAD_START_NS = 5_000_000
 """For which the host uses a head start: a layer that begins within it has as long again to be enqueued."""
+
+LONG_HEAD_START_CYCLES = 50_000_000
+"""The same for work that is timed as a whole, such as a pass of a model: about 25 ms."""
 
 _NO_LAYER = -1
 """Of stamps at which no layer begins."""
@@ -65,6 +70,21 @@ class LayerTimer(Protocol):
 def make_layer_timer(device: torch.device) -> LayerTimer:
     """Returns the timer for work on a device."""
     return CudaLayerTimer(device) if device.type == "cuda" else CpuLayerTimer()
+
+
+def get_host_ahead(device: torch.device) -> None:
+    """Makes a GPU wait, so that the host enqueues what comes meanwhile."""
+    if device.type == "cuda":
+        occupy_gpu(device, LONG_HEAD_START_CYCLES)
+
+
+def timed(timer: LayerTimer, prepare: Callable[[], None], run: Callable[[], T]) -> tuple[T, int]:
+    """Returns the result of `run` and its time in nanoseconds; `prepare` runs before, when all earlier work is done."""
+    timer.intervals()
+    prepare()
+    timer.stamp(0)
+    result = run()
+    return result, sum(length_ns for _, length_ns in timer.intervals())
 
 
 class CpuLayerTimer:

@@ -1,7 +1,7 @@
 """A graph of a module's operators, however it was captured."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,11 @@ _KINDS = ("cpu", "cuda")
 def autocast_modes() -> dict[str, Autocast]:
     """Returns the modes in which operators run now, by kind of device."""
     return {kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS}
+
+
+def autocast_of_training(dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """Returns the context of code that is to find autocast as it trains in: on everywhere, or as it is for None."""
+    return nullcontext() if dtype is None else autocast_everywhere(dtype)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import fnmatch
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from bapipe.tracing.aliasing import (
     writes_to_state,
 )
 from bapipe.tracing.capture import capture
-from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer, output_node
+from bapipe.tracing.captured import Captured, autocast_of_training, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, node_state
 from bapipe.tracing.python_state import state_restored
@@ -77,12 +76,12 @@ def trace(
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
         check_size = check_batch_size(microbatch_size)
-        with nullcontext() if autocast is None else autocast_everywhere(autocast):
+        with autocast_of_training(autocast):
             captured = capture(module, inputs, paths, called_leaves, check_size)
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
         except UnknownSizes:
-            with nullcontext() if autocast is None else autocast_everywhere(autocast):
+            with autocast_of_training(autocast):
                 captured = _captured_with_sizes(captured, module, inputs, paths, check_size)
             model = _traced(module, captured, inputs, operator_layers, check_size)
         check_shared_memory(model)

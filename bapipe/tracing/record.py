@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -75,7 +76,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
 def _holds_tensors(value: Any) -> bool:
     """Returns whether an object that is no nested value has tensors, or modules with some, among its attributes."""
     if isinstance(value, nn.Module):
-        return bool(value.state_dict(keep_vars=True)) or any(True for _ in value.buffers())
+        return next(chain(value.parameters(), value.buffers()), None) is not None
     parts = vars(value) if hasattr(value, "__dict__") else value
     modules = (part for part in vars(value).values() if isinstance(part, nn.Module)) if parts is not value else ()
     return next(tensors_in(parts), None) is not None or any(map(_holds_tensors, modules))

@@ -1,7 +1,6 @@
 """Cuts a traced model into stages: the tensors that each stage receives, loads and sends, and their shapes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_private import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_everywhere
+from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.python_random import generators_restored
@@ -198,7 +197,7 @@ def _examples(
     nodes = [model.node_of[name] for name in names]
     autocast_on = {node.meta[AUTOCAST].device_type for node in model.layer_of if AUTOCAST in node.meta}
     autocast_on |= {autocast.device_type} if autocast is not None else set()
-    with nullcontext() if autocast is None else autocast_everywhere(autocast.dtype):
+    with autocast_of_training(None if autocast is None else autocast.dtype):
         try:
             if autocast_on:
                 kind = autocast_on.pop() if autocast is None else autocast.device_type

@@ -112,7 +112,6 @@ def test_a_report_costs_what_an_event_takes_on_the_device(monkeypatch: pytest.Mo
 def test_an_optimizer_s_step_is_timed_on_the_device_with_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of ten kernels, which the host takes 2.5 ms to enqueue."""
     gpu = Gpu(monkeypatch)
-    monkeypatch.setattr(optimizer_step, "occupy_gpu", lambda device, cycles: gpu.launch(cycles / 2e6, host_ms=0.0))
     monkeypatch.setattr(torch, "zeros_like", lambda parameter: None)
     parameter = SimpleNamespace(is_cuda=True, device=CUDA, grad=None)
     optimizer: Any = SimpleNamespace(param_groups=[{"params": [parameter]}], zero_grad=lambda: None)
@@ -145,7 +144,7 @@ def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch
 
 def test_the_model_as_a_whole_is_timed_by_the_host_and_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(layer_times, "occupy_gpu", lambda device, cycles: done.append("waits"))
+    monkeypatch.setattr(timers, "occupy_gpu", lambda device, cycles: done.append("waits"))
     monkeypatch.setattr(layer_times, "synchronize", lambda device: done.append("done"))
     monkeypatch.setattr(layer_times, "now_ns", lambda device: 1000 * len(done))
     loss = SimpleNamespace(backward=lambda: done.append("runs"))

@@ -13,10 +13,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import Inputs, check_inputs, only_tensor_inputs, tensor_inputs, trace
-from tests.multiprocess.conftest import alone
 from tests.multiprocess.runtime_cases import make_plan
-
-__all__ = ["alone"]
 
 
 class Gated(nn.Module):
