@@ -20,6 +20,7 @@ For each model and micro-batch size, with one thread on a CPU, or on CUDA if ask
 """  # fmt: skip
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -83,6 +84,7 @@ def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int
         allocated_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         del kept
         return allocated_bytes - before, peak_bytes - before
+    gc.collect()  # garbage that an earlier profile has seen allocated would count as freed by `run`
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         kept = run()
