@@ -32,25 +32,26 @@ Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 
 def compiled(function: Compiled) -> Compiled:
-    """Marks a function as one to compile. It takes numbers, arrays and named tuples of those.
+    """Marks a function as one to compile. It takes numbers, arrays and named tuples of those, and makes no arrays.
 
+    So numba need not count references to arrays, which takes longer than most of these functions do themselves.
     Divisions by zero are not looked for.
     """
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]
     try:
-        made: Any = njit(cache=True, error_model="numpy")(function)
+        made: Any = njit(cache=True, error_model="numpy", _nrt=False)(function)
         made._cache._cache_file = _CheckedFile(made._cache._cache_file)
         return cast(Compiled, made)
     except RuntimeError:  # no folder can be written to
-        return cast(Compiled, njit(error_model="numpy")(function))
+        return cast(Compiled, njit(error_model="numpy", _nrt=False)(function))
     finally:
         config.CACHE_DIR = usual_folder  # type: ignore[attr-defined]
 
 
 def inlined(function: Compiled) -> Compiled:
     """Marks a function as a part of the compiled ones that call it, which takes less time than to compile it alone."""
-    return cast(Compiled, njit(inline="always", error_model="numpy")(function))
+    return cast(Compiled, njit(inline="always", error_model="numpy", _nrt=False)(function))
 
 
 class _CheckedFile(IndexDataCacheFile):

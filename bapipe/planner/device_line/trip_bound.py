@@ -14,6 +14,7 @@ numbers on arrive, and of when the first gradients do.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from bapipe.planner.device_line.replica_weights import FloatArray
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_limits import Late
-    from bapipe.planner.device_line.trip_tables import Tables
+    from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
 NUM_LATE = 8
 """Numbers of micro-batches behind another one that are told apart, in equal proportions."""
@@ -239,11 +240,28 @@ class TripBound:
         may_be_last: bool,
         positions: Sequence[int],
     ) -> None:
-        problem, late, waits = self.prefix.programme, self._late, self._waits
+        problem, late, waits, scratch = self.prefix.programme, self._late, self._waits, self._scratch
+        kind, limit, is_full = asked.kind, asked.limit, asked.is_full
         for p in positions:
             if p % POSITIONS_AT_ONCE == 0:
                 asked.deadline.check()
-            self.num_tried += fill(problem, late, waits, asked.kind, asked.limit, tables, asked.is_full, may_be_last, p)
+            self.num_tried += fill(problem, late, waits, kind, limit, tables, scratch, is_full, may_be_last, p)
+
+    @cached_property
+    def _scratch(self) -> "Scratch":
+        from bapipe.planner.device_line.trip_tables import Scratch
+
+        num_boundaries, num_queues = self._end + 1, 2 + 2 * self._late.numbers.size + self._late.paced.size
+        return Scratch(
+            known=np.empty((7, num_boundaries)),
+            rest=np.empty((4, num_boundaries)),
+            arrivals=np.empty(num_boundaries),
+            values=np.empty((num_queues, num_boundaries)),
+            positions=np.empty((num_queues, num_boundaries), dtype=np.int64),
+            heads=np.empty(num_queues, dtype=np.int64),
+            tails=np.empty(num_queues, dtype=np.int64),
+            found=np.empty(num_queues),
+        )
 
     def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:
         """The times at the last boundary, by devices before it; infinite where it is not in the band."""

@@ -45,6 +45,26 @@ class Tables(NamedTuple):
     behind_ends: NDArray[np.float64]
 
 
+class Scratch(NamedTuple):
+    """Arrays for the stages on the devices from one on, whose values are of no use afterwards.
+
+    Attributes:
+        known, rest: see `excess`. [7, boundaries], [4, boundaries]
+        arrivals: of the first micro-batch, by boundary.
+        values, positions, heads, tails: queues. [queues, boundaries], [queues]
+        found: a value for each queue.
+    """
+
+    known: Floats
+    rest: Floats
+    arrivals: Floats
+    values: Floats
+    positions: Ints
+    heads: Ints
+    tails: Ints
+    found: Floats
+
+
 @compiled
 def push(values: Floats, positions: Ints, heads: Ints, tails: Ints, q: int, position: int, value: float) -> None:
     tail, head = tails[q], heads[q]
@@ -120,5 +140,6 @@ def behind_ends(
             rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], around + send[link, j] + back[link, j])
             rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], behind[FIRST, to, j - lowest] + back[link, j])
             rest[ANY_BACK, j] = min(rest[ANY_BACK, j], behind[ANY, to, j - lowest] + back[link, j])
-    rest[STEEP_AROUND] = rest[FLAT_AROUND]
+    for j in range(rest.shape[1]):
+        rest[STEEP_AROUND, j] = rest[FLAT_AROUND, j]
     return first, last

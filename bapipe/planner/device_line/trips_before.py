@@ -35,6 +35,7 @@ from bapipe.planner.device_line.trip_tables import (
     FIRST_BACK,
     FLAT_AROUND,
     STEEP_AROUND,
+    Scratch,
     Tables,
     behind_ends,
     drop,
@@ -52,6 +53,7 @@ def fill_before(
     kind: PlanKind,
     limit: float,
     tables: Tables,
+    scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
     p: int,
@@ -77,10 +79,9 @@ def fill_before(
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
     send, back, at_host = late.send, late.back, late.at_host
-    known, rest, flat_arrivals = np.empty((7, end + 1)), np.empty((4, end + 1)), np.empty(end + 1)
-    num_queues = 2 + (2 * num_late + late.paced.size) * is_full
-    values, positions = np.empty((num_queues, end + 1)), np.empty((num_queues, end + 1), np.int64)
-    heads, tails, found = np.zeros(num_queues, np.int64), np.zeros(num_queues, np.int64), np.empty(num_queues)
+    known, rest, flat_arrivals = scratch.known, scratch.rest, scratch.arrivals
+    values, positions, heads, tails = scratch.values, scratch.positions, scratch.heads, scratch.tails
+    found = scratch.found
     for g in range(num_groups):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)

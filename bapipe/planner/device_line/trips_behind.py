@@ -27,6 +27,7 @@ from bapipe.planner.device_line.trip_tables import (
     FIRST,
     FIRST_BACK,
     FLAT_AROUND,
+    Scratch,
     Tables,
     behind_ends,
     drop,
@@ -45,6 +46,7 @@ def fill_behind(
     kind: PlanKind,
     limit: float,
     tables: Tables,
+    scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
     p: int,
@@ -63,9 +65,8 @@ def fill_behind(
     if low == end:
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
-    known, rest = np.empty((7, end + 1)), np.empty((4, end + 1))
-    values, positions = np.empty((3, end + 1)), np.empty((3, end + 1), np.int64)
-    heads, tails = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    known, rest, values, positions = scratch.known, scratch.rest, scratch.values, scratch.positions
+    heads, tails = scratch.heads, scratch.tails
     for g in range(num_groups):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
