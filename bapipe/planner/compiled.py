@@ -28,6 +28,9 @@ MAX_VERSIONS = 3
 
 _CHECKSUM_BYTES = 32
 
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
+"""`_nrt` is what counts references."""
+
 Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 
@@ -35,23 +38,23 @@ def compiled(function: Compiled) -> Compiled:
     """Marks a function as one to compile. It takes numbers, arrays and named tuples of those, and makes no arrays.
 
     So numba need not count references to arrays, which takes longer than most of these functions do themselves.
-    Divisions by zero are not looked for.
+    Divisions by zero are not looked for. Other threads run meanwhile.
     """
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]
     try:
-        made: Any = njit(cache=True, error_model="numpy", _nrt=False)(function)
+        made: Any = njit(cache=True, **_OPTIONS)(function)
         made._cache._cache_file = _CheckedFile(made._cache._cache_file)
         return cast(Compiled, made)
     except RuntimeError:  # no folder can be written to
-        return cast(Compiled, njit(error_model="numpy", _nrt=False)(function))
+        return cast(Compiled, njit(**_OPTIONS)(function))
     finally:
         config.CACHE_DIR = usual_folder  # type: ignore[attr-defined]
 
 
 def inlined(function: Compiled) -> Compiled:
     """Marks a function as a part of the compiled ones that call it, which takes less time than to compile it alone."""
-    return cast(Compiled, njit(inline="always", error_model="numpy", _nrt=False)(function))
+    return cast(Compiled, njit(inline="always", **_OPTIONS)(function))
 
 
 class _CheckedFile(IndexDataCacheFile):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from bapipe.errors import BapipeError
 
-DEFAULT_LIMIT_S = 50.0
+DEFAULT_LIMIT_S = 54.0
 """Compute seconds after which planning ends if no time limit is given and its fixed amount of work is not done yet."""
 
 
@@ -36,26 +36,29 @@ class Deadline:
         is_given: bool = True,
         clock: Callable[[], float] = time.monotonic,
         within: "Deadline | None" = None,
+        stopped_with: "Deadline | None" = None,
     ) -> None:
-        """`within` is a longer deadline that also ends this one."""
+        """`within` is a longer deadline that also ends this one; one that is stopped with another has its own time."""
         self.is_given, self._clock, self._within, self._is_stopped = is_given, clock, within, False
+        self._stopped_with = stopped_with
         self._end_s = None if limit_s is None else clock() + limit_s
 
     @property
     def is_over(self) -> bool:
-        if self._is_stopped or (self._end_s is not None and self._clock() >= self._end_s):
+        if self.is_stopped or (self._end_s is not None and self._clock() >= self._end_s):
             return True
         return self._within is not None and self._within.is_over
 
     @property
     def is_stopped(self) -> bool:
         """Whether it was asked to be over at once."""
-        return self._is_stopped or (self._within is not None and self._within.is_stopped)
+        others = (other for other in (self._within, self._stopped_with) if other is not None)
+        return self._is_stopped or any(other.is_stopped for other in others)
 
     @property
     def remaining_s(self) -> float | None:
         """The seconds of its clock that are left, None if they are not limited."""
-        if self._is_stopped:
+        if self.is_stopped:
             return 0.0
         own_s = None if self._end_s is None else max(0.0, self._end_s - self._clock())
         within_s = None if self._within is None else self._within.remaining_s
@@ -69,6 +72,26 @@ class Deadline:
     def stop(self) -> None:
         """Makes the deadline be over now."""
         self._is_stopped = True
+
+    def in_thread(self, left_s: float | None, computed_s: float) -> "Deadline":
+        """Returns the deadline of work that begins now in another thread, called there.
+
+        Args:
+            left_s: the time that remained where the work was given away.
+            computed_s: what this thread has computed since.
+        """
+        if self._clock is time.thread_time:
+            left_s = None if left_s is None else left_s - computed_s
+        else:
+            left_s = self.remaining_s
+        return Deadline(left_s, is_given=self.is_given, clock=self._clock, stopped_with=self)
+
+    def count(self, seconds: float) -> None:
+        """Counts what other threads computed meanwhile, if the clock is the compute time of this thread."""
+        if self._end_s is not None and self._clock is time.thread_time:
+            self._end_s -= seconds
+        if self._within is not None:
+            self._within.count(seconds)
 
     def share(self, num_parts: int) -> "Deadline":
         """Returns the deadline of the first of `num_parts` searches, which share the time that remains equally."""

@@ -5,16 +5,18 @@ Where estimates are not exact, because pairs of devices share links, the climb g
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
+from bapipe.planner.threads import in_threads, num_threads
 
-MIN_ACTIONS, MAX_ACTIONS = 800_000, 32_000_000
-"""The walks of the first round end after estimates of as many actions as the micro-batches times a fifth of the square
-of the devices, within these: after up to a third of a second."""
+MIN_ACTIONS, MAX_ACTIONS = 800_000, 64_000_000
+"""The walks of the first round end after estimates of as many actions as the micro-batches times two fifths of the
+square of the devices, within these: after up to two thirds of a second."""
 
 LONG_WALK = 3
 """A walk from one plan alone is so often doubled."""
@@ -32,7 +34,7 @@ class Climbs:
     def __init__(self, time: Callable[[DeviceLine, LinePlan], TimedPlan | None], num_doublings: int = 0) -> None:
         """`time` times a plan with the simulator; each doubling lets climbs go on for twice as long, by other moves."""
         self._time, self._num_doublings = time, num_doublings
-        self._estimates: dict[tuple[DeviceLine, str, int], StepEstimate] = {}
+        self._estimates: dict[tuple[DeviceLine, str, int, int], StepEstimate] = {}
         self._done: set[tuple[DeviceLine, LinePlan]] = set()
         self._seed = num_doublings
 
@@ -68,11 +70,15 @@ class Climbs:
         num_rounds, runners = len(starts).bit_length(), list(starts)
         for number in range(num_rounds):
             round_deadline, ends = deadline.share(num_rounds - number), list[tuple[float, DeviceLine, LinePlan]]()
-            for num_left, (line, plan) in zip(range(len(runners), 0, -1), runners, strict=True):
+            num_at_once = num_threads()
+            batches = [runners[at : at + num_at_once] for at in range(0, len(runners), num_at_once)]
+            for num_left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
                 if is_over() or deadline.is_over:
                     break
-                found = self._walk(line, plan, round_deadline.share(num_left), number)
-                ends.append((self.estimate_ns(line, found), line, found))
+                walks = [self._walk(*runner, number, slot) for slot, runner in enumerate(batch)]
+                found = in_threads(walks, round_deadline.share(num_left))
+                lines = [line for line, _ in batch]
+                ends += [(self.estimate_ns(line, plan), line, plan) for line, plan in zip(lines, found, strict=True)]
             if not ends:
                 return
             ends.sort(key=lambda end: end[0])
@@ -89,7 +95,7 @@ class Climbs:
         line, estimate = timed.line, self._estimate(timed.line, timed.plan)
         self._done.add((line, timed.plan))
         if estimate is not None and line.allows_all:
-            found = self._walk(line, timed.plan, deadline, LONG_WALK)
+            found = self._walk(line, timed.plan, LONG_WALK)(deadline)
         else:
             self._seed += 1
             found = timed.plan
@@ -113,21 +119,16 @@ class Climbs:
             return False
         return abs(estimate.step_ns(timed.plan) - timed.step_ns) <= MAX_ERROR * timed.step_ns
 
-    def _walk(self, line: DeviceLine, plan: LinePlan, deadline: Deadline, num_doublings: int) -> LinePlan:
-        """Returns what a walk by estimates ends at."""
-        start_s, self._seed = deadline.remaining_s, self._seed + 1
-
-        def part_done() -> float:
-            """Time that the user did not choose does not change a walk, but for its end."""
-            if deadline.is_over:
-                return 1.0
-            return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
-
-        max_actions = line.options.minibatch_size // plan.microbatch_size * len(line.cluster.devices) ** 2 // 5
+    def _walk(
+        self, line: DeviceLine, plan: LinePlan, num_doublings: int, slot: int = 0
+    ) -> Callable[[Deadline], LinePlan]:
+        """Returns what walks by estimates, and returns the end; of several at the same time each has its own slot."""
+        self._seed += 1
+        max_actions = line.options.minibatch_size // plan.microbatch_size * len(line.cluster.devices) ** 2 * 2 // 5
         max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, max_actions)) << (num_doublings + self._num_doublings)
-        estimate = self._estimate(line, plan)
+        estimate = self._estimate(line, plan, slot)
         assert estimate is not None
-        return estimate.walk(plan, max_actions, part_done, self._seed)
+        return partial(_walk, estimate, plan, max_actions, self._seed)
 
     def _climb(self, timed: TimedPlan, score: Score, may_go_on: Callable[[], bool]) -> LinePlan:
         near = Neighbourhood(timed.line, timed.plan.schedule, timed.plan.microbatch_size)
@@ -147,11 +148,24 @@ class Climbs:
 
         return score
 
-    def _estimate(self, line: DeviceLine, plan: LinePlan) -> StepEstimate | None:
+    def _estimate(self, line: DeviceLine, plan: LinePlan, slot: int = 0) -> StepEstimate | None:
         """Estimates plans with the same schedule and micro-batch size, None if there are none of this schedule."""
         if plan.schedule not in ESTIMATED:
             return None
         key = line, plan.schedule, plan.microbatch_size
-        if key not in self._estimates:
-            self._estimates[key] = StepEstimate(*key)
-        return self._estimates[key]
+        if (*key, slot) not in self._estimates:
+            self._estimates[*key, slot] = StepEstimate(*key)
+        return self._estimates[*key, slot]
+
+
+def _walk(estimate: StepEstimate, plan: LinePlan, max_actions: int, seed: int, deadline: Deadline) -> LinePlan:
+    """Returns what a walk by estimates ends at."""
+    start_s = deadline.remaining_s
+
+    def part_done() -> float:
+        """Time that the user did not choose does not change a walk, but for its end."""
+        if deadline.is_over:
+            return 1.0
+        return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
+
+    return estimate.walk(plan, max_actions, part_done, seed)

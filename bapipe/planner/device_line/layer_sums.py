@@ -51,6 +51,7 @@ class LayerSums:
     Attributes:
         speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
             it, and one takes as long.
+        has_one_kind: whether they differ in speed at most.
         has_one_speed: whether all are alike.
         least: on all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
@@ -85,6 +86,7 @@ class LayerSums:
         self.speeds = np.array([device.speed * relative[device.kind] for device in devices])
         self.max_speed = float(self.speeds.max())
         self.is_rounded = {device.speed for device in devices} != {1.0}
+        self.has_one_kind = len(self._kinds) == 1
         self.has_one_speed = len(set(self.speeds.tolist())) == len(self._kinds) == 1
         scaled = times * np.array(of_kind)[:, None, None]
         if not splits_backwards(self.schedule):

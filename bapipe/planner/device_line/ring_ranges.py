@@ -12,6 +12,7 @@ plans of a problem at once, and then about ranges with what is known of the whol
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 
 from bapipe.planner.deadline import Deadline
@@ -20,9 +21,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import Behind, TripBound
-
-TRIED_OF_TRIPS = 2
-"""A begin or an end of a stage that `trip_bound.py` tries takes as long as so many classes of stages."""
+from bapipe.planner.threads import in_threads
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
@@ -52,9 +51,9 @@ ROUNDS = 3
 COUNTED_ROUNDS = 8
 """The same where cuts are counted."""
 
-MANY_CUTS, MIN_CUTS = 3, 1 / 50
+MANY_CUTS, MIN_CUTS, MIN_CUTS_OF_GPIPE = 3, 1 / 500, 1 / 50
 """No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
-difference."""
+difference, which rules out less of GPipe."""
 
 MAX_KEPT_BYTES = 2**29
 """Of tables for later goals."""
@@ -65,17 +64,15 @@ MIN_GOAL = 80
 FIRST_PERCENT, PERCENT_STEP = 50, 5
 """The goals by prefixes alone that come before those of `trip_bound.py`."""
 
-GOALS, CLOSER_GOALS, MANY_TRIED = (0.9, 0.955), (0.9, 0.925, 0.955), 120_000_000
-"""Where `trip_bound.py` is asked, the first goals are these parts of the best step; closer ones where cuts are not
-counted, as it knows less then, or transfers are long, as it takes longer; if so much was tried for the goal before,
-half the way there."""
+GOALS = 0.9, 0.93, 0.9525
+"""Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
-LATER = 1 / 50
-"""A goal that is not refuted of whole ranges is left until what is proven is less than this part of the best step below
-it: it may take long to fail by parts, and lower ones are refuted soon."""
+AT_ONCE = 4
+"""Ranges of so many problems are asked at once, whatever the number of processors, so that the bound is the same."""
 
-LONG_TRANSFERS = 0.8
-"""Transfers that take this part of a trip through all layers, or more."""
+SLOWER, MAX_HALVED = 3, 0.01
+"""From one of these goals to the next a question takes so many times as long. If too little is left for that, the goal
+is half the way there, as long as that is more than this part of the best step."""
 
 
 @dataclass(slots=True)
@@ -155,7 +152,7 @@ class RingRanges:
     @property
     def num_tried(self) -> int:
         """The work so far, see `FurthestPrefixes`."""
-        return sum(problem.num_tried for problem in self._problems) + TRIED_OF_TRIPS * self._num_of_trips
+        return sum(problem.num_tried for problem in self._problems) + self._num_of_trips
 
     @property
     def _num_of_trips(self) -> int:
@@ -166,39 +163,29 @@ class RingRanges:
         """What is proven of every plan."""
         return min(each.bound_ns for each in self.ranges)
 
-    def raise_bound(self, high_ns: int, deadline: Deadline, may_go_on: Callable[[], bool]) -> None:
-        """Raises the bound up to a time, as far as the relaxation allows, while there are time and budget."""
-        num_tried, goals_ns = 0, list[int]()
-        leaves_goals = False
+    def raise_bound(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> None:
+        """Raises the bound up to a time, as far as the relaxation allows.
+
+        Args:
+            left: what is left of the time, if it is limited, or of a budget of work: nothing from 0 on.
+        """
+        goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
         if self._trips:
             self._raise_soon(high_ns, deadline)
-            is_fast = self._is_fast()
-            goals_ns = [int(part * high_ns) for part in (GOALS if is_fast else CLOSER_GOALS)]
-            leaves_goals = is_fast and self._has_many_devices
-        low_ns, later_ns, most_ns = self.bound_ns, 0, high_ns
-        while high_ns - low_ns > 1 + self._precision_ns(low_ns) and may_go_on():
+        low_ns, best_ns, took = self.bound_ns, high_ns, 0.0
+        while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
+            left_before = left()
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
-            next_ns = next((ns for ns in goals_ns if low_ns < ns < high_ns), None)
-            if next_ns is not None:
-                goal_ns = (low_ns + next_ns) // 2 if num_tried > MANY_TRIED else next_ns
-            divides = not leaves_goals or low_ns < goals_ns[0]
-            if later_ns > low_ns and later_ns - low_ns <= LATER * most_ns:
-                goal_ns, later_ns, high_ns, divides = later_ns, 0, most_ns, True
-            num_before = self._num_of_trips
-            if self.is_refuted(goal_ns, deadline, may_go_on, divides=divides):
+            first_ns = next((ns for ns in goals_ns if low_ns < ns < high_ns), None)
+            if first_ns is not None:
+                is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
+                goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
+            is_refuted = self.is_refuted(goal_ns, deadline, left)
+            if is_refuted:
                 low_ns = goal_ns + 1
             else:
                 high_ns = goal_ns
-                if not divides:
-                    later_ns = goal_ns
-            num_tried = self._num_of_trips - num_before
-
-    def _is_fast(self) -> bool:
-        """Whether `trip_bound.py` knows much of plans like the best one, and soon."""
-        prefix, num_stages = self._trips[0].prefix, len(self._best.plan.counts)
-        trip_ns = float(prefix.least.trip[-1]) / prefix.max_speed
-        has_long_transfers = prefix.round_trip_ns(num_stages - 1) >= LONG_TRANSFERS * trip_ns
-        return self._cuts_part(prefix, 0, MANY_CUTS * num_stages) > MIN_CUTS and not has_long_transfers
+            took = left_before - left()
 
     def _raise_soon(self, high_ns: int, deadline: Deadline) -> None:
         """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""
@@ -220,63 +207,60 @@ class RingRanges:
             return precision_ns
         return precision_ns // (8 if self._has_many_devices else 2)
 
-    def is_refuted(
-        self, goal_ns: int, deadline: Deadline, may_go_on: Callable[[], bool], *, divides: bool = True
-    ) -> bool:
+    def is_refuted(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
         """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope.
 
-        If it `divides`, a range in which there may be one is asked about in parts.
+        A range in which there may be one is asked about in parts, while anything is left of time or budget.
         """
         while True:
-            left = [each for each in self.ranges if each.bound_ns <= goal_ns]
-            if not left:
+            open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
+            if not open_ranges:
                 return True
-            if not may_go_on():
+            if left() <= 0:
                 return False
-            asked = self._next(left)
-            if asked.open_ns != goal_ns and self._is_refuted(asked, goal_ns, deadline):
-                continue
-            parts = [replace(part, open_ns=0) for part in self._parts(asked)] if divides else []
-            if not parts:
-                return False
-            self.ranges.remove(asked)
-            self.ranges += parts
+            asked = self._next(open_ranges)
+            if any(each.open_ns != goal_ns for each in asked):
+                self._ask([each for each in asked if each.open_ns != goal_ns], goal_ns, deadline)
+            for whole in (each for each in asked if each.bound_ns <= goal_ns):
+                parts = [replace(part, open_ns=0) for part in self._parts(whole)]
+                if not parts:
+                    return False
+                self.ranges.remove(whole)
+                self.ranges += parts
 
-    def _is_refuted(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
-        """Returns whether no plan of a range is within a goal, and notes it; if one may be, it is likely."""
-        ways = [self._is_refuted_by_prefixes]
-        if asked.trips is not None:
-            ways = [self._is_refuted_by_trips]
-            if asked.known is None:
-                ways.insert(0, self._is_refuted_soon)
-        is_refuted = any(way(asked, goal_ns, deadline) for way in ways)
-        asked.bound_ns = goal_ns + 1 if is_refuted else asked.bound_ns
-        asked.is_likely = not is_refuted
-        asked.open_ns = 0 if is_refuted else goal_ns
-        return is_refuted
+    def _ask(self, asked: Sequence[Range], goal_ns: int, deadline: Deadline) -> None:
+        """Asks whether ranges of different problems have plans within a goal, at once; those that may are likely."""
+        answers = in_threads([partial(self._answer, each, goal_ns) for each in asked], deadline)
+        for each, (is_refuted, behind) in zip(asked, answers, strict=True):
+            each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
+            each.is_likely = not is_refuted
+            each.open_ns = 0 if is_refuted else goal_ns
+            if behind is not None:
+                self._note(each, goal_ns, behind)
+
+    def _answer(self, asked: Range, goal_ns: int, deadline: Deadline) -> tuple[bool, Behind | None]:
+        """Returns whether no plan of a range is within a goal; and what is known of those that are, by trips."""
+        if asked.trips is None:
+            kind, is_fine = _kind(asked), asked.is_fine
+            return not asked.problem.is_feasible(
+                kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=is_fine
+            ), None
+        if asked.known is None and self._is_refuted_soon(asked, goal_ns, deadline):
+            return True, None
+        earlier, num_rounds = _within(asked.known, goal_ns), COUNTED_ROUNDS if asked.counts_cuts else ROUNDS
+        behind = asked.trips.within(_kind(asked), goal_ns, deadline, num_rounds, earlier, counts_cuts=asked.counts_cuts)
+        return behind is None, behind
 
     def _is_refuted_soon(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
         return not asked.problem.is_feasible(_kind(asked), goal_ns, deadline, counts_cuts=False, is_fine=False)
 
-    def _is_refuted_by_prefixes(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
-        return not asked.problem.is_feasible(
-            _kind(asked), goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine
-        )
-
-    def _is_refuted_by_trips(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
-        """The same by what is known before and behind every stage."""
-        trips, earlier = asked.trips, _within(asked.known, goal_ns)
-        assert trips is not None
-        num_rounds = COUNTED_ROUNDS if asked.counts_cuts else ROUNDS
-        behind = trips.within(_kind(asked), goal_ns, deadline, num_rounds, earlier, counts_cuts=asked.counts_cuts)
-        if behind is None:
-            return True
+    def _note(self, asked: Range, goal_ns: int, behind: Behind) -> None:
+        """Notes what is known of the plans of a range within a goal; other numbers of cuts are ruled out."""
         (fewest, most), asked.known = asked.cuts, self._keep(goal_ns, behind)
         asked.cuts = behind.cuts
         for cuts in ((fewest, asked.cuts[0] - 1), (asked.cuts[1] + 1, most)):
             if cuts[0] <= cuts[1]:
                 self.ranges.append(replace(asked, cuts=cuts, known=None, bound_ns=goal_ns + 1))
-        return False
 
     def _keep(self, goal_ns: int, behind: Behind) -> Known:
         """Returns what is known of plans within a goal; the oldest of too many is forgotten."""
@@ -286,15 +270,21 @@ class RingRanges:
             self._kept.popleft().behind = None
         return known
 
-    def _next(self, left: Sequence[Range]) -> Range:
-        """Those likely within a goal first, of plans like the best one before others, and the parts of one together.
+    def _next(self, left: Sequence[Range]) -> list[Range]:
+        """The range to ask, and of other problems those to ask at the same time.
 
-        Then those that take the least time.
+        Those likely within a goal first, of plans like the best one before others, and the parts of one together. Then
+        those that take the least time.
         """
         likely = [each for each in left if each.is_likely or self._has_best(each)]
         if not likely:
-            return min(left, key=lambda each: each.counts_cuts)
-        return max(reversed(likely), key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix)))
+            first = min(left, key=lambda each: each.counts_cuts)
+        else:
+            first = max(
+                reversed(likely), key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix))
+            )
+        others = {id(each.problem): each for each in reversed(left)} if first.trips is not None else {}
+        return [first, *(each for each in others.values() if each.problem is not first.problem)][:AT_ONCE]
 
     def _is_like_best(self, problem: PrefixBound) -> bool:
         """Whether the fastest known plan is one of a problem."""
@@ -338,7 +328,7 @@ class RingRanges:
             for replicas in _halves(low, high):
                 yield replace(whole, last_replicas=replicas)
         elif whole.trips is not None and not whole.counts_cuts:
-            if of_cuts > MIN_CUTS:
+            if of_cuts > (MIN_CUTS_OF_GPIPE if problem.are_forwards_first else MIN_CUTS):
                 yield replace(whole, counts_cuts=True)
         elif of_first > max(of_cuts, LEAST):
             for replicas in _halves(few, many):

@@ -80,7 +80,7 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED = 1_500_000_000
+MAX_TRIED = 2_500_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
 
 MAX_ESTIMATED = 400
@@ -430,13 +430,14 @@ class LineSearch:
             self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best)
         ranges = self._ring_ranges
 
-        def may_go_on() -> bool:
-            return self.deadline.is_given or ranges.num_tried < MAX_TRIED
+        def left() -> float:
+            left_s = deadline.remaining_s if self.deadline.is_given else None
+            return MAX_TRIED - ranges.num_tried if left_s is None else left_s
 
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
-            if self.rival is None or not ranges.is_refuted(high_ns - 1, deadline, may_go_on):
-                ranges.raise_bound(high_ns, deadline, may_go_on)
+            if self.rival is None or not ranges.is_refuted(high_ns - 1, deadline, left):
+                ranges.raise_bound(high_ns, deadline, left)
         self.bound_ns = max(self.bound_ns, ranges.bound_ns)
 
     def _problems(self) -> Iterator[Relaxation]:

@@ -15,10 +15,10 @@ numbers on arrive, and of when the first gradients do.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
@@ -26,22 +26,24 @@ from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.tracked import tracked_microbatches
 
 if TYPE_CHECKING:
-    from bapipe.planner.device_line.trip_limits import Late
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
-NUM_LATE = 8
-"""Numbers of micro-batches behind another one that are told apart, in equal proportions."""
+NUM_STEPS = (3, 8, 20)
+"""Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
+first tables have few of them, which rules out most stages in less time; those where cuts are counted have the most."""
 
-PACED = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
-"""GPipe: the numbers of micro-batches whose arrival is told apart, so much less than all."""
-
-LEFT = 0.85
+LEFT = 0.75
 """The tables are filled as long as no more than this part of the boundaries before is left."""
 
-MAX_TABLES = 128
-"""Where cuts are counted, stages behind so many others are not told apart, which bounds the memory."""
+MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
+"""Where cuts are counted, stages behind so many others are not told apart, nor those whose tables would take more. Four
+problems are asked about at once."""
+
+ROWS_TRIED = 6
+"""So many rows of a table take as long as the limits of a stage that is tried."""
 
 POSITIONS_AT_ONCE = 16
 """Devices between two looks at the deadline."""
@@ -74,37 +76,36 @@ class _Asked(NamedTuple):
 
     Attributes:
         limit: the step time, in ns, and what rounding may add to it.
-        is_full: whether more is asked for than trips.
+        steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
         counts_cuts: whether stages are told apart by the cuts before them.
     """
 
     kind: PlanKind
     limit: float
     deadline: Deadline
-    is_full: bool
+    steps: int | None
     counts_cuts: bool
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
         """Returns the fewest and the most cuts of its plans among those of which something is known."""
         return max(self.kind.fewest_cuts, known.cuts[0]), min(self.kind.most_cuts, known.cuts[1])
 
-    @property
-    def max_tables(self) -> int:
-        """Tables before; the last one is of all stages behind so many."""
-        return MAX_TABLES if self.counts_cuts else 1
+    def max_tables(self, shape: tuple[int, ...]) -> int:
+        """Returns how many tables of a shape there are before; the last one is of all stages behind so many."""
+        return max(1, min(MAX_TABLES, MAX_BYTES // (8 * prod(shape)))) if self.counts_cuts else 1
 
 
 class TripBound:
     """The problem of a prefix bound with replicas, and 1F1B or GPipe.
 
     Attributes:
-        num_tried: ends and begins of stages so far: the work.
+        num_tried: ends and begins of stages so far, and rows of tables for them: the work.
     """
 
     def __init__(self, prefix: PrefixBound) -> None:
         self.prefix, self.num_tried = prefix, 0
-        self._late, self._end = _late(prefix), len(prefix.line.cuts) - 1
-        self._waits = self._find_waits()
+        self._end = len(prefix.line.cuts) - 1
+        self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in NUM_STEPS)
 
     def within(
         self,
@@ -123,12 +124,17 @@ class TripBound:
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
         """
-        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, True, counts_cuts)
-        if earlier is not None:
-            return self._fill_by_turns(asked, earlier, num_rounds)
-        known = self._at_first(asked._replace(is_full=False, counts_cuts=False))
-        if counts_cuts and known is not None:
-            known = self._fill_by_turns(asked._replace(counts_cuts=False), known, 1)
+        steps = len(NUM_STEPS) - 2 + counts_cuts
+        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, steps, counts_cuts)
+        # What takes less time rules out most stages first.
+        first = [asked._replace(steps=few, counts_cuts=False) for few in (None, 0)] if earlier is None else []
+        if counts_cuts and earlier is None:
+            first.append(asked._replace(steps=steps - 1, counts_cuts=False))
+        if counts_cuts and (earlier is None or len(earlier.tables) == 1):
+            first += [asked._replace(steps=fewer) for fewer in range(steps)]
+        known = self._at_first(asked) if earlier is None else earlier
+        for each in first:
+            known = None if known is None else self._fill_by_turns(each, known, 1)
         return None if known is None else self._fill_by_turns(asked, known, num_rounds)
 
     def _fill_by_turns(self, asked: _Asked, known: Behind, num_rounds: int) -> Behind | None:
@@ -145,7 +151,7 @@ class TripBound:
         return known
 
     def _at_first(self, asked: _Asked) -> Behind | None:
-        """What is known by the furthest prefixes, and by trips alone."""
+        """What is known by the furthest prefixes and the fastest devices behind."""
         prefix = self.prefix
         prefixes = FurthestPrefixes(prefix.programme, asked.kind, int(asked.limit), counts_cuts=False)
         position = prefixes.find(asked.deadline)
@@ -158,52 +164,26 @@ class TripBound:
         trips[(boundaries > furthest[:, None]) | (boundaries < prefixes.first)] = np.inf
         gradients = np.where(np.isinf(trips), np.inf, 0.0)
         lows, tables = np.zeros(len(trips), dtype=np.int64), (np.stack([trips, gradients, gradients]),)
-        return self._fill_by_turns(asked, _in_band(Behind(asked.kind[:2], lows, tables)), 1)
-
-    def _find_waits(self) -> "NDArray[np.void]":
-        """What the first B of a stage waits for: `WAIT`. [positions, groups]
-
-        A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each
-        replica, which is little where plans use few devices.
-        """
-        from bapipe.planner.device_line.trip_limits import WAIT
-
-        prefix, num = self.prefix, self.prefix.num_microbatches
-        waits = np.zeros((prefix.num_devices, prefix.groups.fewest.size), dtype=WAIT)
-        waits["num_first"] = waits["num_any"] = 1
-        if prefix.are_forwards_first:
-            sizes = np.arange(1, int(prefix.groups.most[-1]) + 1)
-            columns = {
-                "num_first": -(-num // sizes),
-                "num_any": num // sizes,
-                "paced_first": self._paced((-(-num // sizes) - 1) * sizes),
-                "paced_any": self._paced(num - sizes),
-            }
-            for name, values in columns.items():
-                waits[name] = np.minimum.reduceat(values, prefix.groups.fewest - 1)
-        return waits
-
-    def _paced(self, numbers: IntArray) -> IntArray:
-        """Which of the micro-batches whose arrival is told apart is the last one up to each of some."""
-        return np.searchsorted(self._late.paced, numbers, side="right") - 1
+        return _in_band(Behind(asked.kind[:2], lows, tables))
 
     def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
         """Fills the tables before; returns them by the stages before, None if no plan is left."""
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_before import fill_before
 
-        num_rows = 2 + (self._late.numbers.size + self._late.paced.size) * asked.is_full
+        tracked = self._tracked[asked.steps or 0]
+        num_rows = 2 + (tracked.behind.size + tracked.before.size) * (asked.steps is not None)
         shape = num_rows, *known.tables[0].shape[1:]
-        fewest, most = asked.cuts_of(known)
+        max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, is_reached = [np.full(shape, np.inf)], False
         before[0][:, 0, 0] = 0.0  # `lows` begins with 0
         for c in range(most + 1):
-            if len(before) < asked.max_tables:
+            if len(before) < max_tables:
                 before.append(np.full(shape, np.inf))
             behind, is_rest = known.behind_stages(c + 1), c == len(before) - 1
             tables = Tables(known.lows, before[c], before[-1], behind, behind)
             may_be_last = is_rest or c >= fewest
-            self._run(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1))
+            self._run(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1), num_rows)
             at_end = self._at_end(known, before[-1][0])
             is_reached |= may_be_last and bool(np.isfinite(at_end).any())
             if is_rest or np.isfinite(before[-1][0]).sum() == np.isfinite(at_end).sum():
@@ -217,7 +197,7 @@ class TripBound:
 
         fewest, most = asked.cuts_of(known)
         behind, cuts = [np.full_like(known.tables[0], np.inf) for _ in before], []
-        rest = asked.max_tables - 1
+        rest = asked.max_tables(before[0].shape) - 1
         for num_stages, table in enumerate(behind):
             most_here = most if num_stages == rest else num_stages - 1
             if fewest <= most_here <= most:
@@ -227,7 +207,7 @@ class TripBound:
         positions = range(self.prefix.num_devices - 1, -1, -1)
         for c in range(min(rest, len(before) - 1), -1, -1):
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
-            self._run(fill_behind, asked, tables, c == rest or fewest <= c <= most, positions)
+            self._run(fill_behind, asked, tables, c == rest or fewest <= c <= most, positions, len(behind[0]))
         if np.isinf(behind[0][0, 0, 0]):
             return None
         return _in_band(Behind((min(cuts), max(cuts)), known.lows, tuple(behind)))
@@ -239,27 +219,33 @@ class TripBound:
         tables: "Tables",
         may_be_last: bool,
         positions: Sequence[int],
+        num_rows: int,
     ) -> None:
-        problem, late, waits, scratch = self.prefix.programme, self._late, self._waits, self._scratch
-        kind, limit, is_full = asked.kind, asked.limit, asked.is_full
+        problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch
+        kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
+        num_each = 1 + num_rows // ROWS_TRIED
         for p in positions:
             if p % POSITIONS_AT_ONCE == 0:
                 asked.deadline.check()
-            self.num_tried += fill(problem, late, waits, kind, limit, tables, scratch, is_full, may_be_last, p)
+            num_tried = fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, p)
+            self.num_tried += num_tried * num_each
 
     @cached_property
     def _scratch(self) -> "Scratch":
+        from bapipe.planner.device_line.trip_limits import NUM_KNOWN
         from bapipe.planner.device_line.trip_tables import Scratch
 
-        num_boundaries, num_queues = self._end + 1, 2 + 2 * self._late.numbers.size + self._late.paced.size
+        tracked = self._tracked[-1]
+        num_boundaries, num_queues = self._end + 1, 2 + 2 * tracked.behind.size + tracked.before.size
         return Scratch(
-            known=np.empty((7, num_boundaries)),
+            known=np.empty((NUM_KNOWN, num_boundaries)),
             rest=np.empty((4, num_boundaries)),
-            arrivals=np.empty(num_boundaries),
+            arrivals=np.empty((tracked.before.size, num_boundaries)),
             values=np.empty((num_queues, num_boundaries)),
             positions=np.empty((num_queues, num_boundaries), dtype=np.int64),
             heads=np.empty(num_queues, dtype=np.int64),
             tails=np.empty(num_queues, dtype=np.int64),
+            bests=np.empty(num_queues, dtype=np.int64),
             found=np.empty(num_queues),
         )
 
@@ -283,32 +269,3 @@ def _in_band(known: Behind) -> Behind:
         for table in known.tables
     )
     return known._replace(lows=known.lows + first, tables=tuple(tables))
-
-
-def _late(prefix: PrefixBound) -> "Late":
-    """What the compiled programme needs to know of micro-batches behind others, and of the layers and cuts."""
-    from bapipe.planner.device_line.trip_limits import Late
-
-    num, most = prefix.num_microbatches, prefix.groups.most
-    left = num - 1 - (-(-num // most) - 1) * most
-    numbers = np.unique(np.append(0, np.geomspace(1, max(1, int(left.max())), NUM_LATE).astype(np.int64)))
-    more = numbers // most[:, None]
-    paced = [num - int(np.ceil(num * part)) for part in PACED] if prefix.are_forwards_first else []
-    at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
-    if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
-        at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
-    send, back = (
-        np.pad(np.stack(both), ((0, 0), (1, 1)))
-        for both in zip((prefix.send_ns, prefix.back_ns), prefix.between_hosts_ns, strict=True)
-    )
-    return Late(
-        numbers=numbers,
-        more=more,
-        then=np.searchsorted(numbers, numbers - more * most[:, None], side="right") - 1,
-        of_class=np.searchsorted(numbers, left, side="right") - 1,
-        paced=np.unique(np.append(0, paced)).astype(np.int64),
-        critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
-        send=send,
-        back=back,
-        at_host=at_host,
-    )

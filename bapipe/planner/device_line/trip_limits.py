@@ -10,40 +10,68 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, count_cycles, forwards_apart, rings_ns
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
-ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, PACED_FIRST, PACED_ANY = range(7)
-"""The rows of what is before the begins of the stages of a class, see `excess`."""
+ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(8)
+"""The rows of what is before the begins of the stages of a class, see `excess`; from `REPLICAS` on three of each."""
+
+FIRST_THERE, LAST_THERE, FOLLOW_LAST, ROWS_OF_REPLICA = range(4)
+"""The rows of a replica, from its first one on."""
+
+MAX_REPLICAS = 8
+"""Replicas of a stage that are looked at one by one."""
+
+NUM_KNOWN = REPLICAS + ROWS_OF_REPLICA * MAX_REPLICAS
 
 WAIT = np.dtype(
     [
         ("num_first", np.int64),  # F of the replica of the very first micro-batch before its B, at least
         ("num_any", np.int64),  # and of any replica before its first B,
-        ("paced_first", np.int64),  # the last of them is of one of the micro-batches from this number on
-        ("paced_any", np.int64),
+        ("before_first", np.int64),  # the last of them is of one of the micro-batches from that of this row on
+        ("before_any", np.int64),
     ]
 )
-"""What the first B of a stage waits for, by its first device and class of numbers of devices."""
+"""What the first B of a stage waits for, by its class of numbers of devices."""
+
+REPLICA = np.dtype(
+    [
+        ("count", np.int64),  # micro-batches, at least; 0 if there is no replica
+        ("first", np.int64),  # the row of a micro-batch that is not behind its first one,
+        ("last", np.int64),  # and of one that is not behind its last one
+        ("behind", np.int64),  # the row of how many are behind its last one, at least
+    ]
+)
+"""A replica of the stages of a class."""
 
 
-class Late(NamedTuple):
-    """How many micro-batches follow the last one of a stage, of all; see `trip_bound.py`.
+class Tracked(NamedTuple):
+    """The micro-batches and replicas that are told apart; see `tracked.py`.
 
     Attributes:
-        numbers: those that are told apart, the first is 0. [late]
-        more, then: of each number, how many the replica of the first one has at least, and which of them are behind
-            the last of these then. [groups, late]
-        of_class: which of them counts for the stages of a class. [groups]
-        paced: the numbers of micro-batches whose arrival is told apart. [paced]
+        behind: numbers of micro-batches behind one, each with a row of what follows; the first is 0. [behind]
+        more_behind, then_behind: of each number, how many the replica of the one before them has at least, and the row
+            of how many are behind the last of these then. [groups, behind]
+        of_class: the row of how many are behind the last one of the replica with the very first one. [groups]
+        before: numbers of micro-batches before one, each with a row of when it is there; the first is 0. [before]
+        more_before, then_before: of each, how many F its replica has run before at least, and the row of a micro-batch
+            that is not behind the first of them. [groups, before]
+        waits: `WAIT`. [groups]
+        replicas: `REPLICA`. [groups, MAX_REPLICAS]
+        replica_ns: ns of the work of 1 ns on them, at least. [positions, groups, MAX_REPLICAS]
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
         at_host: whether a cut behind so many devices is one from host to host. [devices + 1]
     """
 
-    numbers: Ints
-    more: Ints
-    then: Ints
+    behind: Ints
+    more_behind: Ints
+    then_behind: Ints
     of_class: Ints
-    paced: Ints
+    before: Ints
+    more_before: Ints
+    then_before: Ints
+    waits: NDArray[Any]
+    replicas: NDArray[Any]
+    replica_ns: Floats
     critical_share: float
     send: Floats
     back: Floats
@@ -66,6 +94,7 @@ class Stage(NamedTuple):
         cycle_slack: by how much those actions may be shorter than the sums.
         waits: whether it is known when gradients are there.
         num_first, num_any: F before the first B, see `WAIT`.
+        num_replicas: how many are looked at.
         rounding: ns by which an action may be shorter than the sum.
     """
 
@@ -81,17 +110,16 @@ class Stage(NamedTuple):
     waits: bool
     num_first: float
     num_any: float
+    num_replicas: int
     rounding: float
 
 
 @compiled
-def stage_of(
-    problem: Problem, late: Late, wait: Any, kind: PlanKind, limit: float, is_full: bool, p: int, g: int
-) -> Stage:
+def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, is_full: bool, p: int, g: int) -> Stage:
     """What is known of the stages of class `g` behind `p` devices."""
-    own, num = problem.stages[p, g], problem.num_microbatches
+    own, num, wait = problem.stages[p, g], problem.num_microbatches, tracked.waits[g]
     late_count = -(-num // own.most)
-    left = late.numbers[late.of_class[g]]
+    left = tracked.behind[tracked.of_class[g]]
     apart = float(forwards_apart(problem, kind.last_most, p, g))
     late_apart, is_in_turn = apart, not problem.are_forwards_first and own.in_flight > 0
     if is_in_turn:
@@ -99,30 +127,45 @@ def stage_of(
     num_cycles = float(count_cycles(problem, kind, p, g)) if problem.has_cycles and p > 0 else 0.0
     num_stages = min(kind.most_cuts + 1, problem.stages.shape[0])
     has_two = own.count >= 2 and late_count >= 2
+    num_replicas = 0
+    while is_full and num_replicas < MAX_REPLICAS and tracked.replicas[g, num_replicas].count > 0:
+        left = max(left, tracked.behind[tracked.replicas[g, num_replicas].behind])
+        num_replicas += 1
     return Stage(
-        limit + own.slack + problem.rounding_ns * (left + 3 + num_stages * problem.is_rounded),
+        limit + own.slack + problem.rounding_ns * (left + 6 + num_stages * problem.is_rounded),
         apart,
         late_apart,
         is_in_turn,
         float(late_count),
-        own.fastest * (1 + late.critical_share * has_two),
+        own.fastest * (1 + tracked.critical_share * has_two),
         own.fastest * (1 + has_two),
         num_cycles,
         (4 + 2 * num_cycles) * num_stages * problem.rounding_ns,
         is_full,
         float(wait.num_first),
         float(wait.num_any),
+        num_replicas,
         problem.rounding_ns,
     )
 
 
 @compiled
 def excess(
-    layers: NDArray[Any], max_bucket: float, own: Any, stage: Stage, known: Floats, rest: Floats, i: int, j: int
+    layers: NDArray[Any],
+    max_bucket: float,
+    own: Any,
+    stage: Stage,
+    replicas: NDArray[Any],
+    replica_ns: Floats,
+    known: Floats,
+    rest: Floats,
+    i: int,
+    j: int,
 ) -> float:
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
 
     Args:
+        replicas, replica_ns: see `Tracked`, of the class.
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
             than twice as steep; that if others are behind it as behind the stage's last one; and when the
@@ -170,12 +213,12 @@ def excess(
     late_returned = arrival + rest[STEEP_AROUND, j] + late_f + late_n * late_r + late_apart * late_f
     if stage.waits:
         short_f = late_f - stage.rounding
-        start = max(rest[ANY_BACK, j], known[PACED_ANY, i] + short_f, arrival + stage.num_any * short_f)
+        start = max(rest[ANY_BACK, j], known[BEFORE_ANY, i] + short_f, arrival + stage.num_any * short_f)
         apart, late_apart = (apart, late_apart) if stage.is_in_turn else (0.0, 0.0)
         returned = max(returned, start + n * r + apart * f)
         if n >= 2:
             work = max(work, start + after + (n - 1) * b + apart * f)
-        start = max(start, rest[FIRST_BACK, j], known[PACED_FIRST, i] + short_f, arrival + stage.num_first * short_f)
+        start = max(start, rest[FIRST_BACK, j], known[BEFORE_FIRST, i] + short_f, arrival + stage.num_first * short_f)
         late_returned = max(late_returned, start + late_n * late_r + late_apart * late_f)
         if late_n >= 2:
             late_b = (end.backward - begin.backward + again) * own.fastest
@@ -183,8 +226,70 @@ def excess(
             after = again * own.fastest + first_full + ring + update
             work = max(work, start + after + (late_n - 1) * late_b + late_apart * late_f)
     longest = max(work, known[FOLLOW, i] + returned, known[FOLLOW_LATE, i] + late_returned)
+    for number in range(stage.num_replicas):
+        longest = max(
+            longest,
+            _longest_of(
+                begin,
+                end,
+                own,
+                stage,
+                replicas[number].count,
+                replica_ns[number],
+                again,
+                ring + update,
+                known,
+                REPLICAS + ROWS_OF_REPLICA * number,
+                rest,
+                i,
+                j,
+                j == layers.shape[1] - 1,
+            ),
+        )
     if stage.num_cycles > 0:
         k = stage.num_cycles
         cycles = (2 + k) * (arrival + trip * own.fastest) + known[FLAT_RETURN, i] + (1 + k) * known[RETURN, i]
         longest = max(longest, cycles + 2 * rest[FLAT_AROUND, j] - stage.cycle_slack)
     return float(longest - stage.room)
+
+
+@compiled
+def _longest_of(
+    begin: Any,
+    end: Any,
+    own: Any,
+    stage: Stage,
+    num: int,
+    ns: float,
+    again: float,
+    rings: float,
+    known: Floats,
+    row: int,
+    rest: Floats,
+    i: int,
+    j: int,
+    is_last: bool,
+) -> float:
+    """What follows from one replica of a stage: when its last gradient is back at the first stage, or all is updated.
+
+    Args:
+        num: its micro-batches.
+        ns: of the work of 1 ns on it.
+        again: F in front of each backward, if the stage recomputes.
+        rings: the rings and the update of the stage.
+        row: its first one in `known`.
+        is_last: whether the stage is the last one.
+    """
+    f, r = (end.forward - begin.forward) * ns, (end.critical - begin.critical + again) * ns
+    first_there = known[row + FIRST_THERE, i]
+    first_b = first_there + f + rest[STEEP_AROUND if num >= 2 else FLAT_AROUND, j]
+    if stage.is_in_turn:
+        first_b += max(0, num - (own.last_in_flight if is_last else own.in_flight)) * f
+    else:
+        short_f = f - stage.rounding
+        first_b = max(first_b, first_there + num * short_f, known[row + LAST_THERE, i] + short_f)
+    b = (end.backward - begin.backward + again) * ns
+    last_b = max(first_b, first_there + num * f) + (num - 1) * b
+    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket)
+    updated = last_b + (again + first_full) * ns + rings
+    return float(max(first_b + num * r + known[row + FOLLOW_LAST, i], updated))

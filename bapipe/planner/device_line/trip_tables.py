@@ -13,7 +13,8 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints
 
 ARRIVED, BACK, AFTER = range(3)
-"""The rows of `Tables.before_begins`: from `AFTER` on for each number of micro-batches behind, then those paced."""
+"""The rows of `Tables.before_begins`: from `AFTER` on for each number of micro-batches behind, then of each
+number before."""
 
 AROUND, FIRST, ANY = range(3)
 """The rows of `Tables.behind_begins`."""
@@ -33,7 +34,7 @@ class Tables(NamedTuple):
         lows: the first boundary that matters. [devices + 1]
         before_begins, before_ends: when the first micro-batch is at the boundary; what its B takes from there to the
             first stage; that, and what follows behind its way, if so many others are behind it; and when micro-batches
-            from some numbers on are at the boundary. [2 + late + paced, devices + 1, width]
+            from some numbers on are at the boundary. [2 + behind + before, devices + 1, width]
         behind_begins, behind_ends: what a micro-batch takes from there on and back again; and when the gradient of the
             very first one is there, and that of any. [3, devices + 1, width]
     """
@@ -52,7 +53,7 @@ class Scratch(NamedTuple):
         known, rest: see `excess`. [7, boundaries], [4, boundaries]
         arrivals: of the first micro-batch, by boundary.
         values, positions, heads, tails: queues. [queues, boundaries], [queues]
-        found: a value for each queue.
+        bests, found: where the least value of each queue was found last, and the value.
     """
 
     known: Floats
@@ -62,6 +63,7 @@ class Scratch(NamedTuple):
     positions: Ints
     heads: Ints
     tails: Ints
+    bests: Ints
     found: Floats
 
 

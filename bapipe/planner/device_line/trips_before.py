@@ -16,13 +16,18 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, rings_ns
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
+    BEFORE_ANY,
+    BEFORE_FIRST,
+    FIRST_THERE,
     FLAT_RETURN,
     FOLLOW,
+    FOLLOW_LAST,
     FOLLOW_LATE,
-    PACED_ANY,
-    PACED_FIRST,
+    LAST_THERE,
+    REPLICAS,
     RETURN,
-    Late,
+    ROWS_OF_REPLICA,
+    Tracked,
     excess,
     stage_of,
 )
@@ -48,8 +53,7 @@ from bapipe.planner.device_line.trip_tables import (
 @compiled
 def fill_before(
     problem: Problem,
-    late: Late,
-    waits: NDArray[Any],
+    tracked: Tracked,
     kind: PlanKind,
     limit: float,
     tables: Tables,
@@ -61,13 +65,13 @@ def fill_before(
     """Adds stages behind the first `p` devices; returns how many ends and begins of stages were tried.
 
     Args:
-        waits: `WAIT`. [positions, groups]
         is_full: whether more is asked for than trips.
         may_be_last: whether the stages may end at the last layer.
     """
     (num, num_groups), end = problem.stages.shape, problem.layers.shape[1] - 1
     lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
-    width, num_tried, num_late = before.shape[2], 0, late.numbers.size * is_full
+    width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
+    num_before = tracked.before.size * is_full
     if problem.is_alike and p > 1:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
@@ -78,10 +82,10 @@ def fill_before(
     if low == end or p == num:
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
-    send, back, at_host = late.send, late.back, late.at_host
+    send, back, at_host = tracked.send, tracked.back, tracked.at_host
     known, rest, flat_arrivals = scratch.known, scratch.rest, scratch.arrivals
     values, positions, heads, tails = scratch.values, scratch.positions, scratch.heads, scratch.tails
-    found = scratch.found
+    bests, found = scratch.bests, scratch.found
     for g in range(num_groups):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
@@ -90,8 +94,8 @@ def fill_before(
         first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
-        wait = waits[p, g]
-        stage = stage_of(problem, late, wait, kind, limit, is_full, p, g)
+        replicas, replica_ns = tracked.replicas[g], tracked.replica_ns[p, g]
+        stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
         for j in range(high - 1, first - 1, -1):
             trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
             critical = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
@@ -99,12 +103,14 @@ def fill_before(
             rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
             rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + critical)
             rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + critical)
-        known_before(before, lows[p], low, last_low, late, wait, g, is_full, p, known)
-        flat_arrivals[low] = known[ARRIVAL, low]
-        for i in range(low + 1, last_low + 1):
-            forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
-            flat_arrivals[i] = min(known[ARRIVAL, i], flat_arrivals[i - 1] + forward)
-        heads[:], tails[:] = 0, 0
+        known_before(before, lows[p], low, last_low, tracked, stage.num_replicas, g, is_full, p, known)
+        for k in range(num_before):
+            row = AFTER + num_behind + tracked.then_before[g, k]
+            flat_arrivals[k, low] = before[row, p, low - lows[p]]
+            for i in range(low + 1, last_low + 1):
+                forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
+                flat_arrivals[k, i] = min(before[row, p, i - lows[p]], flat_arrivals[k, i - 1] + forward)
+        heads[:], tails[:], bests[:] = 0, 0, 0
         at = pushed = low
         for j in range(first, high + 1):
             while pushed < min(j, last_low + 1):
@@ -117,9 +123,9 @@ def fill_before(
                         positions,
                         heads,
                         tails,
-                        late.more,
-                        late.then,
-                        num_late,
+                        tracked.more_behind,
+                        tracked.then_behind,
+                        num_behind,
                         g,
                         pushed,
                     )
@@ -127,7 +133,8 @@ def fill_before(
             if rest[FLAT_AROUND, j] == np.inf:
                 continue
             while at < pushed and (
-                known[ARRIVAL, at] == np.inf or excess(layers, max_bucket, own, stage, known, rest, at, j) > 0
+                known[ARRIVAL, at] == np.inf
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, known, rest, at, j) > 0
             ):
                 at += 1
                 num_tried += 1
@@ -143,13 +150,14 @@ def fill_before(
                 positions,
                 heads,
                 tails,
-                late.more,
-                late.paced,
-                num_late,
+                tracked.more_behind,
+                tracked.more_before,
+                num_behind,
                 problem.rounding_ns,
                 g,
                 at,
                 j,
+                bests,
                 found,
             )
             for to in range(p + own.few, p + most + 1):
@@ -157,10 +165,10 @@ def fill_before(
                 if not 0 <= x < width or behind[AROUND, to, x] == np.inf:
                     continue
                 send_ns, back_ns = (send[at_host[to], j], back[at_host[to], j]) if j < end else (0.0, 0.0)
-                for row in range(2 + num_late):
+                for row in range(2 + num_behind):
                     ns = found[row] + (send_ns if row == ARRIVED else back_ns)
                     ends[row, to, x] = min(ends[row, to, x], ns)
-                for row in range(2 + num_late, before.shape[0]):
+                for row in range(2 + num_behind, before.shape[0]):
                     ends[row, to, x] = min(ends[row, to, x], found[row] + send_ns)
     return num_tried
 
@@ -171,27 +179,32 @@ def known_before(
     lowest: int,
     low: int,
     high: int,
-    late: Late,
-    wait: Any,
+    tracked: Tracked,
+    num_replicas: int,
     g: int,
     is_full: bool,
     p: int,
     known: Floats,
 ) -> None:
     """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`."""
-    num_late = late.numbers.size
-    paced = AFTER + num_late
+    num_behind = tracked.behind.size
+    first_before = AFTER + num_behind
     for i in range(low, high + 1):
         x = i - lowest
         known[ARRIVAL, i], known[RETURN, i] = before[ARRIVED, p, x], before[BACK, p, x]
         if is_full:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = before[AFTER, p, x]
-            known[FOLLOW_LATE, i] = before[AFTER + late.of_class[g], p, x]
-            known[PACED_FIRST, i] = before[paced + wait.paced_first, p, x]
-            known[PACED_ANY, i] = before[paced + wait.paced_any, p, x]
+            known[FOLLOW_LATE, i] = before[AFTER + tracked.of_class[g], p, x]
+            known[BEFORE_FIRST, i] = before[first_before + tracked.waits[g].before_first, p, x]
+            known[BEFORE_ANY, i] = before[first_before + tracked.waits[g].before_any, p, x]
+            for k in range(num_replicas):
+                row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
+                known[row + FIRST_THERE, i] = before[first_before + replica.first, p, x]
+                known[row + LAST_THERE, i] = before[first_before + replica.last, p, x]
+                known[row + FOLLOW_LAST, i] = before[AFTER + replica.behind, p, x]
         else:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
-            known[PACED_FIRST, i] = known[PACED_ANY, i] = 0.0
+            known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0
 
 
 @compiled
@@ -205,7 +218,7 @@ def _push_begin(
     tails: Ints,
     more: Ints,
     then: Ints,
-    num_late: int,
+    num_behind: int,
     g: int,
     i: int,
 ) -> None:
@@ -218,14 +231,14 @@ def _push_begin(
     forward, critical, backward = sums.forward * own.fastest, sums.critical * own.fastest, sums.backward * own.fastest
     push(values, positions, heads, tails, ARRIVED, i, before[ARRIVED] - forward)
     push(values, positions, heads, tails, BACK, i, before[BACK] - critical)
-    if num_late == 0:
+    if num_behind == 0:
         return
-    for k in range(num_late):
+    for k in range(num_behind):
         push(values, positions, heads, tails, AFTER + k, i, before[AFTER + k] - critical)
-    paced = AFTER + num_late
-    for q in range(paced, before.size):
+    first_before = AFTER + num_behind
+    for q in range(first_before, before.size):
         push(values, positions, heads, tails, q, i, before[q] - forward)
-    for k in range(num_late):
+    for k in range(num_behind):
         if more[g, k] > 0:
             ns = before[AFTER + then[g, k]] - critical - more[g, k] * backward
             push(values, positions, heads, tails, before.size + k, i, ns)
@@ -236,18 +249,19 @@ def _find(
     layers: NDArray[Any],
     max_bucket: float,
     own: Any,
-    arrivals: Floats,
+    arrivals: NDArray[np.float64],
     values: Floats,
     positions: Ints,
     heads: Ints,
     tails: Ints,
     more: Ints,
-    paced: Ints,
-    num_late: int,
+    more_before: Ints,
+    num_behind: int,
     rounding_ns: float,
     g: int,
     at: int,
     j: int,
+    bests: Ints,
     found: Floats,
 ) -> None:
     """Finds what each table says behind the stages that end at j and begin at `at` or later, without the cut."""
@@ -256,46 +270,64 @@ def _find(
     found[ARRIVED] = values[ARRIVED, heads[ARRIVED]] + forward
     drop(positions, heads, tails, BACK, at, 1)
     found[BACK] = values[BACK, heads[BACK]] + critical
-    if num_late == 0:
+    if num_behind == 0:
         return
-    num_rows = AFTER + num_late + paced.size
-    for k in range(num_late):
+    num_before = more_before.shape[1]
+    num_rows = AFTER + num_behind + num_before
+    for k in range(num_behind):
         q, num = AFTER + k, more[g, k]
         drop(positions, heads, tails, q, at, 1)
         # The later the stage begins, the longer the way back, and the shorter the rings behind `num` more B.
-        low, high = heads[q], tails[q] - 1
-        while low < high:
-            middle = (low + high) // 2
-            if values[q, middle] + critical >= _rings_behind(layers, max_bucket, own, num, positions[q, middle], j):
-                high = middle
-            else:
-                low = middle + 1
-        ns = max(values[q, low] + critical, _rings_behind(layers, max_bucket, own, num, positions[q, low], j))
-        if low > heads[q]:
-            rings = _rings_behind(layers, max_bucket, own, num, positions[q, low - 1], j)
-            ns = min(ns, max(values[q, low - 1] + critical, rings))
+        best = min(max(bests[q], heads[q]), tails[q] - 1)
+        rings = _rings_behind(layers, max_bucket, own, num, positions[q, best], j)
+        if values[q, best] + critical < rings:
+            ns = rings
+            while best + 1 < tails[q]:
+                rings = _rings_behind(layers, max_bucket, own, num, positions[q, best + 1], j)
+                ns = min(ns, max(values[q, best + 1] + critical, rings))
+                if values[q, best + 1] + critical >= rings:
+                    break
+                best += 1
+        else:
+            ns = values[q, best] + critical
+            while best > heads[q]:
+                rings = _rings_behind(layers, max_bucket, own, num, positions[q, best - 1], j)
+                ns = min(ns, max(values[q, best - 1] + critical, rings))
+                best -= 1
+                if values[q, best] + critical < rings:
+                    break
+        bests[q] = best
         if num > 0:
             of_others = num_rows + k
             drop(positions, heads, tails, of_others, at, 1)
             ns = max(ns, values[of_others, heads[of_others]] + critical + num * backward)
         found[q] = ns
-    for k in range(paced.size):
-        q, num = AFTER + num_late + k, paced[k] // int(own.most) + 1
+    for k in range(num_before):
+        q, num = AFTER + num_behind + k, more_before[g, k] + 1
         drop(positions, heads, tails, q, at, 1)
         # The same of the F of one micro-batch, and of so many on a replica.
-        low, high = heads[q], tails[q] - 1
-        while low < high:
-            middle = (low + high) // 2
-            i = positions[q, middle]
-            if values[q, middle] + forward >= _last_forward(layers, own, arrivals, num, rounding_ns, i, j):
-                high = middle
-            else:
-                low = middle + 1
-        of_first = _last_forward(layers, own, arrivals, num, rounding_ns, positions[q, low], j)
-        ns = max(values[q, low] + forward, of_first)
-        if low > heads[q]:
-            of_first = _last_forward(layers, own, arrivals, num, rounding_ns, positions[q, low - 1], j)
-            ns = min(ns, max(values[q, low - 1] + forward, of_first))
+        best = min(max(bests[q], heads[q]), tails[q] - 1)
+        i = positions[q, best]
+        of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
+        if values[q, best] + forward < of_first:
+            ns = of_first
+            while best + 1 < tails[q]:
+                i = positions[q, best + 1]
+                of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
+                ns = min(ns, max(values[q, best + 1] + forward, of_first))
+                if values[q, best + 1] + forward >= of_first:
+                    break
+                best += 1
+        else:
+            ns = values[q, best] + forward
+            while best > heads[q]:
+                i = positions[q, best - 1]
+                of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
+                ns = min(ns, max(values[q, best - 1] + forward, of_first))
+                best -= 1
+                if values[q, best] + forward < of_first:
+                    break
+        bests[q] = best
         found[q] = ns - rounding_ns
 
 
@@ -311,8 +343,8 @@ def _rings_behind(layers: NDArray[Any], max_bucket: float, own: Any, num: int, i
 
 @compiled
 def _last_forward(
-    layers: NDArray[Any], own: Any, arrivals: Floats, num: int, rounding_ns: float, i: int, j: int
+    layers: NDArray[Any], own: Any, arrival: float, num: int, rounding_ns: float, i: int, j: int
 ) -> float:
     """When a replica of the stage of layers [i, j) has run `num` F, at least; no later, the later it begins."""
     f = (layers[own.own, j].forward - layers[own.own, i].forward) * own.fastest
-    return float(arrivals[i] + num * (f - rounding_ns))
+    return float(arrival + num * (f - rounding_ns))

@@ -10,12 +10,15 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
+    BEFORE_ANY,
+    BEFORE_FIRST,
     FOLLOW,
+    FOLLOW_LAST,
     FOLLOW_LATE,
-    PACED_ANY,
-    PACED_FIRST,
-    Late,
+    REPLICAS,
+    ROWS_OF_REPLICA,
     Stage,
+    Tracked,
     excess,
     stage_of,
 )
@@ -41,8 +44,7 @@ from bapipe.planner.device_line.trips_before import known_before
 @compiled
 def fill_behind(
     problem: Problem,
-    late: Late,
-    waits: NDArray[Any],
+    tracked: Tracked,
     kind: PlanKind,
     limit: float,
     tables: Tables,
@@ -73,23 +75,29 @@ def fill_behind(
         if most == 0:
             continue
         first, high = behind_ends(
-            late.send, late.back, late.at_host, kind, lows, ends, may_be_last, own, p, most, low, rest
+            tracked.send, tracked.back, tracked.at_host, kind, lows, ends, may_be_last, own, p, most, low, rest
         )
         if high <= low:
             continue
-        wait = waits[p, g]
-        stage = stage_of(problem, late, wait, kind, limit, is_full, p, g)
-        known_before(before, lows[p], low, last_low, late, wait, g, is_full, p, known)
+        replicas, replica_ns = tracked.replicas[g], tracked.replica_ns[p, g]
+        stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
+        known_before(before, lows[p], low, last_low, tracked, stage.num_replicas, g, is_full, p, known)
         for i in range(low + 1, last_low + 1):
             forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
             critical = layers[own.own, i].critical - layers[own.own, i - 1].critical
-            for row in range(7):
+            for row in range(REPLICAS):
                 step = critical * own.fastest
                 if row in (FOLLOW, FOLLOW_LATE):
                     step = critical * stage.back_slope
-                elif row in (ARRIVAL, PACED_ANY, PACED_FIRST):
+                elif row in (ARRIVAL, BEFORE_ANY, BEFORE_FIRST):
                     step = forward
                 known[row, i] = min(known[row, i], known[row, i - 1] + step)
+            for k in range(stage.num_replicas):
+                num_backward = 2 if replicas[k].count >= 2 else 1
+                for row in range(REPLICAS + ROWS_OF_REPLICA * k, REPLICAS + ROWS_OF_REPLICA * (k + 1)):
+                    is_behind = (row - REPLICAS) % ROWS_OF_REPLICA == FOLLOW_LAST
+                    step = num_backward * critical * own.fastest if is_behind else forward
+                    known[row, i] = min(known[row, i], known[row, i - 1] + step)
         heads[:], tails[:] = 0, 0
         at = pushed = high
         for i in range(min(high - 1, last_low), low - 1, -1):
@@ -106,7 +114,8 @@ def fill_behind(
             if before[ARRIVED, p, x] == np.inf:
                 continue
             while at > pushed and (
-                rest[FLAT_AROUND, at] == np.inf or excess(layers, max_bucket, own, stage, known, rest, i, at) > 0
+                rest[FLAT_AROUND, at] == np.inf
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, known, rest, i, at) > 0
             ):
                 at -= 1
                 num_tried += 1
@@ -163,5 +172,5 @@ def _behind_forwards(layers: NDArray[Any], own: Any, stage: Stage, known: Floats
     """When the first B of the stage of layers [i, j) is done behind the F before it, at least."""
     begin, end = layers[own.own, i], layers[own.own, j]
     f = (end.forward - begin.forward) * own.fastest - stage.rounding
-    paced, num = (known[PACED_FIRST, i], stage.num_first) if row == FIRST else (known[PACED_ANY, i], stage.num_any)
-    return float(max(paced + f, known[ARRIVAL, i] + num * f) + (end.critical - begin.critical) * own.fastest)
+    there, num = (known[BEFORE_FIRST, i], stage.num_first) if row == FIRST else (known[BEFORE_ANY, i], stage.num_any)
+    return float(max(there + f, known[ARRIVAL, i] + num * f) + (end.critical - begin.critical) * own.fastest)

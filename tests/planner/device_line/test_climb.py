@@ -1,5 +1,6 @@
 """Estimates of steps are the simulator's, but for rounding; climbs by them end at a plan that is no slower."""
 
+from dataclasses import replace as replaced
 from itertools import count
 from random import Random
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line import climb as climb_module
 from bapipe.planner.device_line.climb import Climbs
@@ -130,6 +132,26 @@ def test_longer_climbs_by_other_moves_end_lower_from_some_plans(monkeypatch: pyt
         steps_ns.append((_climbed_ns(line, start), _climbed_ns(line, start, num_doublings=3)))
     assert min(longer / shorter for shorter, longer in steps_ns) < 1
     assert any(longer == shorter for shorter, longer in steps_ns)
+
+
+def test_a_race_ends_at_the_same_plans_in_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(climb_module, "MAX_ACTIONS", 12_500)
+    line, start = uneven(1)
+    others = [replaced(start.plan, cuts=(0, middle, 2 * middle, 40)) for middle in (5, 8, 12, 15)]
+    ends = []
+    for number in (1, 3):
+        monkeypatch.setattr(climb_module, "num_threads", lambda number=number: number)
+        monkeypatch.setattr(threads, "num_threads", lambda number=number: number)
+        timed = list[LinePlan]()
+
+        def time(line: DeviceLine, plan: LinePlan, timed: list[LinePlan] = timed) -> TimedPlan | None:
+            timed.append(plan)
+            return line.time(plan)
+
+        Climbs(time).race([(line, plan) for plan in (start.plan, *others)], UNLIMITED, lambda: False)
+        ends.append(timed)
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 3
 
 
 def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_more(

@@ -1,5 +1,6 @@
 """Bounds by what a micro-batch takes before and behind stages: every plan is feasible in them at its own step time."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_ranges, trip_bound
+from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 8
-find_waits = TripBound._find_waits
+waits = tracked._waits
 
 
 def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: int | None = None) -> DeviceLine:
@@ -41,9 +42,13 @@ def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: in
     )
 
 
-def without_waits(bound: TripBound) -> "NDArray[np.void]":
+def without_waits(prefix: PrefixBound, before: "NDArray[np.int64]") -> "NDArray[np.void]":
     """As if no first B waited for F but its own."""
-    return np.zeros_like(find_waits(bound))
+    return np.zeros_like(waits(prefix, before))
+
+
+def without_replicas(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:
+    yield from ()
 
 
 def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
@@ -57,10 +62,11 @@ def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
 def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     schedule: str, is_coarse: bool, is_alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if is_coarse:  # as of more than 32 devices of a stage, and more than 128 stages
+    if is_coarse:  # as of more than 32 devices of a stage, more than 128 stages, and large tables
         monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
         monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
         monkeypatch.setattr(trip_bound, "MAX_TABLES", 3)
+        monkeypatch.setattr(trip_bound, "MAX_BYTES", 20_000)
     infeasible = checked = 0
     for seed in range(6):
         given = (alike_line if is_alike else unlike_line)(seed, schedule, buckets=seed % 4 > 1)
@@ -118,12 +124,25 @@ def num_feasible(line: DeviceLine, schedule: str, limits_ns: list[int], *, count
 
 
 def test_the_forwards_that_a_first_backward_waits_for_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the replica with the very first micro-batch, and of any."""
     line = sorted_line(9, num_microbatches=27)
     best_ns = best_of_two_or_three_stages(line, "gpipe").step_ns
+    monkeypatch.setattr(tracked, "_places", without_replicas)
     limits_ns = [best_ns * part // 200 for part in range(140, 201)]
     num_with_waits = num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
-    monkeypatch.setattr(TripBound, "_find_waits", without_waits)
+    monkeypatch.setattr(tracked, "_waits", without_waits)
     assert 0 < num_with_waits < num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
+
+
+def test_replicas_that_are_looked_at_one_by_one_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = devices(16, bytes_per_s=10**10)
+    unlike = tuple(replace(device, speed=1 - i / 25) for i, device in enumerate(cluster.devices))
+    profile = chain([2, 1, 3] * 8, param_bytes=4 * 10**6)
+    line = DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=64))
+    limits_ns = [ms * 10**6 for ms in range(970, 1011, 5)]
+    num_with_replicas = num_feasible(line, "1f1b", limits_ns)
+    monkeypatch.setattr(tracked, "_places", without_replicas)
+    assert 0 < num_with_replicas < num_feasible(line, "1f1b", limits_ns)
 
 
 def test_cuts_that_are_counted_raise_the_bound() -> None:
