@@ -12,7 +12,8 @@ GIVEN_ORDER = "in the cluster's order"
 
 def on_first_devices(orders: Sequence[str]) -> str:
     """Returns which devices plans take in some orders, given in words; they are part of plan files."""
-    return f", {', or '.join(orders)}, of too many choices only the first devices"
+    in_stage = "" if set(orders) == {GIVEN_ORDER} else ", those of one stage the fastest first"
+    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
