@@ -1,11 +1,13 @@
 """Runs compiled work in several threads, as far as there are processors."""
 
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from bapipe.planner.deadline import Deadline
@@ -40,3 +42,76 @@ def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline)
             return list(pool.map(run, work))
     finally:
         deadline.count(max(computed_s.values(), default=0.0))
+
+
+Row = Callable[[int, Callable[[int], None], Deadline], bool]
+"""Runs the row of work of a number within a deadline, and returns whether another one follows.
+
+It begins when the first column of the row before is done. Before each of its columns it calls a function with the
+number of the column, which waits until the row before is past that column, or has ended.
+"""
+
+
+def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int) -> int:
+    """Runs rows of work, as many at a time as there are processors, each behind what the one before it has done so far.
+
+    Returns:
+        How many rows there are, at most `max_rows`.
+
+    Raises:
+        OutOfTime: if any row does, when all threads have ended.
+    """
+    waves, at_once = _Waves(max_rows), min(num_threads(), max_rows, max_threads)
+    in_threads([partial(waves.run, row, first, at_once) for first in range(at_once)], deadline)
+    return waves.num_rows
+
+
+class _NotNeededError(Exception):
+    """The row of work is not needed, or another one has failed."""
+
+
+class _Waves:
+    """Rows of work that wait for one another.
+
+    Attributes:
+        num_rows: as far as is known.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._changed, self._num_done, self._has_failed = threading.Condition(), [0] * num_rows, False
+
+    def run(self, row: Row, first: int, at_once: int, deadline: Deadline) -> None:
+        """Runs every `at_once`-th row from one on."""
+        try:
+            for number in range(first, len(self._num_done), at_once):
+                self._begin(number, 0)
+                self._end(number, row(number, partial(self._begin, number), deadline))
+        except _NotNeededError:
+            pass
+        except BaseException:
+            with self._changed:
+                self._has_failed = True
+                self._changed.notify_all()
+            raise
+
+    def _begin(self, number: int, column: int) -> None:
+        """Waits until a column of a row can begin; those before it are done."""
+        with self._changed:
+            self._num_done[number] = column
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_over(number) or self._is_ready(number, column))
+            if self._is_over(number):
+                raise _NotNeededError
+
+    def _is_over(self, number: int) -> bool:
+        return self._has_failed or number >= self.num_rows
+
+    def _is_ready(self, number: int, column: int) -> bool:
+        return number == 0 or self._num_done[number - 1] > column
+
+    def _end(self, number: int, is_followed: bool) -> None:
+        with self._changed:
+            self._num_done[number] = sys.maxsize
+            self.num_rows = self.num_rows if is_followed else min(self.num_rows, number + 1)
+            self._changed.notify_all()

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 
 from bapipe.planner.deadline import DEFAULT_LIMIT_S, Deadline, OutOfTime, deadline_of
-from bapipe.planner.threads import in_threads
+from bapipe.planner.threads import in_threads, in_waves
 
 
 def compute(seconds: float, answer: int, deadline: Deadline) -> int:
@@ -49,3 +50,54 @@ def test_all_threads_end_when_the_deadline_is_stopped() -> None:
     work: list[Callable[[Deadline], int]] = [partial(compute, 60.0, 0), stop]
     with pytest.raises(OutOfTime):
         in_threads(work, deadline)
+
+
+@pytest.mark.parametrize("max_threads", [1, 2, 5])
+def test_rows_follow_the_row_before_column_by_column(max_threads: int) -> None:
+    """Sums along a grid, each of what is left of it and above it; without waiting some are read before they are set."""
+    num_rows, num_columns = 7, 5
+    sums = np.zeros((num_rows + 1, num_columns + 1), dtype=np.int64)
+    sums[0, 0] = 1
+
+    def run(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+        for column in range(num_columns):
+            begin(column)
+            compute(0.0003 * (column + row % 2), 0, deadline)
+            above = sums[row, column : column + 2].sum() if row > 0 else 1
+            sums[row + 1, column + 1] = above + sums[row + 1, column]
+        return True
+
+    assert in_waves(run, num_rows, Deadline(None), max_threads) == num_rows
+    expected = np.zeros_like(sums)
+    expected[0, 0] = 1
+    for row in range(num_rows):
+        for column in range(num_columns):
+            above = expected[row, column : column + 2].sum() if row > 0 else 1
+            expected[row + 1, column + 1] = above + expected[row + 1, column]
+    np.testing.assert_array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("max_threads", [1, 2])
+def test_no_row_follows_the_last_one(max_threads: int) -> None:
+    ended = []
+
+    def run(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+        begin(0)
+        begin(1)
+        ended.append(row)
+        return row < 3
+
+    assert in_waves(run, 9, Deadline(None), max_threads) == 4
+    assert sorted(ended)[:4] == [0, 1, 2, 3]
+
+
+def test_rows_end_when_another_fails() -> None:
+    def run(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+        begin(0)
+        if row == 1:
+            raise OutOfTime("over")
+        begin(1)
+        return True
+
+    with pytest.raises(OutOfTime):
+        in_waves(run, 9, Deadline(None), 2)

@@ -21,7 +21,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import Behind, TripBound
-from bapipe.planner.threads import in_threads
+from bapipe.planner.threads import in_threads, num_threads
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
@@ -67,6 +67,11 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
+LOOK, LOOK_PART = 350, 2 / 3
+"""Before that comes a look at the plans within the last of these goals, without a second round: lower goals begin with
+what is known then, and take little. It is so much work for each device and boundary, and is left out if that is more
+than this part of what is left."""
+
 AT_ONCE = 4
 """Ranges of so many problems are asked at once, whatever the number of processors, so that the bound is the same."""
 
@@ -96,7 +101,7 @@ class Range:
         is_likely: whether the relaxation may have a plan within a goal soon.
         open_ns: the goal that it was asked about last, if it has a plan within it.
         trips: `trip_bound.py`, where it is asked instead.
-        known: what that knows of them within an earlier goal.
+        known: what that knows of them within some goals, the lowest one first.
         bound_ns: what is proven of them.
     """
 
@@ -110,7 +115,7 @@ class Range:
     is_fine: bool = False
     is_likely: bool = False
     open_ns: int = 0
-    known: Known | None = None
+    known: tuple[Known, ...] = ()
 
 
 class RingRanges:
@@ -167,11 +172,15 @@ class RingRanges:
         """Raises the bound up to a time, as far as the relaxation allows.
 
         Args:
-            left: what is left of the time, if it is limited, or of a budget of work: nothing from 0 on.
+            left: what is left of a budget of work, see `num_tried`, by the time that is left if that is limited:
+                nothing from 0 on.
         """
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
         if self._trips:
             self._raise_soon(high_ns, deadline)
+            num_looked_at = sum(each.prefix.num_devices * len(each.prefix.line.cuts) for each in self._trips)
+            if LOOK * num_looked_at < LOOK_PART * left():
+                self._ask_all(goals_ns[-1], deadline, 0)
         low_ns, best_ns, took = self.bound_ns, high_ns, 0.0
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
             left_before = left()
@@ -180,9 +189,10 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-            is_refuted = self.is_refuted(goal_ns, deadline, left)
-            if is_refuted:
-                low_ns = goal_ns + 1
+                if first_ns == goals_ns[1] and not is_slow:
+                    self._ask_all(goals_ns[-1], deadline, ROUNDS)
+            if self.is_refuted(goal_ns, deadline, left):
+                low_ns = max(self.bound_ns, goal_ns + 1)
             else:
                 high_ns = goal_ns
             took = left_before - left()
@@ -196,6 +206,12 @@ class RingRanges:
                 return
             for each in left:
                 each.bound_ns = goal_ns + 1
+
+    def _ask_all(self, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
+        """Asks about a range of each problem as it is."""
+        left = [each for each in self.ranges if each.bound_ns <= goal_ns]
+        if left:
+            self._ask(self._next(left), goal_ns, deadline, num_rounds)
 
     @property
     def _has_many_devices(self) -> bool:
@@ -228,27 +244,45 @@ class RingRanges:
                 self.ranges.remove(whole)
                 self.ranges += parts
 
-    def _ask(self, asked: Sequence[Range], goal_ns: int, deadline: Deadline) -> None:
-        """Asks whether ranges of different problems have plans within a goal, at once; those that may are likely."""
-        answers = in_threads([partial(self._answer, each, goal_ns) for each in asked], deadline)
+    def _ask(self, asked: Sequence[Range], goal_ns: int, deadline: Deadline, num_rounds: int = ROUNDS) -> None:
+        """Asks whether ranges of different problems have plans within a goal, at once; those that may are likely.
+
+        Args:
+            num_rounds: of `trip_bound.py`; after none a range that is left has not been asked about the goal yet.
+        """
+        max_threads = num_threads() if len(asked) == 1 else 1
+        answers = in_threads(
+            [partial(self._answer, each, goal_ns, num_rounds, max_threads) for each in asked], deadline
+        )
         for each, (is_refuted, behind) in zip(asked, answers, strict=True):
             each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
             each.is_likely = not is_refuted
-            each.open_ns = 0 if is_refuted else goal_ns
+            if not is_refuted and num_rounds > 0:
+                each.open_ns = goal_ns
             if behind is not None:
                 self._note(each, goal_ns, behind)
 
-    def _answer(self, asked: Range, goal_ns: int, deadline: Deadline) -> tuple[bool, Behind | None]:
+    def _answer(
+        self, asked: Range, goal_ns: int, num_rounds: int, max_threads: int, deadline: Deadline
+    ) -> tuple[bool, Behind | None]:
         """Returns whether no plan of a range is within a goal; and what is known of those that are, by trips."""
         if asked.trips is None:
             kind, is_fine = _kind(asked), asked.is_fine
             return not asked.problem.is_feasible(
                 kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=is_fine
             ), None
-        if asked.known is None and self._is_refuted_soon(asked, goal_ns, deadline):
+        earlier, num_rounds = _within(asked.known, goal_ns), COUNTED_ROUNDS if asked.counts_cuts else num_rounds
+        if earlier is None and self._is_refuted_soon(asked, goal_ns, deadline):
             return True, None
-        earlier, num_rounds = _within(asked.known, goal_ns), COUNTED_ROUNDS if asked.counts_cuts else ROUNDS
-        behind = asked.trips.within(_kind(asked), goal_ns, deadline, num_rounds, earlier, counts_cuts=asked.counts_cuts)
+        behind = asked.trips.within(
+            _kind(asked),
+            goal_ns,
+            deadline,
+            num_rounds,
+            earlier,
+            counts_cuts=asked.counts_cuts,
+            max_threads=max_threads,
+        )
         return behind is None, behind
 
     def _is_refuted_soon(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
@@ -256,11 +290,12 @@ class RingRanges:
 
     def _note(self, asked: Range, goal_ns: int, behind: Behind) -> None:
         """Notes what is known of the plans of a range within a goal; other numbers of cuts are ruled out."""
-        (fewest, most), asked.known = asked.cuts, self._keep(goal_ns, behind)
+        (fewest, most), later = asked.cuts, tuple(each for each in asked.known if each.goal_ns > goal_ns)
+        asked.known = self._keep(goal_ns, behind), *later
         asked.cuts = behind.cuts
         for cuts in ((fewest, asked.cuts[0] - 1), (asked.cuts[1] + 1, most)):
             if cuts[0] <= cuts[1]:
-                self.ranges.append(replace(asked, cuts=cuts, known=None, bound_ns=goal_ns + 1))
+                self.ranges.append(replace(asked, cuts=cuts, known=later, bound_ns=goal_ns + 1))
 
     def _keep(self, goal_ns: int, behind: Behind) -> Known:
         """Returns what is known of plans within a goal; the oldest of too many is forgotten."""
@@ -339,9 +374,10 @@ class RingRanges:
                 yield replace(whole, cuts=cuts)
 
 
-def _within(known: Known | None, goal_ns: int) -> Behind | None:
+def _within(known: Sequence[Known], goal_ns: int) -> Behind | None:
     """Returns what is known of plans within a goal."""
-    return known.behind if known is not None and goal_ns <= known.goal_ns else None
+    behinds = (each.behind for each in known if goal_ns <= each.goal_ns)
+    return next((behind for behind in behinds if behind is not None), None)
 
 
 def _kind(plans: Range) -> PlanKind:

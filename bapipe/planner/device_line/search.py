@@ -34,7 +34,7 @@ from math import inf, isinf
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.deadline import DEFAULT_LIMIT_S, Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
@@ -432,7 +432,7 @@ class LineSearch:
 
         def left() -> float:
             left_s = deadline.remaining_s if self.deadline.is_given else None
-            return MAX_TRIED - ranges.num_tried if left_s is None else left_s
+            return MAX_TRIED - ranges.num_tried if left_s is None else left_s * MAX_TRIED / DEFAULT_LIMIT_S
 
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):

@@ -13,8 +13,8 @@ micro-batches, which arrive no faster than earlier stages run them. So there are
 numbers on arrive, and of when the first gradients do.
 """
 
+import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
+from bapipe.planner.threads import in_waves
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
@@ -78,6 +79,7 @@ class _Asked(NamedTuple):
         limit: the step time, in ns, and what rounding may add to it.
         steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
         counts_cuts: whether stages are told apart by the cuts before them.
+        max_threads: how many may be used at most.
     """
 
     kind: PlanKind
@@ -85,6 +87,7 @@ class _Asked(NamedTuple):
     deadline: Deadline
     steps: int | None
     counts_cuts: bool
+    max_threads: int
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
         """Returns the fewest and the most cuts of its plans among those of which something is known."""
@@ -104,6 +107,7 @@ class TripBound:
 
     def __init__(self, prefix: PrefixBound) -> None:
         self.prefix, self.num_tried = prefix, 0
+        self._counts = threading.Lock()
         self._end = len(prefix.line.cuts) - 1
         self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in NUM_STEPS)
 
@@ -116,6 +120,7 @@ class TripBound:
         earlier: Behind | None = None,
         *,
         counts_cuts: bool = False,
+        max_threads: int = 1,
     ) -> Behind | None:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
@@ -123,9 +128,10 @@ class TripBound:
             num_rounds: how often the tables are filled, at most, with all that they have.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
+            max_threads: how many may be used; what is known is the same.
         """
         steps = len(NUM_STEPS) - 2 + counts_cuts
-        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, steps, counts_cuts)
+        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, steps, counts_cuts, max_threads)
         # What takes less time rules out most stages first.
         first = [asked._replace(steps=few, counts_cuts=False) for few in (None, 0)] if earlier is None else []
         if counts_cuts and earlier is None:
@@ -175,20 +181,25 @@ class TripBound:
         num_rows = 2 + (tracked.behind.size + tracked.before.size) * (asked.steps is not None)
         shape = num_rows, *known.tables[0].shape[1:]
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
-        before, is_reached = [np.full(shape, np.inf)], False
+        before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][:, 0, 0] = 0.0  # `lows` begins with 0
-        for c in range(most + 1):
+        positions = range(self.prefix.num_devices + 1)
+
+        def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
                 before.append(np.full(shape, np.inf))
-            behind, is_rest = known.behind_stages(c + 1), c == len(before) - 1
-            tables = Tables(known.lows, before[c], before[-1], behind, behind)
+            behind, is_rest = known.behind_stages(c + 1), c == max_tables - 1
+            tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
             may_be_last = is_rest or c >= fewest
-            self._run(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1), num_rows)
-            at_end = self._at_end(known, before[-1][0])
-            is_reached |= may_be_last and bool(np.isfinite(at_end).any())
-            if is_rest or np.isfinite(before[-1][0]).sum() == np.isfinite(at_end).sum():
-                break
-        return before if is_reached else None
+            if is_rest:
+                begin(len(positions))  # the table before is added to until its end
+            self._run(fill_before, asked, tables, may_be_last, positions, num_rows, begin, deadline)
+            at_end = self._at_end(known, tables.before_ends[0])
+            are_reached[c] = may_be_last and bool(np.isfinite(at_end).any())
+            return not is_rest and bool(np.isfinite(tables.before_ends[0]).sum() > np.isfinite(at_end).sum())
+
+        num_tables = in_waves(fill, min(most + 1, max_tables), asked.deadline, asked.max_threads)
+        return before[: num_tables + 1] if any(are_reached) else None
 
     def _fill_behind(self, asked: _Asked, known: Behind, before: Sequence[FloatArray]) -> Behind | None:
         """Fills the tables behind; None if no plan is left."""
@@ -205,9 +216,16 @@ class TripBound:
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
         positions = range(self.prefix.num_devices - 1, -1, -1)
-        for c in range(min(rest, len(before) - 1), -1, -1):
+        last = min(rest, len(before) - 1)
+
+        def fill(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+            c = last - row
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
-            self._run(fill_behind, asked, tables, c == rest or fewest <= c <= most, positions, len(behind[0]))
+            may_be_last = c == rest or fewest <= c <= most
+            self._run(fill_behind, asked, tables, may_be_last, positions, len(behind[0]), begin, deadline)
+            return c > 0
+
+        in_waves(fill, last + 1, asked.deadline, asked.max_threads)
         if np.isinf(behind[0][0, 0, 0]):
             return None
         return _in_band(Behind((min(cuts), max(cuts)), known.lows, tuple(behind)))
@@ -220,17 +238,21 @@ class TripBound:
         may_be_last: bool,
         positions: Sequence[int],
         num_rows: int,
+        begin: Callable[[int], None],
+        deadline: Deadline,
     ) -> None:
-        problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch
+        """Fills a table, each part of the devices when it may begin."""
+        problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
-        num_each = 1 + num_rows // ROWS_TRIED
-        for p in positions:
-            if p % POSITIONS_AT_ONCE == 0:
-                asked.deadline.check()
-            num_tried = fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, p)
+        num_each, num_tried = 1 + num_rows // ROWS_TRIED, 0
+        for number in range(-(-len(positions) // POSITIONS_AT_ONCE)):
+            begin(number)
+            deadline.check()
+            for p in positions[number * POSITIONS_AT_ONCE : (number + 1) * POSITIONS_AT_ONCE]:
+                num_tried += fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, p)
+        with self._counts:
             self.num_tried += num_tried * num_each
 
-    @cached_property
     def _scratch(self) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN
         from bapipe.planner.device_line.trip_tables import Scratch

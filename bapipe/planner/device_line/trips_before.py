@@ -75,7 +75,7 @@ def fill_before(
     if problem.is_alike and p > 1:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
-            if 0 <= other < width:
+            if 0 <= other < width and x + lows[p] < end:
                 for row in range(before.shape[0]):
                     before[row, p, x] = min(before[row, p, x], before[row, p - 1, other])
     low, last_low = reached(before[ARRIVED, p], lows[p], end)

@@ -1,7 +1,8 @@
 """Bounds by what a micro-batch takes before and behind stages: every plan is feasible in them at its own step time."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
@@ -155,6 +157,27 @@ def test_cuts_that_are_counted_raise_the_bound() -> None:
     assert 0 < num_counted < num_feasible(line, "gpipe", limits_ns)
 
 
+@pytest.mark.parametrize("max_tables", [3, 128])
+def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some stages are not told apart by the cuts before them."""
+    monkeypatch.setattr(trip_bound, "MAX_TABLES", max_tables)
+    monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
+    monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    prefix = PrefixBound(sorted_line(11, output_bytes=10**7), "1f1b", 1, 11)
+    limit_ns = next(ns for ns in count(10**7, 10**7) if TripBound(prefix).within(prefix.kind, ns, UNLIMITED, 1))
+    bounds = [TripBound(prefix) for _ in range(2)]
+    one, three = (
+        bound.within(prefix.kind, limit_ns, UNLIMITED, 2, counts_cuts=True, max_threads=num)
+        for bound, num in zip(bounds, (1, 3), strict=True)
+    )
+    assert one is not None
+    assert three is not None
+    assert (one.cuts, len(one.tables)) == (three.cuts, len(three.tables))
+    assert bounds[0].num_tried == bounds[1].num_tried > 0
+    for table, same in zip(one.tables, three.tables, strict=True):
+        np.testing.assert_array_equal(table, same)
+
+
 @pytest.mark.parametrize("max_kept_bytes", [0, 2**29])
 @pytest.mark.parametrize("output_bytes", [0, 4 * 10**7])
 def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
@@ -165,7 +188,7 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
     line = sorted_line(7, output_bytes=output_bytes)
     best = min((each for each in map(line.time, plans(line, "1f1b")) if each), key=lambda each: each.step_ns)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
-    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: True)
+    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: inf)
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
 
 
