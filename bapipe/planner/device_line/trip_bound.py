@@ -14,7 +14,8 @@ numbers on arrive, and of when the first gradients do.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,16 +33,20 @@ from bapipe.planner.threads import in_waves
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
-NUM_STEPS = (3, 8, 20)
+NUM_STEPS = (3, 8, 40)
 """Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
-first tables have few of them, which rules out most stages in less time; those where cuts are counted have the most."""
+first tables have few of them, which rules out most stages in less time."""
+
+FEW_TABLES = (12, 24, 48)
+"""Where cuts are counted, stages behind so many others are not told apart in the first tables, with each of the numbers
+of steps: that takes less time, and rules out most plans with many cuts."""
 
 LEFT = 0.75
 """The tables are filled as long as no more than this part of the boundaries before is left."""
 
 MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
-"""Where cuts are counted, stages behind so many others are not told apart, nor those whose tables would take more. Four
-problems are asked about at once."""
+"""Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
+about at once."""
 
 ROWS_TRIED = 6
 """So many rows of a table take as long as the limits of a stage that is tried."""
@@ -67,9 +72,14 @@ class Behind(NamedTuple):
         """Of the tables."""
         return sum(table.nbytes for table in self.tables)
 
-    def behind_stages(self, num_stages: int) -> FloatArray:
-        """Returns what is known behind so many stages."""
-        return self.tables[min(num_stages, len(self.tables) - 1)]
+    def num_left(self, num_tables: int) -> int:
+        """Returns how many boundaries some stages may reach, in so many tables."""
+        return sum(int(np.isfinite(table[0]).sum()) for table in self.tables[:num_tables])
+
+    def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
+        """Returns what is known behind so many stages, or behind so many or more."""
+        tables = self.tables[min(num_stages, len(self.tables) - 1) :]
+        return np.minimum.reduce(tables) if or_more else tables[0]
 
 
 class _Asked(NamedTuple):
@@ -78,7 +88,7 @@ class _Asked(NamedTuple):
     Attributes:
         limit: the step time, in ns, and what rounding may add to it.
         steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
-        counts_cuts: whether stages are told apart by the cuts before them.
+        most_tables: from how many stages before on they are not told apart; 1 if they are not at all.
         max_threads: how many may be used at most.
     """
 
@@ -86,7 +96,7 @@ class _Asked(NamedTuple):
     limit: float
     deadline: Deadline
     steps: int | None
-    counts_cuts: bool
+    most_tables: int
     max_threads: int
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
@@ -95,7 +105,7 @@ class _Asked(NamedTuple):
 
     def max_tables(self, shape: tuple[int, ...]) -> int:
         """Returns how many tables of a shape there are before; the last one is of all stages behind so many."""
-        return max(1, min(MAX_TABLES, MAX_BYTES // (8 * prod(shape)))) if self.counts_cuts else 1
+        return max(1, min(self.most_tables, MAX_BYTES // (8 * prod(shape))))
 
 
 class TripBound:
@@ -125,34 +135,43 @@ class TripBound:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with all that they have.
+            num_rounds: how often the tables are filled, at most, with all that they have; behind fewer before that.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
             max_threads: how many may be used; what is known is the same.
         """
-        steps = len(NUM_STEPS) - 2 + counts_cuts
-        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, steps, counts_cuts, max_threads)
-        # What takes less time rules out most stages first.
-        first = [asked._replace(steps=few, counts_cuts=False) for few in (None, 0)] if earlier is None else []
-        if counts_cuts and earlier is None:
-            first.append(asked._replace(steps=steps - 1, counts_cuts=False))
-        if counts_cuts and (earlier is None or len(earlier.tables) == 1):
-            first += [asked._replace(steps=fewer) for fewer in range(steps)]
+        finest = len(NUM_STEPS) - 1
+        asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
         known = self._at_first(asked) if earlier is None else earlier
-        for each in first:
-            known = None if known is None else self._fill_by_turns(each, known, 1)
-        return None if known is None else self._fill_by_turns(asked, known, num_rounds)
+        # What takes less time rules out most stages first.
+        if earlier is None:
+            known = self._fill_each(known, (asked._replace(steps=steps) for steps in (None, *range(finest))))
+            if counts_cuts:
+                known = self._fill_each(known, [asked])
+        if not counts_cuts:
+            return self._fill_by_turns(known, repeat(asked, num_rounds))
+        if known is not None and len(known.tables) == 1:
+            few = zip(range(finest), FEW_TABLES, strict=False)
+            known = self._fill_each(known, (asked._replace(steps=each, most_tables=tables) for each, tables in few))
+        numbers = (min(MAX_TABLES, FEW_TABLES[-1] << turn) for turn in range(num_rounds))
+        return self._fill_by_turns(known, (asked._replace(most_tables=tables) for tables in numbers))
 
-    def _fill_by_turns(self, asked: _Asked, known: Behind, num_rounds: int) -> Behind | None:
-        """Fills the tables until no plan is left, or nothing changes."""
-        left = np.inf
-        for _ in range(num_rounds):
-            before = self._fill_before(asked, known)
-            filled = None if before is None else self._fill_behind(asked, known, before)
-            if filled is None:
+    def _fill_each(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
+        """Fills the tables once for each question."""
+        for asked in questions:
+            before = None if known is None else self._fill_before(asked, known)
+            known = None if known is None or before is None else self._fill_behind(asked, known, before)
+        return known
+
+    def _fill_by_turns(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
+        """Fills the tables until no plan is left, or little changes."""
+        for asked in questions:
+            before_it, known = known, self._fill_each(known, [asked])
+            if known is None or before_it is None:
                 return None
-            known, before_it, left = filled, left, float(sum(np.isfinite(table[0]).sum() for table in filled.tables))
-            if left > LEFT * before_it:
+            # The last table is of more stages where there are fewer tables.
+            num_tables = max(1, min(len(known.tables), len(before_it.tables)) - 1)
+            if known.num_left(num_tables) > LEFT * before_it.num_left(num_tables):
                 break
         return known
 
@@ -188,7 +207,8 @@ class TripBound:
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
                 before.append(np.full(shape, np.inf))
-            behind, is_rest = known.behind_stages(c + 1), c == max_tables - 1
+            is_rest = c == max_tables - 1
+            behind = known.behind_stages(c + 1, or_more=is_rest)
             tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
             may_be_last = is_rest or c >= fewest
             if is_rest:

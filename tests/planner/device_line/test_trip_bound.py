@@ -67,6 +67,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     if is_coarse:  # as of more than 32 devices of a stage, more than 128 stages, and large tables
         monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
         monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
+        monkeypatch.setattr(trip_bound, "FEW_TABLES", (5, 2, 2))
         monkeypatch.setattr(trip_bound, "MAX_TABLES", 3)
         monkeypatch.setattr(trip_bound, "MAX_BYTES", 20_000)
     infeasible = checked = 0
@@ -160,6 +161,7 @@ def test_cuts_that_are_counted_raise_the_bound() -> None:
 @pytest.mark.parametrize("max_tables", [3, 128])
 def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some stages are not told apart by the cuts before them."""
+    monkeypatch.setattr(trip_bound, "FEW_TABLES", (max_tables, max_tables, max_tables))
     monkeypatch.setattr(trip_bound, "MAX_TABLES", max_tables)
     monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
