@@ -27,6 +27,7 @@ class Deadline:
     Attributes:
         is_given: whether a user chose it: a search then goes on until it is over, instead of doing a fixed amount of
             work.
+        counted_s: what other threads computed for it, as far as is known.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Deadline:
     ) -> None:
         """`within` is a longer deadline that also ends this one; one that is stopped with another has its own time."""
         self.is_given, self._clock, self._within, self._is_stopped = is_given, clock, within, False
-        self._stopped_with = stopped_with
+        self._stopped_with, self.counted_s = stopped_with, 0.0
         self._end_s = None if limit_s is None else clock() + limit_s
 
     @property
@@ -88,6 +89,7 @@ class Deadline:
 
     def count(self, seconds: float) -> None:
         """Counts what other threads computed meanwhile, if the clock is the compute time of this thread."""
+        self.counted_s += seconds
         if self._end_s is not None and self._clock is time.thread_time:
             self._end_s -= seconds
         if self._within is not None:

@@ -32,10 +32,11 @@ def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline)
 
     def run(each: Callable[[Deadline], Answer]) -> Answer:
         thread, started_s = threading.get_ident(), time.thread_time()
+        own = deadline.in_thread(left_s, computed_s[thread])
         try:
-            return each(deadline.in_thread(left_s, computed_s[thread]))
+            return each(own)
         finally:
-            computed_s[thread] += time.thread_time() - started_s
+            computed_s[thread] += time.thread_time() - started_s + own.counted_s
 
     try:
         with ThreadPoolExecutor(min(len(work), num_threads())) as pool:
@@ -52,8 +53,11 @@ number of the column, which waits until the row before is past that column, or h
 """
 
 
-def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int) -> int:
+def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int, most_ahead: int = sys.maxsize) -> int:
     """Runs rows of work, as many at a time as there are processors, each behind what the one before it has done so far.
+
+    Args:
+        most_ahead: so many columns a row may be ahead of the next one; all rows must run at a time then.
 
     Returns:
         How many rows there are, at most `max_rows`.
@@ -61,7 +65,7 @@ def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int) -> i
     Raises:
         OutOfTime: if any row does, when all threads have ended.
     """
-    waves, at_once = _Waves(max_rows), min(num_threads(), max_rows, max_threads)
+    waves, at_once = _Waves(max_rows, most_ahead), min(num_threads(), max_rows, max(max_threads, 1))
     in_threads([partial(waves.run, row, first, at_once) for first in range(at_once)], deadline)
     return waves.num_rows
 
@@ -77,8 +81,8 @@ class _Waves:
         num_rows: as far as is known.
     """
 
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, most_ahead: int) -> None:
+        self.num_rows, self._most_ahead = num_rows, most_ahead
         self._changed, self._num_done, self._has_failed = threading.Condition(), [0] * num_rows, False
 
     def run(self, row: Row, first: int, at_once: int, deadline: Deadline) -> None:
@@ -108,7 +112,9 @@ class _Waves:
         return self._has_failed or number >= self.num_rows
 
     def _is_ready(self, number: int, column: int) -> bool:
-        return number == 0 or self._num_done[number - 1] > column
+        follows = number == 0 or self._num_done[number - 1] > column
+        leads = number + 1 == len(self._num_done) or column - self._num_done[number + 1] <= self._most_ahead
+        return follows and leads
 
     def _end(self, number: int, is_followed: bool) -> None:
         with self._changed:

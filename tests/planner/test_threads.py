@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from bapipe.planner import threads
 from bapipe.planner.deadline import DEFAULT_LIMIT_S, Deadline, OutOfTime, deadline_of
 from bapipe.planner.threads import in_threads, in_waves
 
@@ -30,6 +31,16 @@ def test_what_other_threads_compute_counts_where_compute_time_is_limited() -> No
     in_threads([partial(compute, 0.2, 0), partial(compute, 0.1, 1)], deadline.share(2))
     assert deadline.remaining_s is not None
     assert 0.2 <= DEFAULT_LIMIT_S - deadline.remaining_s < 0.35
+
+
+def test_what_threads_of_threads_compute_counts() -> None:
+    def more(seconds: float, deadline: Deadline) -> None:
+        in_threads([partial(compute, seconds, number) for number in range(2)], deadline)
+
+    deadline = deadline_of(None)
+    in_threads([partial(more, 0.2), partial(more, 0.1)], deadline)
+    assert deadline.remaining_s is not None
+    assert 0.2 <= DEFAULT_LIMIT_S - deadline.remaining_s < 0.45
 
 
 @pytest.mark.parametrize("clock", [time.monotonic, time.thread_time])
@@ -75,6 +86,24 @@ def test_rows_follow_the_row_before_column_by_column(max_threads: int) -> None:
             above = expected[row, column : column + 2].sum() if row > 0 else 1
             expected[row + 1, column + 1] = above + expected[row + 1, column]
     np.testing.assert_array_equal(sums, expected)
+
+
+def test_a_row_is_not_far_ahead_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    begun: list[tuple[int, int]] = []
+
+    def run(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+        for column in range(20):
+            begin(column)
+            begun.append((row, column))
+            compute(0.002 * row, 0, deadline)
+        return True
+
+    assert in_waves(run, 2, Deadline(None), 2, most_ahead=2) == 2
+    at = {each: number for number, each in enumerate(begun)}
+    assert all(at[0, column] < at[1, column] for column in range(20))
+    # The second row has begun a column once those before it are done.
+    assert all(at[1, column - 3] < at[0, column] for column in range(3, 20))
 
 
 @pytest.mark.parametrize("max_threads", [1, 2])

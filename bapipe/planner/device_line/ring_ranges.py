@@ -250,10 +250,15 @@ class RingRanges:
         Args:
             num_rounds: of `trip_bound.py`; after none a range that is left has not been asked about the goal yet.
         """
-        max_threads = num_threads() if len(asked) == 1 else 1
-        answers = in_threads(
-            [partial(self._answer, each, goal_ns, num_rounds, max_threads) for each in asked], deadline
-        )
+        running = list(asked)
+
+        def answer(each: Range, deadline: Deadline) -> tuple[bool, Behind | None]:
+            try:
+                return self._answer(each, goal_ns, num_rounds, lambda: num_threads() // len(running), deadline)
+            finally:
+                running.pop()
+
+        answers = in_threads([partial(answer, each) for each in asked], deadline)
         for each, (is_refuted, behind) in zip(asked, answers, strict=True):
             each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
             each.is_likely = not is_refuted
@@ -263,7 +268,7 @@ class RingRanges:
                 self._note(each, goal_ns, behind)
 
     def _answer(
-        self, asked: Range, goal_ns: int, num_rounds: int, max_threads: int, deadline: Deadline
+        self, asked: Range, goal_ns: int, num_rounds: int, max_threads: Callable[[], int], deadline: Deadline
     ) -> tuple[bool, Behind | None]:
         """Returns whether no plan of a range is within a goal; and what is known of those that are, by trips."""
         if asked.trips is None:

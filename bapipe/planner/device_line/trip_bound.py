@@ -28,7 +28,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.threads import in_waves
+from bapipe.planner.threads import in_waves, num_threads
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
@@ -89,7 +89,7 @@ class _Asked(NamedTuple):
         limit: the step time, in ns, and what rounding may add to it.
         steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
         most_tables: from how many stages before on they are not told apart; 1 if they are not at all.
-        max_threads: how many may be used at most.
+        max_threads: how many may be used now.
     """
 
     kind: PlanKind
@@ -97,7 +97,7 @@ class _Asked(NamedTuple):
     deadline: Deadline
     steps: int | None
     most_tables: int
-    max_threads: int
+    max_threads: Callable[[], int]
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
         """Returns the fewest and the most cuts of its plans among those of which something is known."""
@@ -130,7 +130,7 @@ class TripBound:
         earlier: Behind | None = None,
         *,
         counts_cuts: bool = False,
-        max_threads: int = 1,
+        max_threads: Callable[[], int] = lambda: 1,
     ) -> Behind | None:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
@@ -138,7 +138,7 @@ class TripBound:
             num_rounds: how often the tables are filled, at most, with all that they have; behind fewer before that.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
-            max_threads: how many may be used; what is known is the same.
+            max_threads: how many may be used now; what is known is the same.
         """
         finest = len(NUM_STEPS) - 1
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
@@ -202,7 +202,7 @@ class TripBound:
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][:, 0, 0] = 0.0  # `lows` begins with 0
-        positions = range(self.prefix.num_devices + 1)
+        positions, every = range(self.prefix.num_devices + 1), (0, self.prefix.groups.fewest.size)
 
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
@@ -213,12 +213,14 @@ class TripBound:
             may_be_last = is_rest or c >= fewest
             if is_rest:
                 begin(len(positions))  # the table before is added to until its end
-            self._run(fill_before, asked, tables, may_be_last, positions, num_rows, begin, deadline)
+                self._run_parts(fill_before, asked, tables, may_be_last, positions, deadline, self._parts(asked))
+            else:
+                self._run(fill_before, asked, tables, may_be_last, positions, every, begin, deadline)
             at_end = self._at_end(known, tables.before_ends[0])
             are_reached[c] = may_be_last and bool(np.isfinite(at_end).any())
             return not is_rest and bool(np.isfinite(tables.before_ends[0]).sum() > np.isfinite(at_end).sum())
 
-        num_tables = in_waves(fill, min(most + 1, max_tables), asked.deadline, asked.max_threads)
+        num_tables = in_waves(fill, min(most + 1, max_tables), asked.deadline, asked.max_threads())
         return before[: num_tables + 1] if any(are_reached) else None
 
     def _fill_behind(self, asked: _Asked, known: Behind, before: Sequence[FloatArray]) -> Behind | None:
@@ -236,19 +238,41 @@ class TripBound:
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
         positions = range(self.prefix.num_devices - 1, -1, -1)
-        last = min(rest, len(before) - 1)
+        last, every = min(rest, len(before) - 1), (0, self.prefix.groups.fewest.size)
 
         def fill(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             c = last - row
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
             may_be_last = c == rest or fewest <= c <= most
-            self._run(fill_behind, asked, tables, may_be_last, positions, len(behind[0]), begin, deadline)
+            if c == rest:
+                parts = self._parts(asked)[::-1]
+                self._run_parts(fill_behind, asked, tables, may_be_last, positions, deadline, parts)
+            else:
+                self._run(fill_behind, asked, tables, may_be_last, positions, every, begin, deadline)
             return c > 0
 
-        in_waves(fill, last + 1, asked.deadline, asked.max_threads)
+        in_waves(fill, last + 1, asked.deadline, asked.max_threads())
         if np.isinf(behind[0][0, 0, 0]):
             return None
         return _in_band(Behind((min(cuts), max(cuts)), known.lows, tuple(behind)))
+
+    def _run_parts(
+        self,
+        fill: Callable[..., int],
+        asked: _Asked,
+        tables: "Tables",
+        may_be_last: bool,
+        positions: Sequence[int],
+        deadline: Deadline,
+        parts: Sequence[tuple[int, int]],
+    ) -> None:
+        """Fills a table of stages behind one another with the stages of some classes at the same time."""
+
+        def run(part: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
+            self._run(fill, asked, tables, may_be_last, positions, parts[part], begin, deadline)
+            return True
+
+        in_waves(run, len(parts), deadline, len(parts), most_ahead=1)
 
     def _run(
         self,
@@ -257,21 +281,29 @@ class TripBound:
         tables: "Tables",
         may_be_last: bool,
         positions: Sequence[int],
-        num_rows: int,
+        groups: tuple[int, int],
         begin: Callable[[int], None],
         deadline: Deadline,
     ) -> None:
-        """Fills a table, each part of the devices when it may begin."""
+        """Fills a table with the stages of some classes, each part of the devices when it may begin."""
         problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
-        num_each, num_tried = 1 + num_rows // ROWS_TRIED, 0
+        num_each, num_tried = 1 + tables.before_begins.shape[0] // ROWS_TRIED, 0
         for number in range(-(-len(positions) // POSITIONS_AT_ONCE)):
             begin(number)
             deadline.check()
             for p in positions[number * POSITIONS_AT_ONCE : (number + 1) * POSITIONS_AT_ONCE]:
-                num_tried += fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, p)
+                num_tried += fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, *groups, p)
         with self._counts:
             self.num_tried += num_tried * num_each
+
+    def _parts(self, asked: _Asked) -> list[tuple[int, int]]:
+        """The classes of stages with which a table is filled at the same time: those of many devices end far away."""
+        fewest = self.prefix.groups.fewest
+        many = max(int(np.searchsorted(fewest, 2 * POSITIONS_AT_ONCE)), fewest.size // 2)
+        if many == fewest.size or min(asked.max_threads(), num_threads()) < 2:
+            return [(0, fewest.size)]
+        return [(0, many), (many, fewest.size)]
 
     def _scratch(self) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN

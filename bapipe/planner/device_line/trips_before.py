@@ -60,6 +60,8 @@ def fill_before(
     scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
+    first_group: int,
+    end_group: int,
     p: int,
 ) -> int:
     """Adds stages behind the first `p` devices; returns how many ends and begins of stages were tried.
@@ -67,12 +69,13 @@ def fill_before(
     Args:
         is_full: whether more is asked for than trips.
         may_be_last: whether the stages may end at the last layer.
+        first_group, end_group: the classes of the stages.
     """
-    (num, num_groups), end = problem.stages.shape, problem.layers.shape[1] - 1
+    num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
     width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
     num_before = tracked.before.size * is_full
-    if problem.is_alike and p > 1:  # devices may stay idle, but not before the first stage
+    if problem.is_alike and p > 1 and first_group == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
             if 0 <= other < width and x + lows[p] < end:
@@ -86,7 +89,7 @@ def fill_before(
     known, rest, flat_arrivals = scratch.known, scratch.rest, scratch.arrivals
     values, positions, heads, tails = scratch.values, scratch.positions, scratch.heads, scratch.tails
     bests, found = scratch.bests, scratch.found
-    for g in range(num_groups):
+    for g in range(first_group, end_group):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:

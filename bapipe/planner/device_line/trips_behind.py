@@ -51,13 +51,15 @@ def fill_behind(
     scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
+    first_group: int,
+    end_group: int,
     p: int,
 ) -> int:
     """Adds stages on the devices from `p` on, in front of what is known; returns how many were tried, as above."""
-    (num, num_groups), end = problem.stages.shape, problem.layers.shape[1] - 1
+    num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, behind, ends = tables.lows, tables.before_begins, tables.behind_begins, tables.behind_ends
     width, num_tried = behind.shape[2], 0
-    if problem.is_alike and 0 < p < num - 1:
+    if problem.is_alike and 0 < p < num - 1 and first_group == 0:
         for x in range(width):
             other = x + lows[p] - lows[p + 1]
             if 0 <= other < width:
@@ -69,7 +71,7 @@ def fill_behind(
     layers, max_bucket = problem.layers, problem.max_bucket
     known, rest, values, positions = scratch.known, scratch.rest, scratch.values, scratch.positions
     heads, tails = scratch.heads, scratch.tails
-    for g in range(num_groups):
+    for g in range(first_group, end_group):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:

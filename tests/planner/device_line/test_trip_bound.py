@@ -1,6 +1,7 @@
 """Bounds by what a micro-batch takes before and behind stages: every plan is feasible in them at its own step time."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, product
 from math import inf
 from typing import TYPE_CHECKING
@@ -165,11 +166,12 @@ def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trip_bound, "MAX_TABLES", max_tables)
     monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
+    monkeypatch.setattr(trip_bound, "num_threads", lambda: 3)
     prefix = PrefixBound(sorted_line(11, output_bytes=10**7), "1f1b", 1, 11)
     limit_ns = next(ns for ns in count(10**7, 10**7) if TripBound(prefix).within(prefix.kind, ns, UNLIMITED, 1))
     bounds = [TripBound(prefix) for _ in range(2)]
     one, three = (
-        bound.within(prefix.kind, limit_ns, UNLIMITED, 2, counts_cuts=True, max_threads=num)
+        bound.within(prefix.kind, limit_ns, UNLIMITED, 2, counts_cuts=True, max_threads=partial(int, num))
         for bound, num in zip(bounds, (1, 3), strict=True)
     )
     assert one is not None
