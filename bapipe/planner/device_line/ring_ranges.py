@@ -45,11 +45,8 @@ LITTLE = 1 / 20
 MAX_ALIKE = 64
 """Of more devices that are alike the other relaxation knows as much, and takes less time."""
 
-ROUNDS = 3
+ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
-
-COUNTED_ROUNDS = 8
-"""The same where cuts are counted."""
 
 MANY_CUTS, MIN_CUTS, MIN_CUTS_OF_GPIPE = 3, 1 / 500, 1 / 50
 """No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
@@ -276,7 +273,7 @@ class RingRanges:
             return not asked.problem.is_feasible(
                 kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=is_fine
             ), None
-        earlier, num_rounds = _within(asked.known, goal_ns), COUNTED_ROUNDS if asked.counts_cuts else num_rounds
+        earlier = _within(asked.known, goal_ns)
         if earlier is None and self._is_refuted_soon(asked, goal_ns, deadline):
             return True, None
         behind = asked.trips.within(
