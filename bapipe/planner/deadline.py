@@ -27,7 +27,7 @@ class Deadline:
     Attributes:
         is_given: whether a user chose it: a search then goes on until it is over, instead of doing a fixed amount of
             work.
-        counted_s: what other threads computed for it, as far as is known.
+        counted_s: see `count`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Deadline:
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, stopped_with=self)
 
     def count(self, seconds: float) -> None:
-        """Counts what other threads computed meanwhile, if the clock is the compute time of this thread."""
+        """Counts what this thread waited for others that compute, if the clock is its compute time."""
         self.counted_s += seconds
         if self._end_s is not None and self._clock is time.thread_time:
             self._end_s -= seconds

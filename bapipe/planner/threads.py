@@ -89,8 +89,9 @@ class _Waves:
         """Runs every `at_once`-th row from one on."""
         try:
             for number in range(first, len(self._num_done), at_once):
-                self._begin(number, 0)
-                self._end(number, row(number, partial(self._begin, number), deadline))
+                begin = partial(self._begin, deadline, number)
+                begin(0)
+                self._end(number, row(number, begin, deadline))
         except _NotNeededError:
             pass
         except BaseException:
@@ -99,12 +100,14 @@ class _Waves:
                 self._changed.notify_all()
             raise
 
-    def _begin(self, number: int, column: int) -> None:
-        """Waits until a column of a row can begin; those before it are done."""
+    def _begin(self, deadline: Deadline, number: int, column: int) -> None:
+        """Waits until a column of a row can begin; those before it are done. The time counts as if it were computed."""
+        started_s = time.monotonic()
         with self._changed:
             self._num_done[number] = column
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_over(number) or self._is_ready(number, column))
+            deadline.count(time.monotonic() - started_s)
             if self._is_over(number):
                 raise _NotNeededError
 

@@ -64,17 +64,17 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
-LOOK, LOOK_PART = 350, 2 / 3
-"""Before that comes a look at the plans within the last of these goals, without a second round: lower goals begin with
-what is known then, and take little. It is so much work for each device and boundary, and is left out if that is more
-than this part of what is left."""
+LOOK, LOOK_PART = 2.5, 2 / 3
+"""Before that comes a look at the plans within the last of these goals by tables that take little time: lower goals
+begin with what is known then. It is so much work for each device, boundary and class of stages, and is left out if that
+is more than this part of what is left."""
 
 AT_ONCE = 4
 """Ranges of so many problems are asked at once, whatever the number of processors, so that the bound is the same."""
 
-SLOWER, MAX_HALVED = 3, 0.01
-"""From one of these goals to the next a question takes so many times as long. If too little is left for that, the goal
-is half the way there, as long as that is more than this part of the best step."""
+SLOWER, MUCH_SLOWER, MAX_HALVED = 3, 8, 0.01
+"""From one of these goals to the next a question takes so many times as long, and from the first to the last. If too
+little is left for that, the goal is half the way there, as long as that is more than this part of the best step."""
 
 
 @dataclass(slots=True)
@@ -175,8 +175,7 @@ class RingRanges:
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
         if self._trips:
             self._raise_soon(high_ns, deadline)
-            num_looked_at = sum(each.prefix.num_devices * len(each.prefix.line.cuts) for each in self._trips)
-            if LOOK * num_looked_at < LOOK_PART * left():
+            if LOOK * sum(each.num_stages for each in self._trips) < LOOK_PART * left():
                 self._ask_all(goals_ns[-1], deadline, 0)
         low_ns, best_ns, took = self.bound_ns, high_ns, 0.0
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
@@ -186,7 +185,7 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-                if first_ns == goals_ns[1] and not is_slow:
+                if first_ns == goals_ns[1] and MUCH_SLOWER * took < left_before:
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
             if self.is_refuted(goal_ns, deadline, left):
                 low_ns = max(self.bound_ns, goal_ns + 1)

@@ -431,8 +431,9 @@ class LineSearch:
         ranges = self._ring_ranges
 
         def left() -> float:
-            left_s = deadline.remaining_s if self.deadline.is_given else None
-            return MAX_TRIED - ranges.num_tried if left_s is None else left_s * MAX_TRIED / DEFAULT_LIMIT_S
+            left_s = deadline.remaining_s
+            in_time = inf if left_s is None else left_s * MAX_TRIED / DEFAULT_LIMIT_S
+            return in_time if self.deadline.is_given else min(in_time, MAX_TRIED - ranges.num_tried)
 
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):

@@ -59,10 +59,12 @@ class Behind(NamedTuple):
     """What is known of plans within a step time.
 
     Attributes:
+        limit: that step time, in ns.
         cuts: the fewest and the most.
         lows, tables: see `Tables`; by the stages before a boundary, the last one behind so many or more.
     """
 
+    limit: float
     cuts: tuple[int, int]
     lows: IntArray
     tables: tuple[FloatArray, ...]
@@ -121,6 +123,11 @@ class TripBound:
         self._end = len(prefix.line.cuts) - 1
         self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in NUM_STEPS)
 
+    @property
+    def num_stages(self) -> int:
+        """How many begins of stages there are, of each class, on each device."""
+        return self.prefix.programme.stages.size * len(self.prefix.line.cuts)
+
     def within(
         self,
         kind: PlanKind,
@@ -144,7 +151,7 @@ class TripBound:
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
         known = self._at_first(asked) if earlier is None else earlier
         # What takes less time rules out most stages first.
-        if earlier is None:
+        if known is not None and len(known.tables) == 1 and (earlier is None or earlier.limit > asked.limit):
             known = self._fill_each(known, (asked._replace(steps=steps) for steps in (None, *range(finest))))
             if counts_cuts:
                 known = self._fill_each(known, [asked])
@@ -189,7 +196,7 @@ class TripBound:
         trips[(boundaries > furthest[:, None]) | (boundaries < prefixes.first)] = np.inf
         gradients = np.where(np.isinf(trips), np.inf, 0.0)
         lows, tables = np.zeros(len(trips), dtype=np.int64), (np.stack([trips, gradients, gradients]),)
-        return _in_band(Behind(asked.kind[:2], lows, tables))
+        return _in_band(Behind(asked.limit, asked.kind[:2], lows, tables))
 
     def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
         """Fills the tables before; returns them by the stages before, None if no plan is left."""
@@ -254,7 +261,7 @@ class TripBound:
         in_waves(fill, last + 1, asked.deadline, asked.max_threads())
         if np.isinf(behind[0][0, 0, 0]):
             return None
-        return _in_band(Behind((min(cuts), max(cuts)), known.lows, tuple(behind)))
+        return _in_band(Behind(asked.limit, (min(cuts), max(cuts)), known.lows, tuple(behind)))
 
     def _run_parts(
         self,
