@@ -34,7 +34,7 @@ from math import inf, isinf
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.deadline import DEFAULT_LIMIT_S, Deadline, OutOfTime
+from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
@@ -80,8 +80,9 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED = 2_500_000_000
-"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
+MAX_TRIED, TRIED_PER_S = 4_000_000_000, 46_000_000
+"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes; and so many are tried
+in a second by two processors, about."""
 
 MAX_ESTIMATED = 400
 """So many naive plans are estimated to begin with the best ones."""
@@ -432,7 +433,7 @@ class LineSearch:
 
         def left() -> float:
             left_s = deadline.remaining_s
-            in_time = inf if left_s is None else left_s * MAX_TRIED / DEFAULT_LIMIT_S
+            in_time = inf if left_s is None else left_s * TRIED_PER_S
             return in_time if self.deadline.is_given else min(in_time, MAX_TRIED - ranges.num_tried)
 
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)

@@ -110,6 +110,22 @@ class _Asked(NamedTuple):
         return max(1, min(self.most_tables, MAX_BYTES // (8 * prod(shape))))
 
 
+class _Filling(NamedTuple):
+    """What fills a table.
+
+    Attributes:
+        fill: compiled, for the stages on the devices from one on.
+        may_be_last: whether stages may end at the last layer.
+        positions: the devices before the stages, in the order in which they are added.
+    """
+
+    fill: Callable[..., int]
+    asked: _Asked
+    tables: "Tables"
+    may_be_last: bool
+    positions: range
+
+
 class TripBound:
     """The problem of a prefix bound with replicas, and 1F1B or GPipe.
 
@@ -209,7 +225,7 @@ class TripBound:
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][:, 0, 0] = 0.0  # `lows` begins with 0
-        positions, every = range(self.prefix.num_devices + 1), (0, self.prefix.groups.fewest.size)
+        every = 0, self.prefix.groups.fewest.size
 
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
@@ -218,11 +234,12 @@ class TripBound:
             behind = known.behind_stages(c + 1, or_more=is_rest)
             tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
             may_be_last = is_rest or c >= fewest
+            filling = _Filling(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
-                begin(len(positions))  # the table before is added to until its end
-                self._run_parts(fill_before, asked, tables, may_be_last, positions, deadline, self._parts(asked))
+                begin(len(filling.positions))  # the table before is added to until its end
+                self._run_parts(filling, self._parts(asked), deadline)
             else:
-                self._run(fill_before, asked, tables, may_be_last, positions, every, begin, deadline)
+                self._run(filling, every, begin, deadline)
             at_end = self._at_end(known, tables.before_ends[0])
             are_reached[c] = may_be_last and bool(np.isfinite(at_end).any())
             return not is_rest and bool(np.isfinite(tables.before_ends[0]).sum() > np.isfinite(at_end).sum())
@@ -244,18 +261,18 @@ class TripBound:
                 is_end = np.isfinite(self._at_end(known, before[num_stages][0]))
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
-        positions = range(self.prefix.num_devices - 1, -1, -1)
         last, every = min(rest, len(before) - 1), (0, self.prefix.groups.fewest.size)
 
         def fill(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             c = last - row
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
             may_be_last = c == rest or fewest <= c <= most
+            positions = range(self.prefix.num_devices - 1, -1, -1)
+            filling = _Filling(fill_behind, asked, tables, may_be_last, positions)
             if c == rest:
-                parts = self._parts(asked)[::-1]
-                self._run_parts(fill_behind, asked, tables, may_be_last, positions, deadline, parts)
+                self._run_parts(filling, self._parts(asked)[::-1], deadline)
             else:
-                self._run(fill_behind, asked, tables, may_be_last, positions, every, begin, deadline)
+                self._run(filling, every, begin, deadline)
             return c > 0
 
         in_waves(fill, last + 1, asked.deadline, asked.max_threads())
@@ -263,36 +280,20 @@ class TripBound:
             return None
         return _in_band(Behind(asked.limit, (min(cuts), max(cuts)), known.lows, tuple(behind)))
 
-    def _run_parts(
-        self,
-        fill: Callable[..., int],
-        asked: _Asked,
-        tables: "Tables",
-        may_be_last: bool,
-        positions: Sequence[int],
-        deadline: Deadline,
-        parts: Sequence[tuple[int, int]],
-    ) -> None:
-        """Fills a table of stages behind one another with the stages of some classes at the same time."""
+    def _run_parts(self, filling: _Filling, parts: Sequence[tuple[int, int]], deadline: Deadline) -> None:
+        """Fills a table of stages behind one another, with the stages of some classes at the same time."""
 
         def run(part: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
-            self._run(fill, asked, tables, may_be_last, positions, parts[part], begin, deadline)
+            self._run(filling, parts[part], begin, deadline)
             return True
 
         in_waves(run, len(parts), deadline, len(parts), most_ahead=1)
 
     def _run(
-        self,
-        fill: Callable[..., int],
-        asked: _Asked,
-        tables: "Tables",
-        may_be_last: bool,
-        positions: Sequence[int],
-        groups: tuple[int, int],
-        begin: Callable[[int], None],
-        deadline: Deadline,
+        self, filling: _Filling, groups: tuple[int, int], begin: Callable[[int], None], deadline: Deadline
     ) -> None:
         """Fills a table with the stages of some classes, each part of the devices when it may begin."""
+        fill, asked, tables, may_be_last, positions = filling
         problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
         num_each, num_tried = 1 + tables.before_begins.shape[0] // ROWS_TRIED, 0

@@ -182,17 +182,21 @@ def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(table, same)
 
 
+@pytest.mark.parametrize("left", [1.0, inf])
 @pytest.mark.parametrize("max_kept_bytes", [0, 2**29])
 @pytest.mark.parametrize("output_bytes", [0, 4 * 10**7])
 def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
-    output_bytes: int, max_kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+    output_bytes: int, max_kept_bytes: int, left: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With short transfers, where all plans are asked about first, and with long ones; also where nothing is kept."""
+    """With short transfers, where all plans are asked about first, and with long ones; also where nothing is kept.
+
+    With and without a look at the plans within the last goal first.
+    """
     monkeypatch.setattr(ring_ranges, "MAX_KEPT_BYTES", max_kept_bytes)
     line = sorted_line(7, output_bytes=output_bytes)
     best = min((each for each in map(line.time, plans(line, "1f1b")) if each), key=lambda each: each.step_ns)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
-    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: inf)
+    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: left)
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
 
 
