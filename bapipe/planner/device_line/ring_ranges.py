@@ -39,8 +39,9 @@ EARLY, CYCLES = 16, 0.15
 """1F1B: the replicas of the first stage matter most to stages on one part in so many of the devices, whose cycles are
 this part of a step."""
 
-LITTLE = 1 / 20
-"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
+LITTLE, MUCH = 1 / 20, 1 / 2
+"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference; where
+`trip_bound.py` is asked, from the first on if cuts make a larger one than the other part of the best step."""
 
 MAX_ALIKE = 64
 """Of more devices that are alike the other relaxation knows as much, and takes less time."""
@@ -186,6 +187,8 @@ class RingRanges:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
                 if first_ns == goals_ns[1] and MUCH_SLOWER * took < left_before:
+                    for each in self.ranges:
+                        each.counts_cuts |= self._of_cuts(each) > MUCH
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
             if self.is_refuted(goal_ns, deadline, left):
                 low_ns = max(self.bound_ns, goal_ns + 1)
@@ -340,14 +343,19 @@ class RingRanges:
         num_trips = 1 + problem.num_microbatches / problem.num_devices if problem.has_cycles else 1
         return num_trips * (problem.round_trip_ns(most) - problem.round_trip_ns(fewest)) / self._best.step_ns
 
+    def _of_cuts(self, whole: Range) -> float:
+        """The same of those of a range that plans of interest have."""
+        fewest, most = whole.cuts
+        likely = min(most, max(fewest, MANY_CUTS * len(self._best.plan.counts))) if whole.trips is not None else most
+        return self._cuts_part(whole.problem.prefix, fewest, likely)
+
     def _parts(self, whole: Range) -> Iterator[Range]:
         """The plans of a range taken apart by what makes the largest difference: cuts, or replicas of an end.
 
         If it makes little, with cuts counted, then with more levels of delays. None if the range is small.
         """
         (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
-        likely = min(most, max(fewest, MANY_CUTS * len(self._best.plan.counts))) if whole.trips is not None else most
-        of_cuts = self._cuts_part(problem, fewest, likely)
+        of_cuts = self._of_cuts(whole)
         of_last = of_first = 0.0
         if problem.are_forwards_first and high > SMALL * low:
             # F that do not run during a round trip, see `stage_limits.py`; a third of the work.
