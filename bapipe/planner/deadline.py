@@ -95,8 +95,8 @@ class Deadline:
         if self._within is not None:
             self._within.count(seconds)
 
-    def share(self, num_parts: int) -> "Deadline":
-        """Returns the deadline of the first of `num_parts` searches, which share the time that remains equally."""
+    def share(self, num_parts: float) -> "Deadline":
+        """Returns the deadline of a search that has one part in `num_parts` of the time that remains."""
         left_s = self.remaining_s
         share_s = None if left_s is None else left_s / num_parts
         return Deadline(share_s, is_given=self.is_given, clock=self._clock, within=self)

@@ -65,6 +65,9 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
+SOON, SOON_PART = (0.6, 0.7, 0.8), 1 / 4
+"""Where the look that is described below is more than this part of what is left, these goals come first."""
+
 LOOK, LOOK_PART = 2.5, 2 / 3
 """Before that comes a look at the plans within the last of these goals by tables that take little time: lower goals
 begin with what is known then. It is so much work for each device, boundary and class of stages, and is left out if that
@@ -174,11 +177,18 @@ class RingRanges:
                 nothing from 0 on.
         """
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
+        took = 0.0
         if self._trips:
             self._raise_soon(high_ns, deadline)
-            if LOOK * sum(each.num_stages for each in self._trips) < LOOK_PART * left():
+            look = LOOK * sum(each.num_stages for each in self._trips)
+            if look > SOON_PART * left():
+                for part in SOON:
+                    left_before = left()
+                    self.is_refuted(int(part * high_ns), deadline, left)
+                    took = left_before - left()
+            if look < LOOK_PART * left() and not any(each.known for each in self.ranges):
                 self._ask_all(goals_ns[-1], deadline, 0)
-        low_ns, best_ns, took = self.bound_ns, high_ns, 0.0
+        low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
             left_before = left()
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)

@@ -20,7 +20,8 @@ Other schedules, and stages on single devices:
 
 All:
 
-    7. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help
+    7. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help; then
+                         step 3 again, if it was not done
 
 If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
@@ -83,6 +84,9 @@ NEAR_BOUND = 1.01
 MAX_TRIED, TRIED_PER_S = 4_000_000_000, 46_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes; and so many are tried
 in a second by two processors, about."""
+
+RAISED_PARTS = 4 / 3
+"""Bounds by rings have one part in so many of what is left of a given time limit behind the first climbs."""
 
 MAX_ESTIMATED = 400
 """So many naive plans are estimated to begin with the best ones."""
@@ -187,8 +191,6 @@ class LineSearch:
                 self._climb_and_raise_by_rings(problems)
             else:
                 self._climb_and_raise(problems)
-            if self.rival is None:
-                self._climb_on()
 
     def _climb_and_raise_by_rings(self, problems: Sequence[Relaxation]) -> None:
         """Climbs, and raises the bound to what the relaxation with rings allows."""
@@ -198,7 +200,10 @@ class LineSearch:
                 return
         self._climb(self.deadline.share(2))
         if self.rival is None:
-            self._raise_by_rings(problems, self.deadline.share(2 if self._may_climb_on else 1))
+            self._raise_by_rings(problems, self.deadline.share(RAISED_PARTS if self._may_climb_on else 1))
+            self._climb_on()
+            if self._may_climb_on:
+                self._raise_by_rings(problems, self.deadline)
 
     def _climb_and_raise(self, problems: list[Relaxation]) -> None:
         """The same of other schedules and of stages on single devices."""
@@ -221,6 +226,7 @@ class LineSearch:
         self._climb(self.deadline.share(4))
         if self.rival is None:
             self._raise_by_cuts(parts, self.deadline.share(2 if self._may_climb_on else 1))
+            self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
         """Changes the cuts and the devices of the best plans.

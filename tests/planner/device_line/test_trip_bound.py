@@ -1,6 +1,6 @@
 """Bounds by what a micro-batch takes before and behind stages: every plan is feasible in them at its own step time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, product
 from math import inf
@@ -198,6 +198,28 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
     ranges.raise_bound(best.step_ns, UNLIMITED, lambda: left)
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
+
+
+def test_where_time_is_short_lower_goals_leave_a_bound_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_ranges, "FIRST_PERCENT", 100)
+    line = sorted_line(7)
+    best = best_of_two_or_three_stages(line, "1f1b")
+    ask = RingRanges.is_refuted
+
+    def until_time_is_over(ranges: RingRanges, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
+        if goal_ns > 0.75 * best.step_ns:
+            raise OutOfTime("over")
+        return ask(ranges, goal_ns, deadline, left)
+
+    monkeypatch.setattr(RingRanges, "is_refuted", until_time_is_over)
+    monkeypatch.setattr(RingRanges, "_ask_all", lambda *_: None)
+    bounds_ns = {}
+    for left in (1.0, inf):
+        ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
+        with pytest.raises(OutOfTime):
+            ranges.raise_bound(best.step_ns, UNLIMITED, lambda left=left: left)  # type: ignore[misc]
+        bounds_ns[left] = ranges.bound_ns
+    assert bounds_ns[inf] < 0.7 * best.step_ns <= bounds_ns[1.0]
 
 
 def test_it_ends_at_the_deadline() -> None:
