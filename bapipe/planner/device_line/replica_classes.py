@@ -8,8 +8,11 @@ import numpy as np
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 
+MAX_ALIKE = 128
+"""More devices that are alike are told apart by the micro-batches of a replica alone."""
+
 MAX_ALL_GROUPS = 32
-"""Unlike devices: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
+"""Others: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
 
 GROUP_GROWTH = 1.03
 
@@ -29,8 +32,8 @@ class Groups:
 
 
 def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool) -> Groups:
-    """Returns classes of 1 to `every` devices; of alike ones, by the number of micro-batches of a replica."""
-    if alike:
+    """Returns classes of 1 to `every` devices; of many alike ones, by the number of micro-batches of a replica."""
+    if alike and every > MAX_ALIKE:
         fewest = _fewest_of_alike(every, num_microbatches, schedule)
     else:
         fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))

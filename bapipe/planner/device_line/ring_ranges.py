@@ -19,6 +19,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.replica_classes import MAX_ALIKE
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import Behind, TripBound
 from bapipe.planner.threads import in_threads, num_threads
@@ -31,6 +32,9 @@ PRECISION, PART_OF_GAP = 250, 12
 plan if that is more; to half of both where `trip_bound.py` is asked, and of many devices to an eighth: what it finds is
 close to the best plan."""
 
+FEW_DEVICES = 64
+"""More are many."""
+
 SMALL, LEAST = 1.1, 1 / 150
 """GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
 step, are not divided."""
@@ -42,9 +46,6 @@ this part of a step."""
 LITTLE, MUCH = 1 / 20, 1 / 2
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference; where
 `trip_bound.py` is asked, from the first on if cuts make a larger one than the other part of the best step."""
-
-MAX_ALIKE = 64
-"""Of more devices that are alike the other relaxation knows as much, and takes less time."""
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
@@ -224,7 +225,7 @@ class RingRanges:
 
     @property
     def _has_many_devices(self) -> bool:
-        return self._trips[0].prefix.num_devices > MAX_ALIKE
+        return self._trips[0].prefix.num_devices > FEW_DEVICES
 
     def _precision_ns(self, low_ns: int) -> int:
         precision_ns = max(low_ns // PRECISION, (self._best.step_ns - low_ns) // PART_OF_GAP)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""
 
+FINE = 4
+"""If there are no more micro-batches than so many times the steps, each number has a row."""
+
 LAST_PARTS = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 """GPipe, where replicas run all their F first: the micro-batches so much before the last one have rows, too."""
 
@@ -40,7 +43,12 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
 
     num, most = prefix.num_microbatches, prefix.groups.most
     left = num - 1 - (-(-num // most) - 1) * most
-    behind, before = _spread(int(left.max()), num_steps), _spread(int(most.max()) - 1, num_steps)
+    if num <= FINE * num_steps:
+        num_steps = num
+    most_left = int(left.max())
+    behind, before = _spread(0, most_left, num_steps), _spread(0, int(most.max()) - 1, num_steps)
+    # What is behind an earlier round than the last one makes less of a difference.
+    behind = np.unique([*behind, *_spread(most_left, num - 1, num if num_steps == num else num_steps // 3)])
     if prefix.are_forwards_first:
         last = [num - int(np.ceil(num * part)) for part in LAST_PARTS]
         before = np.unique([*before, *last[:: len(LAST_PARTS) // min(len(LAST_PARTS), num_steps)], num - 1])
@@ -64,6 +72,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         waits=_waits(prefix, before),
         replicas=replicas,
         replica_ns=replica_ns,
+        rounds=_rounds(prefix, behind),
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
         back=back,
@@ -71,10 +80,10 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     )
 
 
-def _spread(most: int, num_steps: int) -> IntArray:
-    """Numbers from 0 up to one."""
-    steps = np.linspace(0, most, num_steps + 1).astype(np.int64)
-    return np.unique([0, *(number for number in SMALLEST if number < most), *steps])
+def _spread(fewest: int, most: int, num_steps: int) -> IntArray:
+    """Numbers between two in equal steps, and these; and the smallest ones."""
+    steps = np.linspace(fewest, most, min(num_steps, most - fewest) + 1).astype(np.int64)
+    return np.unique([*(number for number in SMALLEST if fewest < number < most), *steps])
 
 
 def _row(numbers: IntArray, wanted: IntArray) -> IntArray:
@@ -129,6 +138,20 @@ def _replicas(
             numbers = tuple((q, highest == most - 1) for q, highest, _ in found)
             replica_ns[:, g, : len(found)] = 1 / _speeds(speeds, prefix.has_one_kind, few, most, numbers)
     return replicas, replica_ns
+
+
+def _rounds(prefix: PrefixBound, behind: IntArray) -> "NDArray[np.void]":
+    """Which rounds of the replica with the very first micro-batch are looked at. [groups, MAX_ROUNDS]"""
+    from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, ROUND
+
+    num = prefix.num_microbatches
+    rounds = np.zeros((prefix.groups.fewest.size, MAX_ROUNDS), dtype=ROUND)
+    for g, most in enumerate(prefix.groups.most.tolist()):
+        last = -(-num // most) - 1
+        counts = np.unique(np.linspace(min(1, last), last, min(last, MAX_ROUNDS)).astype(np.int64))
+        for k, count in enumerate(counts.tolist()):
+            rounds[g, k] = count, _row(behind, np.array(num - 1 - (count - 1) * most))
+    return rounds
 
 
 def _places(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:

@@ -19,7 +19,21 @@ FIRST_THERE, LAST_THERE, FOLLOW_LAST, ROWS_OF_REPLICA = range(4)
 MAX_REPLICAS = 8
 """Replicas of a stage that are looked at one by one."""
 
-NUM_KNOWN = REPLICAS + ROWS_OF_REPLICA * MAX_REPLICAS
+MAX_ROUNDS = 6
+"""Rounds of the replica with the very first micro-batch that are looked at, besides its last one."""
+
+ROUNDS = REPLICAS + ROWS_OF_REPLICA * MAX_REPLICAS
+"""The rows of what follows behind those rounds."""
+
+NUM_KNOWN = ROUNDS + MAX_ROUNDS
+
+ROUND = np.dtype(
+    [
+        ("count", np.int64),  # micro-batches that the replica has run; 0 if there is no round
+        ("behind", np.int64),  # the row of how many are behind the last of them, at least
+    ]
+)
+"""A part of the micro-batches of the replica with the very first one, in stages of a class."""
 
 WAIT = np.dtype(
     [
@@ -56,6 +70,7 @@ class Tracked(NamedTuple):
         waits: `WAIT`. [groups]
         replicas: `REPLICA`. [groups, MAX_REPLICAS]
         replica_ns: ns of the work of 1 ns on them, at least. [positions, groups, MAX_REPLICAS]
+        rounds: `ROUND`. [groups, MAX_ROUNDS]
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
@@ -72,6 +87,7 @@ class Tracked(NamedTuple):
     waits: NDArray[Any]
     replicas: NDArray[Any]
     replica_ns: Floats
+    rounds: NDArray[Any]
     critical_share: float
     send: Floats
     back: Floats
@@ -94,7 +110,7 @@ class Stage(NamedTuple):
         cycle_slack: by how much those actions may be shorter than the sums.
         waits: whether it is known when gradients are there.
         num_first, num_any: F before the first B, see `WAIT`.
-        num_replicas: how many are looked at.
+        num_replicas, num_rounds: how many are looked at.
         rounding: ns by which an action may be shorter than the sum.
     """
 
@@ -111,6 +127,7 @@ class Stage(NamedTuple):
     num_first: float
     num_any: float
     num_replicas: int
+    num_rounds: int
     rounding: float
 
 
@@ -131,6 +148,10 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
     while is_full and num_replicas < MAX_REPLICAS and tracked.replicas[g, num_replicas].count > 0:
         left = max(left, tracked.behind[tracked.replicas[g, num_replicas].behind])
         num_replicas += 1
+    num_rounds = 0
+    while is_full and num_rounds < MAX_ROUNDS and tracked.rounds[g, num_rounds].count > 0:
+        left = max(left, tracked.behind[tracked.rounds[g, num_rounds].behind])
+        num_rounds += 1
     return Stage(
         limit + own.slack + problem.rounding_ns * (left + 6 + num_stages * problem.is_rounded),
         apart,
@@ -145,6 +166,7 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
         float(wait.num_first),
         float(wait.num_any),
         num_replicas,
+        num_rounds,
         problem.rounding_ns,
     )
 
@@ -157,6 +179,7 @@ def excess(
     stage: Stage,
     replicas: NDArray[Any],
     replica_ns: Floats,
+    rounds: NDArray[Any],
     known: Floats,
     rest: Floats,
     i: int,
@@ -165,7 +188,7 @@ def excess(
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
 
     Args:
-        replicas, replica_ns: see `Tracked`, of the class.
+        replicas, replica_ns, rounds: see `Tracked`, of the class.
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
             than twice as steep; that if others are behind it as behind the stage's last one; and when the
@@ -211,6 +234,7 @@ def excess(
     late_r = (end.critical - begin.critical + again) * own.fastest
     late_f = forward * own.fastest
     late_returned = arrival + rest[STEEP_AROUND, j] + late_f + late_n * late_r + late_apart * late_f
+    start = arrival
     if stage.waits:
         short_f = late_f - stage.rounding
         start = max(rest[ANY_BACK, j], known[BEFORE_ANY, i] + short_f, arrival + stage.num_any * short_f)
@@ -226,6 +250,13 @@ def excess(
             after = again * own.fastest + first_full + ring + update
             work = max(work, start + after + (late_n - 1) * late_b + late_apart * late_f)
     longest = max(work, known[FOLLOW, i] + returned, known[FOLLOW_LATE, i] + late_returned)
+    in_flight = own.last_in_flight if j == layers.shape[1] - 1 else own.in_flight
+    for number in range(stage.num_rounds):
+        num = rounds[number].count
+        returned = arrival + late_f + rest[STEEP_AROUND if num >= 2 else FLAT_AROUND, j]
+        apart = max(0.0, float(num - in_flight)) if stage.is_in_turn else 0.0
+        returned = max(returned, start) + num * late_r + apart * late_f
+        longest = max(longest, returned + known[ROUNDS + number, i])
     for number in range(stage.num_replicas):
         longest = max(
             longest,

@@ -26,7 +26,9 @@ from bapipe.planner.device_line.trip_limits import (
     LAST_THERE,
     REPLICAS,
     RETURN,
+    ROUNDS,
     ROWS_OF_REPLICA,
+    Stage,
     Tracked,
     excess,
     stage_of,
@@ -97,7 +99,7 @@ def fill_before(
         first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
-        replicas, replica_ns = tracked.replicas[g], tracked.replica_ns[p, g]
+        replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
         for j in range(high - 1, first - 1, -1):
             trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
@@ -106,7 +108,7 @@ def fill_before(
             rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
             rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + critical)
             rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + critical)
-        known_before(before, lows[p], low, last_low, tracked, stage.num_replicas, g, is_full, p, known)
+        known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         for k in range(num_before):
             row = AFTER + num_behind + tracked.then_before[g, k]
             flat_arrivals[k, low] = before[row, p, low - lows[p]]
@@ -137,7 +139,7 @@ def fill_before(
                 continue
             while at < pushed and (
                 known[ARRIVAL, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, known, rest, at, j) > 0
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, known, rest, at, j) > 0
             ):
                 at += 1
                 num_tried += 1
@@ -183,7 +185,7 @@ def known_before(
     low: int,
     high: int,
     tracked: Tracked,
-    num_replicas: int,
+    stage: Stage,
     g: int,
     is_full: bool,
     p: int,
@@ -200,11 +202,13 @@ def known_before(
             known[FOLLOW_LATE, i] = before[AFTER + tracked.of_class[g], p, x]
             known[BEFORE_FIRST, i] = before[first_before + tracked.waits[g].before_first, p, x]
             known[BEFORE_ANY, i] = before[first_before + tracked.waits[g].before_any, p, x]
-            for k in range(num_replicas):
+            for k in range(stage.num_replicas):
                 row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
                 known[row + FIRST_THERE, i] = before[first_before + replica.first, p, x]
                 known[row + LAST_THERE, i] = before[first_before + replica.last, p, x]
                 known[row + FOLLOW_LAST, i] = before[AFTER + replica.behind, p, x]
+            for k in range(stage.num_rounds):
+                known[ROUNDS + k, i] = before[AFTER + tracked.rounds[g, k].behind, p, x]
         else:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
             known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0

@@ -16,6 +16,7 @@ from bapipe.planner.device_line.trip_limits import (
     FOLLOW_LAST,
     FOLLOW_LATE,
     REPLICAS,
+    ROUNDS,
     ROWS_OF_REPLICA,
     Stage,
     Tracked,
@@ -81,9 +82,9 @@ def fill_behind(
         )
         if high <= low:
             continue
-        replicas, replica_ns = tracked.replicas[g], tracked.replica_ns[p, g]
+        replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
-        known_before(before, lows[p], low, last_low, tracked, stage.num_replicas, g, is_full, p, known)
+        known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         for i in range(low + 1, last_low + 1):
             forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
             critical = layers[own.own, i].critical - layers[own.own, i - 1].critical
@@ -100,6 +101,9 @@ def fill_behind(
                     is_behind = (row - REPLICAS) % ROWS_OF_REPLICA == FOLLOW_LAST
                     step = num_backward * critical * own.fastest if is_behind else forward
                     known[row, i] = min(known[row, i], known[row, i - 1] + step)
+            for k in range(stage.num_rounds):
+                step = rounds[k].count * critical * own.fastest
+                known[ROUNDS + k, i] = min(known[ROUNDS + k, i], known[ROUNDS + k, i - 1] + step)
         heads[:], tails[:] = 0, 0
         at = pushed = high
         for i in range(min(high - 1, last_low), low - 1, -1):
@@ -117,7 +121,7 @@ def fill_behind(
                 continue
             while at > pushed and (
                 rest[FLAT_AROUND, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, known, rest, i, at) > 0
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, known, rest, i, at) > 0
             ):
                 at -= 1
                 num_tried += 1

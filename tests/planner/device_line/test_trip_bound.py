@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 8
-waits = tracked._waits
+waits, rounds = tracked._waits, tracked._rounds
 
 
 def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: int | None = None) -> DeviceLine:
@@ -52,6 +52,10 @@ def without_waits(prefix: PrefixBound, before: "NDArray[np.int64]") -> "NDArray[
 
 def without_replicas(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:
     yield from ()
+
+
+def without_rounds(prefix: PrefixBound, behind: "NDArray[np.int64]") -> "NDArray[np.void]":
+    return np.zeros_like(rounds(prefix, behind))
 
 
 def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
@@ -147,6 +151,18 @@ def test_replicas_that_are_looked_at_one_by_one_raise_the_bound(monkeypatch: pyt
     num_with_replicas = num_feasible(line, "1f1b", limits_ns)
     monkeypatch.setattr(tracked, "_places", without_replicas)
     assert 0 < num_with_replicas < num_feasible(line, "1f1b", limits_ns)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_earlier_rounds_than_the_last_one_raise_the_bound(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where 32 replicas of a stage have two micro-batches each, and 22 of a shorter one behind it have three."""
+    cluster = devices(11, bytes_per_s=10**10)
+    line = DeviceLine({"a": chain([2, 1, 3] * 4)}, cluster, PlanOptions(minibatch_size=13))
+    best_ns = best_of_two_or_three_stages(line, schedule).step_ns
+    limits_ns = [best_ns * part // 200 for part in range(140, 201)]
+    num_with_rounds = num_feasible(line, schedule, limits_ns)
+    monkeypatch.setattr(tracked, "_rounds", without_rounds)
+    assert 0 < num_with_rounds < num_feasible(line, schedule, limits_ns)
 
 
 def test_cuts_that_are_counted_raise_the_bound() -> None:
