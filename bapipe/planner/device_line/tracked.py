@@ -25,6 +25,9 @@ SMALLEST = (1, 2, 4)
 FINE = 4
 """If there are no more micro-batches than so many times the steps, each number has a row."""
 
+FEW_ROUNDS = 2
+"""1F1B: with so many micro-batches for each device only the last round is looked at."""
+
 LAST_PARTS = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 """GPipe, where replicas run all their F first: the micro-batches so much before the last one have rows, too."""
 
@@ -39,7 +42,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     Args:
         num_steps: into how many equal steps the numbers before and behind are divided.
     """
-    from bapipe.planner.device_line.trip_limits import Tracked
+    from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, Tracked
 
     num, most = prefix.num_microbatches, prefix.groups.most
     left = num - 1 - (-(-num // most) - 1) * most
@@ -47,8 +50,8 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         num_steps = num
     most_left = int(left.max())
     behind, before = _spread(0, most_left, num_steps), _spread(0, int(most.max()) - 1, num_steps)
-    # What is behind an earlier round than the last one makes less of a difference.
-    behind = np.unique([*behind, *_spread(most_left, num - 1, num if num_steps == num else num_steps // 3)])
+    if _has_rounds(prefix):  # what is behind those before the last one makes less of a difference
+        behind = np.unique([*behind, *_spread(most_left, num - 1, num if num_steps == num else num_steps // 3)])
     if prefix.are_forwards_first:
         last = [num - int(np.ceil(num * part)) for part in LAST_PARTS]
         before = np.unique([*before, *last[:: len(LAST_PARTS) // min(len(LAST_PARTS), num_steps)], num - 1])
@@ -72,7 +75,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         waits=_waits(prefix, before),
         replicas=replicas,
         replica_ns=replica_ns,
-        rounds=_rounds(prefix, behind),
+        rounds=_rounds(prefix, behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
         back=back,
@@ -140,7 +143,12 @@ def _replicas(
     return replicas, replica_ns
 
 
-def _rounds(prefix: PrefixBound, behind: IntArray) -> "NDArray[np.void]":
+def _has_rounds(prefix: PrefixBound) -> bool:
+    """Whether rounds before the last one matter: in 1F1B, where B of most of them wait for no F."""
+    return prefix.are_forwards_first or prefix.num_microbatches < FEW_ROUNDS * prefix.num_devices
+
+
+def _rounds(prefix: PrefixBound, behind: IntArray, num_rounds: int) -> "NDArray[np.void]":
     """Which rounds of the replica with the very first micro-batch are looked at. [groups, MAX_ROUNDS]"""
     from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, ROUND
 
@@ -148,7 +156,7 @@ def _rounds(prefix: PrefixBound, behind: IntArray) -> "NDArray[np.void]":
     rounds = np.zeros((prefix.groups.fewest.size, MAX_ROUNDS), dtype=ROUND)
     for g, most in enumerate(prefix.groups.most.tolist()):
         last = -(-num // most) - 1
-        counts = np.unique(np.linspace(min(1, last), last, min(last, MAX_ROUNDS)).astype(np.int64))
+        counts = np.unique(np.linspace(1, last, min(last, num_rounds)).astype(np.int64))
         for k, count in enumerate(counts.tolist()):
             rounds[g, k] = count, _row(behind, np.array(num - 1 - (count - 1) * most))
     return rounds

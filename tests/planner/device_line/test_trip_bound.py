@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 8
-waits, rounds = tracked._waits, tracked._rounds
+waits = tracked._waits
 
 
 def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: int | None = None) -> DeviceLine:
@@ -52,10 +52,6 @@ def without_waits(prefix: PrefixBound, before: "NDArray[np.int64]") -> "NDArray[
 
 def without_replicas(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:
     yield from ()
-
-
-def without_rounds(prefix: PrefixBound, behind: "NDArray[np.int64]") -> "NDArray[np.void]":
-    return np.zeros_like(rounds(prefix, behind))
 
 
 def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
@@ -161,7 +157,7 @@ def test_earlier_rounds_than_the_last_one_raise_the_bound(schedule: str, monkeyp
     best_ns = best_of_two_or_three_stages(line, schedule).step_ns
     limits_ns = [best_ns * part // 200 for part in range(140, 201)]
     num_with_rounds = num_feasible(line, schedule, limits_ns)
-    monkeypatch.setattr(tracked, "_rounds", without_rounds)
+    monkeypatch.setattr(tracked, "_has_rounds", lambda _: False)
     assert 0 < num_with_rounds < num_feasible(line, schedule, limits_ns)
 
 
