@@ -19,6 +19,7 @@ class StageKinds:
         sums: sums over layers on each set of kinds that is needed, first on all.
         own, before: the set of the kinds of a stage, and of those with the devices before it. [positions, groups]
         behind: that of the kinds from a position on. [positions]
+        of_device: the set of its kind alone. [positions]
     """
 
     def __init__(self, sums: LayerSums, most: IntArray) -> None:
@@ -43,4 +44,6 @@ class StageKinds:
         self.own = np.take_along_axis(first_kinds, num_own, axis=1)
         self.before = first_kinds[0][num_before]
         self.behind = first_kinds[np.arange(num), (following[:, :num] < num).sum(axis=0)]
+        alone = {kind: sets.setdefault(frozenset([kind]), len(sets)) for kind in kinds}
+        self.of_device = np.array([alone[kind] for kind in kind_of])
         self.sums = [sums.on_kinds(chosen) for chosen in sets]

@@ -76,6 +76,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         replicas=replicas,
         replica_ns=replica_ns,
         rounds=_rounds(prefix, behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
+        of_kinds=_of_kinds(prefix),
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
         back=back,
@@ -160,6 +161,30 @@ def _rounds(prefix: PrefixBound, behind: IntArray, num_rounds: int) -> "NDArray[
         for k, count in enumerate(counts.tolist()):
             rounds[g, k] = count, _row(behind, np.array(num - 1 - (count - 1) * most))
     return rounds
+
+
+def _of_kinds(prefix: PrefixBound) -> "NDArray[np.void]":
+    """The slowest replica of each kind of stages on devices of several ones. [positions, groups, MAX_KINDS]
+
+    Of stages of any number of devices in a class, so among the fewest; the order of the devices in a stage is known.
+    """
+    from bapipe.planner.device_line.trip_limits import MAX_KINDS, OF_KIND
+
+    num, num_devices, kinds = prefix.num_microbatches, prefix.num_devices, prefix.kinds_of_stages
+    found = np.zeros((num_devices, prefix.groups.fewest.size, MAX_KINDS), dtype=OF_KIND)
+    if prefix.has_one_kind:
+        return found
+    class_of = np.array([prefix.line.class_of[rank] for rank in range(num_devices)])
+    for g, (few, most) in enumerate(zip(prefix.groups.fewest.tolist(), prefix.groups.most.tolist(), strict=True)):
+        for p in range(num_devices - few + 1):
+            devices = p + np.argsort(class_of[p : p + few], kind="stable")
+            counts = (num - 1 - np.arange(few)) // few + 1 if few == most else np.full(few, num // most)
+            own, took = kinds.of_device[devices], counts / prefix.speeds[devices]
+            each = np.unique(own)
+            for k, of_kind in enumerate(each[:MAX_KINDS].tolist() if each.size > 1 else ()):
+                slowest = int(np.argmax(np.where(own == of_kind, took, -1.0)))
+                found[p, g, k] = of_kind, counts[slowest], 1 / prefix.speeds[devices[slowest]]
+    return found
 
 
 def _places(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:

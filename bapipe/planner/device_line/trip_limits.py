@@ -25,7 +25,13 @@ MAX_ROUNDS = 6
 ROUNDS = REPLICAS + ROWS_OF_REPLICA * MAX_REPLICAS
 """The rows of what follows behind those rounds."""
 
-NUM_KNOWN = ROUNDS + MAX_ROUNDS
+OF_KINDS = ROUNDS + MAX_ROUNDS
+"""The first of the rows, as of a replica, of replicas of which nothing but the kind is known."""
+
+NUM_KNOWN = OF_KINDS + ROWS_OF_REPLICA
+
+MAX_KINDS = 4
+"""Kinds of devices of a stage of which the slowest replica is looked at."""
 
 ROUND = np.dtype(
     [
@@ -34,6 +40,15 @@ ROUND = np.dtype(
     ]
 )
 """A part of the micro-batches of the replica with the very first one, in stages of a class."""
+
+OF_KIND = np.dtype(
+    [
+        ("own", np.int64),  # the set of the kind
+        ("count", np.int64),  # micro-batches, at least; 0 if there is no replica
+        ("ns", np.float64),  # of the work of 1 ns
+    ]
+)
+"""The slowest replica of one kind of stages on devices of several kinds, by their first device and class."""
 
 WAIT = np.dtype(
     [
@@ -71,6 +86,7 @@ class Tracked(NamedTuple):
         replicas: `REPLICA`. [groups, MAX_REPLICAS]
         replica_ns: ns of the work of 1 ns on them, at least. [positions, groups, MAX_REPLICAS]
         rounds: `ROUND`. [groups, MAX_ROUNDS]
+        of_kinds: `OF_KIND`. [positions, groups, MAX_KINDS]
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
@@ -88,6 +104,7 @@ class Tracked(NamedTuple):
     replicas: NDArray[Any]
     replica_ns: Floats
     rounds: NDArray[Any]
+    of_kinds: NDArray[Any]
     critical_share: float
     send: Floats
     back: Floats
@@ -110,7 +127,7 @@ class Stage(NamedTuple):
         cycle_slack: by how much those actions may be shorter than the sums.
         waits: whether it is known when gradients are there.
         num_first, num_any: F before the first B, see `WAIT`.
-        num_replicas, num_rounds: how many are looked at.
+        num_replicas, num_rounds, num_kinds: how many are looked at.
         rounding: ns by which an action may be shorter than the sum.
     """
 
@@ -128,6 +145,7 @@ class Stage(NamedTuple):
     num_any: float
     num_replicas: int
     num_rounds: int
+    num_kinds: int
     rounding: float
 
 
@@ -152,6 +170,9 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
     while is_full and num_rounds < MAX_ROUNDS and tracked.rounds[g, num_rounds].count > 0:
         left = max(left, tracked.behind[tracked.rounds[g, num_rounds].behind])
         num_rounds += 1
+    num_kinds = 0
+    while is_full and num_kinds < MAX_KINDS and tracked.of_kinds[p, g, num_kinds].count > 0:
+        num_kinds += 1
     return Stage(
         limit + own.slack + problem.rounding_ns * (left + 6 + num_stages * problem.is_rounded),
         apart,
@@ -167,6 +188,7 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
         float(wait.num_any),
         num_replicas,
         num_rounds,
+        num_kinds,
         problem.rounding_ns,
     )
 
@@ -180,6 +202,7 @@ def excess(
     replicas: NDArray[Any],
     replica_ns: Floats,
     rounds: NDArray[Any],
+    of_kinds: NDArray[Any],
     known: Floats,
     rest: Floats,
     i: int,
@@ -188,7 +211,7 @@ def excess(
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
 
     Args:
-        replicas, replica_ns, rounds: see `Tracked`, of the class.
+        replicas, replica_ns, rounds, of_kinds: see `Tracked`, of the class.
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
             than twice as steep; that if others are behind it as behind the stage's last one; and when the
@@ -271,6 +294,28 @@ def excess(
                 ring + update,
                 known,
                 REPLICAS + ROWS_OF_REPLICA * number,
+                rest,
+                i,
+                j,
+                j == layers.shape[1] - 1,
+            ),
+        )
+    for number in range(stage.num_kinds):
+        one = of_kinds[number]
+        begin, end = layers[one.own, i], layers[one.own, j]
+        longest = max(
+            longest,
+            _longest_of(
+                begin,
+                end,
+                own,
+                stage,
+                one.count,
+                one.ns,
+                end.forward - begin.forward if recomputes else 0.0,
+                ring + update,
+                known,
+                OF_KINDS,
                 rest,
                 i,
                 j,

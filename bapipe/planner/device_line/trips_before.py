@@ -24,6 +24,7 @@ from bapipe.planner.device_line.trip_limits import (
     FOLLOW_LAST,
     FOLLOW_LATE,
     LAST_THERE,
+    OF_KINDS,
     REPLICAS,
     RETURN,
     ROUNDS,
@@ -100,6 +101,7 @@ def fill_before(
         if high <= low:
             continue
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
+        of_kinds = tracked.of_kinds[p, g]
         stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
         for j in range(high - 1, first - 1, -1):
             trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
@@ -139,7 +141,8 @@ def fill_before(
                 continue
             while at < pushed and (
                 known[ARRIVAL, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, known, rest, at, j) > 0
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, at, j)
+                > 0
             ):
                 at += 1
                 num_tried += 1
@@ -209,6 +212,9 @@ def known_before(
                 known[row + FOLLOW_LAST, i] = before[AFTER + replica.behind, p, x]
             for k in range(stage.num_rounds):
                 known[ROUNDS + k, i] = before[AFTER + tracked.rounds[g, k].behind, p, x]
+            if stage.num_kinds > 0:
+                known[OF_KINDS + FIRST_THERE, i] = known[OF_KINDS + LAST_THERE, i] = before[first_before, p, x]
+                known[OF_KINDS + FOLLOW_LAST, i] = before[AFTER, p, x]
         else:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
             known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0

@@ -15,6 +15,7 @@ from bapipe.planner.device_line.trip_limits import (
     FOLLOW,
     FOLLOW_LAST,
     FOLLOW_LATE,
+    OF_KINDS,
     REPLICAS,
     ROUNDS,
     ROWS_OF_REPLICA,
@@ -83,6 +84,7 @@ def fill_behind(
         if high <= low:
             continue
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
+        of_kinds = tracked.of_kinds[p, g]
         stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         for i in range(low + 1, last_low + 1):
@@ -104,6 +106,10 @@ def fill_behind(
             for k in range(stage.num_rounds):
                 step = rounds[k].count * critical * own.fastest
                 known[ROUNDS + k, i] = min(known[ROUNDS + k, i], known[ROUNDS + k, i - 1] + step)
+            if stage.num_kinds > 0:
+                for row in range(OF_KINDS, OF_KINDS + ROWS_OF_REPLICA):
+                    step = critical * own.fastest if row == OF_KINDS + FOLLOW_LAST else forward
+                    known[row, i] = min(known[row, i], known[row, i - 1] + step)
         heads[:], tails[:] = 0, 0
         at = pushed = high
         for i in range(min(high - 1, last_low), low - 1, -1):
@@ -121,7 +127,8 @@ def fill_behind(
                 continue
             while at > pushed and (
                 rest[FLAT_AROUND, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, known, rest, i, at) > 0
+                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, i, at)
+                > 0
             ):
                 at -= 1
                 num_tried += 1
