@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
@@ -67,12 +67,16 @@ GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
 SOON, SOON_PART = (0.6, 0.7, 0.8), 1 / 4
-"""Where the look that is described below is more than this part of what is left, these goals come first."""
+"""Before them come these; and before these the look that is described below, if it is less than this part of what is
+left."""
 
 LOOK, LOOK_PART = 2.5, 2 / 3
 """Before that comes a look at the plans within the last of these goals by tables that take little time: lower goals
 begin with what is known then. It is so much work for each device, boundary and class of stages, and is left out if that
 is more than this part of what is left."""
+
+FIRST_PARTS = 2
+"""The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
 
 AT_ONCE = 4
 """Ranges of so many problems are asked at once, whatever the number of processors, so that the bound is the same."""
@@ -178,17 +182,7 @@ class RingRanges:
                 nothing from 0 on.
         """
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
-        took = 0.0
-        if self._trips:
-            self._raise_soon(high_ns, deadline)
-            look = LOOK * sum(each.num_stages for each in self._trips)
-            if look > SOON_PART * left():
-                for part in SOON:
-                    left_before = left()
-                    self.is_refuted(int(part * high_ns), deadline, left)
-                    took = left_before - left()
-            if look < LOOK_PART * left() and not any(each.known for each in self.ranges):
-                self._ask_all(goals_ns[-1], deadline, 0)
+        took = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else 0.0
         low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
             left_before = left()
@@ -201,11 +195,42 @@ class RingRanges:
                     for each in self.ranges:
                         each.counts_cuts |= self._of_cuts(each) > MUCH
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
-            if self.is_refuted(goal_ns, deadline, left):
+            num_parts = FIRST_PARTS if first_ns is not None and first_ns == goals_ns[0] else 1
+            if self._is_refuted_in_part(goal_ns, deadline, left, num_parts):
                 low_ns = max(self.bound_ns, goal_ns + 1)
             else:
                 high_ns = goal_ns
             took = left_before - left()
+
+    def _raise_first(self, high_ns: int, last_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
+        """Raises the bound to low goals, and looks at the plans within a time; returns the work of the last goal.
+
+        The look comes first where it takes little, as goals take less behind it.
+        """
+        self._raise_soon(high_ns, deadline)
+        look, took = LOOK * sum(each.num_stages for each in self._trips), 0.0
+        is_new = not any(each.known for each in self.ranges)
+        is_first = look < SOON_PART * left()
+        if is_new and is_first:
+            self._ask_all(last_ns, deadline, 0)
+        for part in SOON:
+            left_before = left()
+            self.is_refuted(int(part * high_ns), deadline, left)
+            took = left_before - left()
+        if is_new and not is_first and look < LOOK_PART * left():
+            self._ask_all(last_ns, deadline, 0)
+        return took
+
+    def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float], num_parts: int) -> bool:
+        """The same as `is_refuted`, within one part in `num_parts` of the time and the budget that are left."""
+        if num_parts == 1:
+            return self.is_refuted(goal_ns, deadline, left)
+        rest = left() * (1 - 1 / num_parts)
+        try:
+            return self.is_refuted(goal_ns, deadline.share(num_parts), lambda: left() - rest)
+        except OutOfTime:
+            deadline.check()
+            return False
 
     def _raise_soon(self, high_ns: int, deadline: Deadline) -> None:
         """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""

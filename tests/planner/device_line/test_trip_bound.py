@@ -212,26 +212,30 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
 
 
-def test_where_time_is_short_lower_goals_leave_a_bound_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_ranges, "FIRST_PERCENT", 100)
-    line = sorted_line(7)
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is counted in looks at the clock; the first of the goals takes all that it is given."""
+    monkeypatch.setattr(ring_ranges, "FIRST_PARTS", num_parts)
+    line, ticks, asked = sorted_line(7), count(), []
     best = best_of_two_or_three_stages(line, "1f1b")
-    ask = RingRanges.is_refuted
 
-    def until_time_is_over(ranges: RingRanges, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
-        if goal_ns > 0.75 * best.step_ns:
-            raise OutOfTime("over")
-        return ask(ranges, goal_ns, deadline, left)
+    def ask(ranges: RingRanges, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
+        asked.append(round(goal_ns / best.step_ns, 2))
+        while goal_ns > 0.86 * best.step_ns:
+            deadline.check()
+        ranges.ranges[0].bound_ns = goal_ns + 1
+        return True
 
-    monkeypatch.setattr(RingRanges, "is_refuted", until_time_is_over)
+    monkeypatch.setattr(RingRanges, "is_refuted", ask)
     monkeypatch.setattr(RingRanges, "_ask_all", lambda *_: None)
-    bounds_ns = {}
-    for left in (1.0, inf):
-        ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
-        with pytest.raises(OutOfTime):
-            ranges.raise_bound(best.step_ns, UNLIMITED, lambda left=left: left)  # type: ignore[misc]
-        bounds_ns[left] = ranges.bound_ns
-    assert bounds_ns[inf] < 0.7 * best.step_ns <= bounds_ns[1.0]
+    ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
+    with pytest.raises(OutOfTime):
+        ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
+    assert asked[:4] == [0.6, 0.7, 0.8, 0.9]
+    assert (0.85 in asked) == (num_parts == 2)
+    assert ranges.bound_ns > (0.8 if num_parts == 1 else 0.84) * best.step_ns
 
 
 def test_it_ends_at_the_deadline() -> None:
