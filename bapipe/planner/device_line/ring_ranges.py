@@ -182,7 +182,7 @@ class RingRanges:
                 nothing from 0 on.
         """
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
-        took = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else 0.0
+        took, look = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else (0.0, 0.0)
         low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
             left_before = left()
@@ -191,7 +191,7 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-                if first_ns == goals_ns[1] and MUCH_SLOWER * took < left_before:
+                if first_ns == goals_ns[1] and max(MUCH_SLOWER * took, SLOWER * look) < left_before:
                     for each in self.ranges:
                         each.counts_cuts |= self._of_cuts(each) > MUCH
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
@@ -202,24 +202,33 @@ class RingRanges:
                 high_ns = goal_ns
             took = left_before - left()
 
-    def _raise_first(self, high_ns: int, last_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
-        """Raises the bound to low goals, and looks at the plans within a time; returns the work of the last goal.
+    def _raise_first(
+        self, high_ns: int, last_ns: int, deadline: Deadline, left: Callable[[], float]
+    ) -> tuple[float, float]:
+        """Raises the bound to low goals, and looks at the plans within a time.
 
         The look comes first where it takes little, as goals take less behind it.
+
+        Returns:
+            The work of the last goal, and of the look.
         """
         self._raise_soon(high_ns, deadline)
-        look, took = LOOK * sum(each.num_stages for each in self._trips), 0.0
-        is_new = not any(each.known for each in self.ranges)
-        is_first = look < SOON_PART * left()
+        look = LOOK * sum(each.num_stages for each in self._trips)
+        is_new, is_first = not any(each.known for each in self.ranges), look < SOON_PART * left()
+        goal_took = look_took = 0.0
         if is_new and is_first:
+            left_before = left()
             self._ask_all(last_ns, deadline, 0)
+            look_took = left_before - left()
         for part in SOON:
             left_before = left()
             self.is_refuted(int(part * high_ns), deadline, left)
-            took = left_before - left()
+            goal_took = left_before - left()
         if is_new and not is_first and look < LOOK_PART * left():
+            left_before = left()
             self._ask_all(last_ns, deadline, 0)
-        return took
+            look_took = left_before - left()
+        return goal_took, look_took
 
     def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float], num_parts: int) -> bool:
         """The same as `is_refuted`, within one part in `num_parts` of the time and the budget that are left."""
