@@ -170,20 +170,38 @@ def _of_kinds(prefix: PrefixBound) -> "NDArray[np.void]":
     """
     from bapipe.planner.device_line.trip_limits import MAX_KINDS, OF_KIND
 
-    num, num_devices, kinds = prefix.num_microbatches, prefix.num_devices, prefix.kinds_of_stages
+    num_devices = prefix.num_devices
     found = np.zeros((num_devices, prefix.groups.fewest.size, MAX_KINDS), dtype=OF_KIND)
     if prefix.has_one_kind:
         return found
-    class_of = np.array([prefix.line.class_of[rank] for rank in range(num_devices)])
+    speeds, own = tuple(prefix.speeds.tolist()), tuple(prefix.kinds_of_stages.of_device.tolist())
+    class_of = tuple(prefix.line.class_of[rank] for rank in range(num_devices))
     for g, (few, most) in enumerate(zip(prefix.groups.fewest.tolist(), prefix.groups.most.tolist(), strict=True)):
-        for p in range(num_devices - few + 1):
-            devices = p + np.argsort(class_of[p : p + few], kind="stable")
-            counts = (num - 1 - np.arange(few)) // few + 1 if few == most else np.full(few, num // most)
-            own, took = kinds.of_device[devices], counts / prefix.speeds[devices]
-            each = np.unique(own)
-            for k, of_kind in enumerate(each[:MAX_KINDS].tolist() if each.size > 1 else ()):
-                slowest = int(np.argmax(np.where(own == of_kind, took, -1.0)))
-                found[p, g, k] = of_kind, counts[slowest], 1 / prefix.speeds[devices[slowest]]
+        for p, k, kind, count, ns in _slowest_of_kinds(speeds, own, class_of, prefix.num_microbatches, few, most):
+            if k < MAX_KINDS:
+                found[p, g, k] = kind, count, ns
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _slowest_of_kinds(
+    speeds: tuple[float, ...], own: tuple[int, ...], class_of: tuple[int, ...], num: int, few: int, most: int
+) -> list[tuple[int, int, int, int, float]]:
+    """The first device of stages on `few` to `most` devices of several kinds, the number and the set of a kind, and of
+    its replica that takes longest for its micro-batches how many these are, and ns of the work of 1 ns.
+
+    Args:
+        speeds, own, class_of: of the devices, see `LayerSums`, `StageKinds` and `DeviceLine`.
+        num: micro-batches.
+    """
+    v, kinds, found = np.array(speeds), np.array(own), []
+    for p in range(len(speeds) - few + 1):
+        devices = p + np.argsort(class_of[p : p + few], kind="stable")  # the order of the replicas
+        counts = (num - 1 - np.arange(few)) // few + 1 if few == most else np.full(few, num // most)
+        took, each = counts / v[devices], np.unique(kinds[p : p + few])
+        for k, kind in enumerate(each.tolist() if each.size > 1 else ()):
+            slowest = int(np.argmax(np.where(kinds[devices] == kind, took, -1.0)))
+            found.append((p, k, kind, int(counts[slowest]), float(1 / v[devices[slowest]])))
     return found
 
 
