@@ -67,6 +67,10 @@ class Climbs:
         Args:
             starts: plans that `can_walk`.
         """
+        if starts:  # so that code is compiled before time is shared, which would end the first walks
+            estimate = self._estimate(*starts[0])
+            assert estimate is not None
+            _walk(estimate, starts[0][1], 1, 0, deadline)
         num_rounds, runners = len(starts).bit_length(), list(starts)
         for number in range(num_rounds):
             round_deadline, ends = deadline.share(num_rounds - number), list[tuple[float, DeviceLine, LinePlan]]()
