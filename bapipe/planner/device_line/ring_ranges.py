@@ -33,7 +33,7 @@ plan if that is more; to half of both where `trip_bound.py` is asked, and of man
 close to the best plan."""
 
 FEW_DEVICES = 64
-"""More are many."""
+"""More are many there."""
 
 SMALL, LEAST = 1.1, 1 / 150
 """GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
@@ -71,9 +71,9 @@ SOON, SOON_PART = (0.6, 0.7, 0.8), 1 / 4
 left."""
 
 LOOK, LOOK_PART = 2.5, 2 / 3
-"""Before that comes a look at the plans within the last of these goals by tables that take little time: lower goals
-begin with what is known then. It is so much work for each device, boundary and class of stages, and is left out if that
-is more than this part of what is left."""
+"""A look at the plans within the last of the goals, by tables that take little time: lower ones begin with what is
+known then. It is so much work for each device, boundary and class of stages, and is left out if that is more than this
+part of what is left."""
 
 FIRST_PARTS = 2
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
@@ -195,8 +195,9 @@ class RingRanges:
                     for each in self.ranges:
                         each.counts_cuts |= self._of_cuts(each) > MUCH
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
-            num_parts = FIRST_PARTS if first_ns is not None and first_ns == goals_ns[0] else 1
-            if self._is_refuted_in_part(goal_ns, deadline, left, num_parts):
+            is_first = first_ns is not None and first_ns == goals_ns[0]
+            is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
+            if is_refuted(goal_ns, deadline, left):
                 low_ns = max(self.bound_ns, goal_ns + 1)
             else:
                 high_ns = goal_ns
@@ -217,26 +218,26 @@ class RingRanges:
         is_new, is_first = not any(each.known for each in self.ranges), look < SOON_PART * left()
         goal_took = look_took = 0.0
         if is_new and is_first:
-            left_before = left()
-            self._ask_all(last_ns, deadline, 0)
-            look_took = left_before - left()
+            look_took = self._look(last_ns, deadline, left)
         for part in SOON:
             left_before = left()
             self.is_refuted(int(part * high_ns), deadline, left)
             goal_took = left_before - left()
         if is_new and not is_first and look < LOOK_PART * left():
-            left_before = left()
-            self._ask_all(last_ns, deadline, 0)
-            look_took = left_before - left()
+            look_took = self._look(last_ns, deadline, left)
         return goal_took, look_took
 
-    def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float], num_parts: int) -> bool:
-        """The same as `is_refuted`, within one part in `num_parts` of the time and the budget that are left."""
-        if num_parts == 1:
-            return self.is_refuted(goal_ns, deadline, left)
-        rest = left() * (1 - 1 / num_parts)
+    def _look(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
+        """Looks at the plans within a time by tables that take little, and returns the work."""
+        left_before = left()
+        self._ask_all(goal_ns, deadline, 0)
+        return left_before - left()
+
+    def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
+        """The same as `is_refuted`, within one part in `FIRST_PARTS` of the time and the budget that are left."""
+        rest = left() * (1 - 1 / FIRST_PARTS)
         try:
-            return self.is_refuted(goal_ns, deadline.share(num_parts), lambda: left() - rest)
+            return self.is_refuted(goal_ns, deadline.share(FIRST_PARTS), lambda: left() - rest)
         except OutOfTime:
             deadline.check()
             return False

@@ -161,6 +161,20 @@ def test_earlier_rounds_than_the_last_one_raise_the_bound(schedule: str, monkeyp
     assert 0 < num_with_rounds < num_feasible(line, schedule, limits_ns)
 
 
+def test_the_slowest_replica_of_each_kind_raises_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kinds each is slow where the other one is fast, so that the least times of both are of no device."""
+    cluster = devices(8, bytes_per_s=10**10)
+    mixed = tuple(replace(device, kind="ab"[i % 2]) for i, device in enumerate(cluster.devices))
+    first, second = chain([1, 4] * 8), chain([4, 1] * 8)
+    profiles = {"a": first, "b": replace(second, device=replace(second.device, kind="b"))}
+    line = DeviceLine(profiles, replace(cluster, devices=mixed), PlanOptions(minibatch_size=16))
+    best_ns = best_of_two_or_three_stages(line, "1f1b").step_ns
+    limits_ns = [best_ns * part // 200 for part in range(60, 201, 2)]
+    num_with_kinds = num_feasible(line, "1f1b", limits_ns)
+    monkeypatch.setattr(tracked, "_slowest_of_kinds", lambda *_: [])
+    assert 0 < num_with_kinds < num_feasible(line, "1f1b", limits_ns)
+
+
 def test_cuts_that_are_counted_raise_the_bound() -> None:
     cluster = devices(16, bytes_per_s=10**10)
     unlike = tuple(replace(device, speed=1 - i / 40) for i, device in enumerate(cluster.devices))
