@@ -281,47 +281,14 @@ def excess(
         returned = max(returned, start) + num * late_r + apart * late_f
         longest = max(longest, returned + known[ROUNDS + number, i])
     for number in range(stage.num_replicas):
-        longest = max(
-            longest,
-            _longest_of(
-                begin,
-                end,
-                own,
-                stage,
-                replicas[number].count,
-                replica_ns[number],
-                again,
-                ring + update,
-                known,
-                REPLICAS + ROWS_OF_REPLICA * number,
-                rest,
-                i,
-                j,
-                j == layers.shape[1] - 1,
-            ),
-        )
+        row, num, ns = REPLICAS + ROWS_OF_REPLICA * number, replicas[number].count, replica_ns[number]
+        ends = _longest_of(layers, own.own, own, stage, num, ns, recomputes, ring + update, known, row, rest, i, j)
+        longest = max(longest, ends)
     for number in range(stage.num_kinds):
         one = of_kinds[number]
-        begin, end = layers[one.own, i], layers[one.own, j]
-        longest = max(
-            longest,
-            _longest_of(
-                begin,
-                end,
-                own,
-                stage,
-                one.count,
-                one.ns,
-                end.forward - begin.forward if recomputes else 0.0,
-                ring + update,
-                known,
-                OF_KINDS,
-                rest,
-                i,
-                j,
-                j == layers.shape[1] - 1,
-            ),
-        )
+        num, ns = one.count, one.ns
+        ends = _longest_of(layers, one.own, own, stage, num, ns, recomputes, ring + update, known, OF_KINDS, rest, i, j)
+        longest = max(longest, ends)
     if stage.num_cycles > 0:
         k = stage.num_cycles
         cycles = (2 + k) * (arrival + trip * own.fastest) + known[FLAT_RETURN, i] + (1 + k) * known[RETURN, i]
@@ -331,31 +298,32 @@ def excess(
 
 @compiled
 def _longest_of(
-    begin: Any,
-    end: Any,
+    layers: NDArray[Any],
+    kinds: int,
     own: Any,
     stage: Stage,
     num: int,
     ns: float,
-    again: float,
+    recomputes: bool,
     rings: float,
     known: Floats,
     row: int,
     rest: Floats,
     i: int,
     j: int,
-    is_last: bool,
 ) -> float:
     """What follows from one replica of a stage: when its last gradient is back at the first stage, or all is updated.
 
     Args:
+        kinds: the set of kinds with whose times the layers count.
         num: its micro-batches.
         ns: of the work of 1 ns on it.
-        again: F in front of each backward, if the stage recomputes.
+        recomputes: whether F is in front of each backward.
         rings: the rings and the update of the stage.
         row: its first one in `known`.
-        is_last: whether the stage is the last one.
     """
+    begin, end = layers[kinds, i], layers[kinds, j]
+    again, is_last = end.forward - begin.forward if recomputes else 0.0, j == layers.shape[1] - 1
     f, r = (end.forward - begin.forward) * ns, (end.critical - begin.critical + again) * ns
     first_there = known[row + FIRST_THERE, i]
     first_b = first_there + f + rest[STEEP_AROUND if num >= 2 else FLAT_AROUND, j]
