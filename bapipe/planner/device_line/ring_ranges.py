@@ -43,7 +43,7 @@ EARLY, CYCLES = 16, 0.15
 """1F1B: the replicas of the first stage matter most to stages on one part in so many of the devices, whose cycles are
 this part of a step."""
 
-LITTLE, MUCH = 1 / 20, 1 / 2
+LITTLE, MUCH = 1 / 20, 1 / 5
 """Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference; where
 `trip_bound.py` is asked, from the first on if cuts make a larger one than the other part of the best step."""
 
@@ -70,7 +70,7 @@ SOON, SOON_PART = (0.6, 0.7, 0.8), 1 / 4
 """Before them come these; and before these the look that is described below, if it is less than this part of what is
 left."""
 
-LOOK, LOOK_PART = 2.5, 2 / 3
+LOOK, LOOK_PART = 4, 2 / 3
 """A look at the plans within the last of the goals, by tables that take little time: lower ones begin with what is
 known then. It is so much work for each device, boundary and class of stages, and is left out if that is more than this
 part of what is left."""
@@ -181,6 +181,8 @@ class RingRanges:
             left: what is left of a budget of work, see `num_tried`, by the time that is left if that is limited:
                 nothing from 0 on.
         """
+        for each in self.ranges:
+            each.counts_cuts |= each.trips is not None and self._of_cuts(each) > MUCH
         goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
         took, look = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else (0.0, 0.0)
         low_ns, best_ns = self.bound_ns, high_ns
@@ -192,8 +194,6 @@ class RingRanges:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
                 if first_ns == goals_ns[1] and max(MUCH_SLOWER * took, SLOWER * look) < left_before:
-                    for each in self.ranges:
-                        each.counts_cuts |= self._of_cuts(each) > MUCH
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
             is_first = first_ns is not None and first_ns == goals_ns[0]
             is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
@@ -211,7 +211,7 @@ class RingRanges:
         The look comes first where it takes little, as goals take less behind it.
 
         Returns:
-            The work of the last goal, and of the look.
+            The work of the last goal, and of the look, or what it would take.
         """
         self._raise_soon(high_ns, deadline)
         look = LOOK * sum(each.num_stages for each in self._trips)
@@ -225,7 +225,7 @@ class RingRanges:
             goal_took = left_before - left()
         if is_new and not is_first and look < LOOK_PART * left():
             look_took = self._look(last_ns, deadline, left)
-        return goal_took, look_took
+        return goal_took, look_took or look
 
     def _look(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
         """Looks at the plans within a time by tables that take little, and returns the work."""

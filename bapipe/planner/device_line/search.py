@@ -81,7 +81,7 @@ OTHER_GAP = 1.05
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED, TRIED_PER_S = 4_000_000_000, 46_000_000
+MAX_TRIED, TRIED_PER_S = 3_500_000_000, 46_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes; and so many are tried
 in a second by two processors, about."""
 

@@ -33,13 +33,13 @@ from bapipe.planner.threads import in_waves, num_threads
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
-NUM_STEPS = (3, 8, 40)
+NUM_STEPS = (3, 8, 16, 40)
 """Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
 first tables have few of them, which rules out most stages in less time."""
 
-FEW_TABLES = (12, 24, 48)
-"""Where cuts are counted, stages behind so many others are not told apart in the first tables, with each of the numbers
-of steps: that takes less time, and rules out most plans with many cuts."""
+FIRST_COUNTED = (1, 24), (2, 48)
+"""Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
+behind so many others are not told apart, which takes less time and rules out most plans with many cuts."""
 
 LEFT = 0.75
 """The tables are filled as long as no more than this part of the boundaries before is left."""
@@ -48,7 +48,7 @@ MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
 """Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
 about at once."""
 
-ROWS_TRIED = 6
+ROWS_TRIED = 12
 """So many rows of a table take as long as the limits of a stage that is tried."""
 
 POSITIONS_AT_ONCE = 16
@@ -168,15 +168,15 @@ class TripBound:
         known = self._at_first(asked) if earlier is None else earlier
         # What takes less time rules out most stages first.
         if known is not None and len(known.tables) == 1 and (earlier is None or earlier.limit > asked.limit):
-            known = self._fill_each(known, (asked._replace(steps=steps) for steps in (None, *range(finest))))
-            if counts_cuts:
-                known = self._fill_each(known, [asked])
-        if not counts_cuts:
+            known = self._fill_each(
+                known, (asked._replace(steps=each) for each in (None, *range(finest - counts_cuts)))
+            )
+        if not counts_cuts or num_rounds == 0:
             return self._fill_by_turns(known, repeat(asked, num_rounds))
         if known is not None and len(known.tables) == 1:
-            few = zip(range(finest), FEW_TABLES, strict=False)
-            known = self._fill_each(known, (asked._replace(steps=each, most_tables=tables) for each, tables in few))
-        numbers = (min(MAX_TABLES, FEW_TABLES[-1] << turn) for turn in range(num_rounds))
+            counted = (asked._replace(steps=each, most_tables=tables) for each, tables in FIRST_COUNTED)
+            known = self._fill_each(known, counted)
+        numbers = (min(MAX_TABLES, FIRST_COUNTED[-1][1] << turn) for turn in range(num_rounds))
         return self._fill_by_turns(known, (asked._replace(most_tables=tables) for tables in numbers))
 
     def _fill_each(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
@@ -237,7 +237,8 @@ class TripBound:
             filling = _Filling(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
                 begin(len(filling.positions))  # the table before is added to until its end
-                self._run_parts(filling, self._parts(asked), deadline)
+                parts = self._parts(asked)
+                self._run_parts(filling, parts, deadline, np.full(shape, np.inf) if len(parts) > 1 else None)
             else:
                 self._run(filling, every, begin, deadline)
             at_end = self._at_end(known, tables.before_ends[0])
@@ -280,19 +281,42 @@ class TripBound:
             return None
         return _in_band(Behind(asked.limit, (min(cuts), max(cuts)), known.lows, tuple(behind)))
 
-    def _run_parts(self, filling: _Filling, parts: Sequence[tuple[int, int]], deadline: Deadline) -> None:
-        """Fills a table of stages behind one another, with the stages of some classes at the same time."""
+    def _run_parts(
+        self,
+        filling: _Filling,
+        parts: Sequence[tuple[int, int]],
+        deadline: Deadline,
+        far_ends: FloatArray | None = None,
+    ) -> None:
+        """Fills a table of stages behind one another, with the stages of some classes at the same time.
+
+        Args:
+            far_ends: what the second part adds to at the ends of stages, where that is not the table at the begins: two
+                threads must not add to one number at a time.
+        """
 
         def run(part: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
-            self._run(filling, parts[part], begin, deadline)
+            own = filling
+            if part > 0 and far_ends is not None:
+                own = filling._replace(tables=filling.tables._replace(before_ends=far_ends))
+            self._run(own, parts[part], begin, deadline, far_ends if part == 0 else None)
             return True
 
         in_waves(run, len(parts), deadline, len(parts), most_ahead=1)
 
     def _run(
-        self, filling: _Filling, groups: tuple[int, int], begin: Callable[[int], None], deadline: Deadline
+        self,
+        filling: _Filling,
+        groups: tuple[int, int],
+        begin: Callable[[int], None],
+        deadline: Deadline,
+        far_ends: FloatArray | None = None,
     ) -> None:
-        """Fills a table with the stages of some classes, each part of the devices when it may begin."""
+        """Fills a table with the stages of some classes, each part of the devices when it may begin.
+
+        Args:
+            far_ends: what ends behind each device besides, by the time that stages begin there.
+        """
         fill, asked, tables, may_be_last, positions = filling
         problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
@@ -301,12 +325,17 @@ class TripBound:
             begin(number)
             deadline.check()
             for p in positions[number * POSITIONS_AT_ONCE : (number + 1) * POSITIONS_AT_ONCE]:
+                if far_ends is not None:
+                    np.minimum(tables.before_begins[:, p], far_ends[:, p], out=tables.before_begins[:, p])
                 num_tried += fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, *groups, p)
         with self._counts:
             self.num_tried += num_tried * num_each
 
     def _parts(self, asked: _Asked) -> list[tuple[int, int]]:
-        """The classes of stages with which a table is filled at the same time: those of many devices end far away."""
+        """The classes of stages with which a table is filled at the same time: those of many devices end far away.
+
+        No stage of those ends where one of the others begins at that time.
+        """
         fewest = self.prefix.groups.fewest
         many = max(int(np.searchsorted(fewest, 2 * POSITIONS_AT_ONCE)), fewest.size // 2)
         if many == fewest.size or min(asked.max_threads(), num_threads()) < 2:
@@ -317,19 +346,9 @@ class TripBound:
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN
         from bapipe.planner.device_line.trip_tables import Scratch
 
-        tracked = self._tracked[-1]
-        num_boundaries, num_queues = self._end + 1, 2 + 2 * tracked.behind.size + tracked.before.size
-        return Scratch(
-            known=np.empty((NUM_KNOWN, num_boundaries)),
-            rest=np.empty((4, num_boundaries)),
-            arrivals=np.empty((tracked.before.size, num_boundaries)),
-            values=np.empty((num_queues, num_boundaries)),
-            positions=np.empty((num_queues, num_boundaries), dtype=np.int64),
-            heads=np.empty(num_queues, dtype=np.int64),
-            tails=np.empty(num_queues, dtype=np.int64),
-            bests=np.empty(num_queues, dtype=np.int64),
-            found=np.empty(num_queues),
-        )
+        num = self._end + 1
+        whole, floats = np.empty((2, num), dtype=np.int64), np.empty((8, num))
+        return Scratch(np.empty((NUM_KNOWN, num)), np.empty((4, num)), *whole, *floats)
 
     def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:
         """The times at the last boundary, by devices before it; infinite where it is not in the band."""

@@ -273,6 +273,8 @@ def excess(
             after = again * own.fastest + first_full + ring + update
             work = max(work, start + after + (late_n - 1) * late_b + late_apart * late_f)
     longest = max(work, known[FOLLOW, i] + returned, known[FOLLOW_LATE, i] + late_returned)
+    if longest > stage.room:  # what follows takes most of the time
+        return float(longest - stage.room)
     in_flight = own.last_in_flight if j == layers.shape[1] - 1 else own.in_flight
     for number in range(stage.num_rounds):
         num = rounds[number].count

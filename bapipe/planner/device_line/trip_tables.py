@@ -47,43 +47,73 @@ class Tables(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Arrays for the stages on the devices from one on, whose values are of no use afterwards.
+    """Arrays for the stages on the devices from one on, by boundary, whose values are of no use afterwards.
 
     Attributes:
         known, rest: see `excess`. [7, boundaries], [4, boundaries]
-        arrivals: of the first micro-batch, by boundary.
-        values, positions, heads, tails: queues. [queues, boundaries], [queues]
-        bests, found: where the least value of each queue was found last, and the value.
+        starts: of the stages that end there, the first begin within the limits, the end itself if there is none; or of
+            those that begin there the last end.
+        forward, critical, backward: of the layers before, on the fastest device of a stage, see `LAYER_SUMS`.
+        rings: of the longest stage that ends there.
+        costs, found, others: of begins and ends, for one row of the tables.
+        values, positions: a queue.
     """
 
     known: Floats
     rest: Floats
-    arrivals: Floats
-    values: Floats
+    starts: Ints
     positions: Ints
-    heads: Ints
-    tails: Ints
-    bests: Ints
+    forward: Floats
+    critical: Floats
+    backward: Floats
+    rings: Floats
+    costs: Floats
     found: Floats
+    others: Floats
+    values: Floats
+
+
+class Window(NamedTuple):
+    """The boundaries at which stages begin and end."""
+
+    first_begin: int
+    last_begin: int
+    first_end: int
+    last_end: int
 
 
 @compiled
-def push(values: Floats, positions: Ints, heads: Ints, tails: Ints, q: int, position: int, value: float) -> None:
-    tail, head = tails[q], heads[q]
-    while tail > head and values[q, tail - 1] >= value:
+def push(values: Floats, positions: Ints, head: int, tail: int, position: int, value: float) -> int:
+    """Adds a value to a queue in which values rise, and returns its end; those that are no less are left out."""
+    while tail > head and values[tail - 1] >= value:
         tail -= 1
-    values[q, tail], positions[q, tail] = value, position
-    tails[q] = tail + 1
+    values[tail], positions[tail] = value, position
+    return tail + 1
 
 
 @compiled
-def drop(positions: Ints, heads: Ints, tails: Ints, q: int, edge: int, sign: int) -> bool:
-    """Drops what the window has left behind; returns whether anything is left."""
-    head, tail = heads[q], tails[q]
-    while head < tail and (positions[q, head] - edge) * sign < 0:
+def drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
+    """Drops what the window has left behind, and returns the begin of the queue."""
+    while head < tail and (positions[head] - edge) * sign < 0:
         head += 1
-    heads[q] = head
-    return bool(head < tail)
+    return head
+
+
+@compiled
+def least(scratch: Scratch, window: Window, found: Floats) -> None:
+    """Finds for each end of stages the least of `costs` at the begins of those, infinite where none ends."""
+    costs, starts, values, positions = scratch.costs, scratch.starts, scratch.values, scratch.positions
+    head = tail = pushed = 0
+    for j in range(window.first_end, window.last_end + 1):
+        found[j] = np.inf
+        if starts[j] == j:
+            continue
+        pushed = max(pushed, starts[j])
+        while pushed < min(j, window.last_begin + 1):
+            tail = push(values, positions, head, tail, pushed, costs[pushed])
+            pushed += 1
+        head = drop(positions, head, tail, starts[j], 1)
+        found[j] = values[head]
 
 
 @compiled

@@ -45,8 +45,10 @@ from bapipe.planner.device_line.trip_tables import (
     STEEP_AROUND,
     Scratch,
     Tables,
+    Window,
     behind_ends,
     drop,
+    least,
     most_devices,
     push,
     reached,
@@ -76,8 +78,7 @@ def fill_before(
     """
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
-    width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
-    num_before = tracked.before.size * is_full
+    width, num_tried = before.shape[2], 0
     if problem.is_alike and p > 1 and first_group == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
@@ -89,9 +90,9 @@ def fill_before(
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
     send, back, at_host = tracked.send, tracked.back, tracked.at_host
-    known, rest, flat_arrivals = scratch.known, scratch.rest, scratch.arrivals
-    values, positions, heads, tails = scratch.values, scratch.positions, scratch.heads, scratch.tails
-    bests, found = scratch.bests, scratch.found
+    known, rest, starts, costs, found = scratch.known, scratch.rest, scratch.starts, scratch.costs, scratch.found
+    forward, critical, backward, rings = scratch.forward, scratch.critical, scratch.backward, scratch.rings
+    others = scratch.others
     for g in range(first_group, end_group):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
@@ -100,46 +101,24 @@ def fill_before(
         first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
-        replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
-        of_kinds = tracked.of_kinds[p, g]
         stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
         for j in range(high - 1, first - 1, -1):
             trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
-            critical = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
+            step = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
             rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
             rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
-            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + critical)
-            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + critical)
+            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + step)
+            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + step)
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
-        for k in range(num_before):
-            row = AFTER + num_behind + tracked.then_before[g, k]
-            flat_arrivals[k, low] = before[row, p, low - lows[p]]
-            for i in range(low + 1, last_low + 1):
-                forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
-                flat_arrivals[k, i] = min(before[row, p, i - lows[p]], flat_arrivals[k, i - 1] + forward)
-        heads[:], tails[:], bests[:] = 0, 0, 0
-        at = pushed = low
+        replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
+        of_kinds = tracked.of_kinds[p, g]
+        at, has_any = low, False
         for j in range(first, high + 1):
-            while pushed < min(j, last_low + 1):
-                if known[ARRIVAL, pushed] < np.inf:
-                    _push_begin(
-                        layers,
-                        own,
-                        before[:, p, pushed - lows[p]],
-                        values,
-                        positions,
-                        heads,
-                        tails,
-                        tracked.more_behind,
-                        tracked.then_behind,
-                        num_behind,
-                        g,
-                        pushed,
-                    )
-                pushed += 1
+            starts[j] = j
             if rest[FLAT_AROUND, j] == np.inf:
                 continue
-            while at < pushed and (
+            last = min(j - 1, last_low)
+            while at <= last and (
                 known[ARRIVAL, at] == np.inf
                 or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, at, j)
                 > 0
@@ -147,37 +126,47 @@ def fill_before(
                 at += 1
                 num_tried += 1
             num_tried += 1
-            if at == pushed or not drop(positions, heads, tails, 0, at, 1):
-                continue
-            _find(
-                layers,
-                max_bucket,
-                own,
-                flat_arrivals,
-                values,
-                positions,
-                heads,
-                tails,
-                tracked.more_behind,
-                tracked.more_before,
-                num_behind,
-                problem.rounding_ns,
-                g,
-                at,
-                j,
-                bests,
-                found,
-            )
-            for to in range(p + own.few, p + most + 1):
-                x = j - lows[to]
-                if not 0 <= x < width or behind[AROUND, to, x] == np.inf:
-                    continue
-                send_ns, back_ns = (send[at_host[to], j], back[at_host[to], j]) if j < end else (0.0, 0.0)
-                for row in range(2 + num_behind):
-                    ns = found[row] + (send_ns if row == ARRIVED else back_ns)
-                    ends[row, to, x] = min(ends[row, to, x], ns)
-                for row in range(2 + num_behind, before.shape[0]):
-                    ends[row, to, x] = min(ends[row, to, x], found[row] + send_ns)
+            if at <= last:
+                starts[j], has_any = at, True
+        if not has_any:
+            continue
+        for j in range(first, high + 1):
+            rings[j] = _rings_behind(layers, max_bucket, own, 0, starts[j], j)
+        for i in range(low, high + 1):
+            sums = layers[own.own, i]
+            forward[i], critical[i] = sums.forward * own.fastest, sums.critical * own.fastest
+            backward[i] = sums.backward * own.fastest
+        window, num_behind = Window(low, last_low, first, high), tracked.behind.size * is_full
+        begins, ends_here = slice(low, last_low + 1), slice(first, high + 1)
+        for row in range(AFTER + num_behind):
+            num_others = tracked.more_behind[g, row - AFTER] if row >= AFTER else 0
+            there, way = before[row, p, low - lows[p] :], forward if row == ARRIVED else critical
+            _subtract(there, way[begins], 0, backward[begins], costs[begins])
+            if row < AFTER:
+                least(scratch, window, found)
+                _add(found[ends_here], way[ends_here], 0.0)
+            else:
+                _least_behind(layers, max_bucket, own, num_others, scratch, window)
+            if num_others > 0:
+                then = before[AFTER + tracked.then_behind[g, row - AFTER], p, low - lows[p] :]
+                _subtract(then, critical[begins], num_others, backward[begins], costs[begins])
+                least(scratch, window, others)
+                _note_later(others[ends_here], critical[ends_here], num_others, backward[ends_here], found[ends_here])
+            link = send if row == ARRIVED else back
+            _note_ends(found, link, at_host, lows, behind, window, p + own.few, p + most, ends[row])
+        for k in range(tracked.before.size * is_full):
+            row, num_forwards = AFTER + num_behind + k, tracked.more_before[g, k] + 1
+            _subtract(before[row, p, low - lows[p] :], forward[begins], 0, backward[begins], costs[begins])
+            if num_forwards == 1:
+                least(scratch, window, found)
+                _add(found[ends_here], forward[ends_here], problem.rounding_ns)
+            else:
+                there = before[AFTER + num_behind + tracked.then_before[g, k], p, low - lows[p] :]
+                _subtract(there, forward[begins], 0, backward[begins], others[begins])
+                for i in range(low + 1, last_low + 1):
+                    others[i] = min(others[i], others[i - 1])
+                _least_arrival(num_forwards, problem.rounding_ns, scratch, window)
+            _note_ends(found, send, at_host, lows, behind, window, p + own.few, p + most, ends[row])
     return num_tried
 
 
@@ -221,127 +210,142 @@ def known_before(
 
 
 @compiled
-def _push_begin(
-    layers: NDArray[Any],
-    own: Any,
-    before: NDArray[np.float64],
-    values: Floats,
-    positions: Ints,
-    heads: Ints,
-    tails: Ints,
-    more: Ints,
-    then: Ints,
-    num_behind: int,
-    g: int,
-    i: int,
-) -> None:
-    """Adds a begin of a stage to the window: what each table says there, less the layers before it as on the stage.
-
-    Args:
-        before: the rows at the begin.
-    """
-    sums = layers[own.own, i]
-    forward, critical, backward = sums.forward * own.fastest, sums.critical * own.fastest, sums.backward * own.fastest
-    push(values, positions, heads, tails, ARRIVED, i, before[ARRIVED] - forward)
-    push(values, positions, heads, tails, BACK, i, before[BACK] - critical)
-    if num_behind == 0:
-        return
-    for k in range(num_behind):
-        push(values, positions, heads, tails, AFTER + k, i, before[AFTER + k] - critical)
-    first_before = AFTER + num_behind
-    for q in range(first_before, before.size):
-        push(values, positions, heads, tails, q, i, before[q] - forward)
-    for k in range(num_behind):
-        if more[g, k] > 0:
-            ns = before[AFTER + then[g, k]] - critical - more[g, k] * backward
-            push(values, positions, heads, tails, before.size + k, i, ns)
+def _subtract(times: Floats, sums: Floats, num: int, more: Floats, found: Floats) -> None:
+    for x in range(found.size):
+        found[x] = times[x] - sums[x] - num * more[x]
 
 
 @compiled
-def _find(
-    layers: NDArray[Any],
-    max_bucket: float,
-    own: Any,
-    arrivals: NDArray[np.float64],
-    values: Floats,
-    positions: Ints,
-    heads: Ints,
-    tails: Ints,
-    more: Ints,
-    more_before: Ints,
-    num_behind: int,
-    rounding_ns: float,
-    g: int,
-    at: int,
-    j: int,
-    bests: Ints,
+def _add(found: Floats, sums: Floats, less: float) -> None:
+    for x in range(found.size):
+        found[x] += sums[x] - less
+
+
+@compiled
+def _note_later(times: Floats, sums: Floats, num: int, more: Floats, found: Floats) -> None:
+    for x in range(found.size):
+        found[x] = max(found[x], times[x] + sums[x] + num * more[x])
+
+
+@compiled
+def _note_ends(
     found: Floats,
+    link: Floats,
+    at_host: Ints,
+    lows: Ints,
+    behind: NDArray[np.float64],
+    window: Window,
+    fewest: int,
+    most: int,
+    ends: NDArray[np.float64],
 ) -> None:
-    """Finds what each table says behind the stages that end at j and begin at `at` or later, without the cut."""
-    sums = layers[own.own, j]
-    forward, critical, backward = sums.forward * own.fastest, sums.critical * own.fastest, sums.backward * own.fastest
-    found[ARRIVED] = values[ARRIVED, heads[ARRIVED]] + forward
-    drop(positions, heads, tails, BACK, at, 1)
-    found[BACK] = values[BACK, heads[BACK]] + critical
-    if num_behind == 0:
-        return
-    num_before = more_before.shape[1]
-    num_rows = AFTER + num_behind + num_before
-    for k in range(num_behind):
-        q, num = AFTER + k, more[g, k]
-        drop(positions, heads, tails, q, at, 1)
-        # The later the stage begins, the longer the way back, and the shorter the rings behind `num` more B.
-        best = min(max(bests[q], heads[q]), tails[q] - 1)
-        rings = _rings_behind(layers, max_bucket, own, num, positions[q, best], j)
-        if values[q, best] + critical < rings:
-            ns = rings
-            while best + 1 < tails[q]:
-                rings = _rings_behind(layers, max_bucket, own, num, positions[q, best + 1], j)
-                ns = min(ns, max(values[q, best + 1] + critical, rings))
-                if values[q, best + 1] + critical >= rings:
+    """Notes what is found before the ends of stages, behind them and the cut there.
+
+    Args:
+        link: what is sent over the cut. [2, boundaries]
+        fewest, most: the devices behind which the stages end.
+        ends: the row of the table. [devices + 1, width]
+    """
+    for to in range(fewest, most + 1):
+        begin, end = max(window.first_end, lows[to]), min(window.last_end + 1, lows[to] + ends.shape[1])
+        if begin >= end:
+            continue
+        before_it, sent = found[begin:end], link[at_host[to], begin:end]
+        own_ends, own_behind = ends[to, begin - lows[to] :], behind[AROUND, to, begin - lows[to] :]
+        for x in range(before_it.size):  # slices from 0 on, which the compiler turns into vectors
+            ns = before_it[x] + sent[x] if own_behind[x] < np.inf else np.inf
+            own_ends[x] = min(own_ends[x], ns)
+
+
+@compiled
+def _least_behind(
+    layers: NDArray[Any], max_bucket: float, own: Any, num: int, scratch: Scratch, window: Window
+) -> None:
+    """Finds how long the first stage waits for B behind those of the stages that end at each boundary.
+
+    The later such a stage begins, the longer the way back, and the shorter the rings behind `num` more B.
+    """
+    critical, backward, rings, costs, starts = (
+        scratch.critical,
+        scratch.backward,
+        scratch.rings,
+        scratch.costs,
+        scratch.starts,
+    )
+    values, positions, found = scratch.values, scratch.positions, scratch.found
+    head = tail = best = pushed = 0
+    for j in range(window.first_end, window.last_end + 1):
+        found[j] = np.inf
+        if starts[j] == j:
+            continue
+        pushed = max(pushed, starts[j])
+        while pushed < min(j, window.last_begin + 1):
+            tail = push(values, positions, head, tail, pushed, costs[pushed])
+            pushed += 1
+        head = drop(positions, head, tail, starts[j], 1)
+        found[j] = values[head] + critical[j]
+        if found[j] >= rings[j] + num * (backward[j] - backward[starts[j]]):
+            continue
+        best = min(max(best, head), tail - 1)
+        ns = _rings_behind(layers, max_bucket, own, num, positions[best], j)
+        if values[best] + critical[j] < ns:
+            while best + 1 < tail:
+                shorter_ns = _rings_behind(layers, max_bucket, own, num, positions[best + 1], j)
+                ns = min(ns, max(values[best + 1] + critical[j], shorter_ns))
+                if values[best + 1] + critical[j] >= shorter_ns:
                     break
                 best += 1
         else:
-            ns = values[q, best] + critical
-            while best > heads[q]:
-                rings = _rings_behind(layers, max_bucket, own, num, positions[q, best - 1], j)
-                ns = min(ns, max(values[q, best - 1] + critical, rings))
+            ns = values[best] + critical[j]
+            while best > head:
+                longer_ns = _rings_behind(layers, max_bucket, own, num, positions[best - 1], j)
+                ns = min(ns, max(values[best - 1] + critical[j], longer_ns))
                 best -= 1
-                if values[q, best] + critical < rings:
+                if values[best] + critical[j] < longer_ns:
                     break
-        bests[q] = best
-        if num > 0:
-            of_others = num_rows + k
-            drop(positions, heads, tails, of_others, at, 1)
-            ns = max(ns, values[of_others, heads[of_others]] + critical + num * backward)
-        found[q] = ns
-    for k in range(num_before):
-        q, num = AFTER + num_behind + k, more_before[g, k] + 1
-        drop(positions, heads, tails, q, at, 1)
-        # The same of the F of one micro-batch, and of so many on a replica.
-        best = min(max(bests[q], heads[q]), tails[q] - 1)
-        i = positions[q, best]
-        of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
-        if values[q, best] + forward < of_first:
-            ns = of_first
-            while best + 1 < tails[q]:
-                i = positions[q, best + 1]
-                of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
-                ns = min(ns, max(values[q, best + 1] + forward, of_first))
-                if values[q, best + 1] + forward >= of_first:
+        found[j] = ns
+
+
+@compiled
+def _least_arrival(num: int, rounding_ns: float, scratch: Scratch, window: Window) -> None:
+    """Finds when micro-batches leave the stages that end at each boundary, whose replicas run `num` F until then.
+
+    The later such a stage begins, the later the last one is there, and the shorter are so many F, the first of which
+    waits as long as `others` says.
+    """
+    forward, costs, others, starts = scratch.forward, scratch.costs, scratch.others, scratch.starts
+    values, positions, found = scratch.values, scratch.positions, scratch.found
+    head = tail = best = pushed = 0
+    for j in range(window.first_end, window.last_end + 1):
+        found[j] = np.inf
+        if starts[j] == j:
+            continue
+        pushed = max(pushed, starts[j])
+        while pushed < min(j, window.last_begin + 1):
+            tail = push(values, positions, head, tail, pushed, costs[pushed])
+            pushed += 1
+        head = drop(positions, head, tail, starts[j], 1)
+        best = min(max(best, head), tail - 1)
+        i = positions[best]
+        ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
+        if values[best] + forward[j] < ns:
+            while best + 1 < tail:
+                i = positions[best + 1]
+                sooner_ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
+                ns = min(ns, max(values[best + 1] + forward[j], sooner_ns))
+                if values[best + 1] + forward[j] >= sooner_ns:
                     break
                 best += 1
         else:
-            ns = values[q, best] + forward
-            while best > heads[q]:
-                i = positions[q, best - 1]
-                of_first = _last_forward(layers, own, arrivals[k, i], num, rounding_ns, i, j)
-                ns = min(ns, max(values[q, best - 1] + forward, of_first))
+            ns = values[best] + forward[j]
+            while best > head:
+                i = positions[best - 1]
+                later_ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
+                ns = min(ns, max(values[best - 1] + forward[j], later_ns))
                 best -= 1
-                if values[q, best] + forward < of_first:
+                if values[best] + forward[j] < later_ns:
                     break
-        bests[q] = best
-        found[q] = ns - rounding_ns
+        found[j] = ns - rounding_ns
 
 
 @compiled
@@ -352,12 +356,3 @@ def _rings_behind(layers: NDArray[Any], max_bucket: float, own: Any, num: int, i
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
     b = (end.backward - begin.backward) * own.fastest
     return float(num * b + first_full + ring + end.update - begin.update)
-
-
-@compiled
-def _last_forward(
-    layers: NDArray[Any], own: Any, arrival: float, num: int, rounding_ns: float, i: int, j: int
-) -> float:
-    """When a replica of the stage of layers [i, j) has run `num` F, at least; no later, the later it begins."""
-    f = (layers[own.own, j].forward - layers[own.own, i].forward) * own.fastest
-    return float(arrival + num * (f - rounding_ns))

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem
+from bapipe.planner.device_line.stage_limits import Floats, Problem
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -34,6 +34,7 @@ from bapipe.planner.device_line.trip_tables import (
     FLAT_AROUND,
     Scratch,
     Tables,
+    Window,
     behind_ends,
     drop,
     most_devices,
@@ -71,8 +72,7 @@ def fill_behind(
     if low == end:
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
-    known, rest, values, positions = scratch.known, scratch.rest, scratch.values, scratch.positions
-    heads, tails = scratch.heads, scratch.tails
+    known, rest, starts, costs, critical = scratch.known, scratch.rest, scratch.starts, scratch.costs, scratch.critical
     for g in range(first_group, end_group):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
@@ -89,11 +89,11 @@ def fill_behind(
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         for i in range(low + 1, last_low + 1):
             forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
-            critical = layers[own.own, i].critical - layers[own.own, i - 1].critical
+            back = layers[own.own, i].critical - layers[own.own, i - 1].critical
             for row in range(REPLICAS):
-                step = critical * own.fastest
+                step = back * own.fastest
                 if row in (FOLLOW, FOLLOW_LATE):
-                    step = critical * stage.back_slope
+                    step = back * stage.back_slope
                 elif row in (ARRIVAL, BEFORE_ANY, BEFORE_FIRST):
                     step = forward
                 known[row, i] = min(known[row, i], known[row, i - 1] + step)
@@ -101,31 +101,21 @@ def fill_behind(
                 num_backward = 2 if replicas[k].count >= 2 else 1
                 for row in range(REPLICAS + ROWS_OF_REPLICA * k, REPLICAS + ROWS_OF_REPLICA * (k + 1)):
                     is_behind = (row - REPLICAS) % ROWS_OF_REPLICA == FOLLOW_LAST
-                    step = num_backward * critical * own.fastest if is_behind else forward
+                    step = num_backward * back * own.fastest if is_behind else forward
                     known[row, i] = min(known[row, i], known[row, i - 1] + step)
             for k in range(stage.num_rounds):
-                step = rounds[k].count * critical * own.fastest
+                step = rounds[k].count * back * own.fastest
                 known[ROUNDS + k, i] = min(known[ROUNDS + k, i], known[ROUNDS + k, i - 1] + step)
             if stage.num_kinds > 0:
                 for row in range(OF_KINDS, OF_KINDS + ROWS_OF_REPLICA):
-                    step = critical * own.fastest if row == OF_KINDS + FOLLOW_LAST else forward
+                    step = back * own.fastest if row == OF_KINDS + FOLLOW_LAST else forward
                     known[row, i] = min(known[row, i], known[row, i - 1] + step)
-        heads[:], tails[:] = 0, 0
-        at = pushed = high
-        for i in range(min(high - 1, last_low), low - 1, -1):
-            while pushed > max(i, first - 1):
-                if rest[FLAT_AROUND, pushed] < np.inf:
-                    sums = layers[own.own, pushed]
-                    critical = sums.critical * own.fastest
-                    around = rest[FLAT_AROUND, pushed] + sums.trip * own.fastest
-                    push(values, positions, heads, tails, AROUND, pushed, around)
-                    push(values, positions, heads, tails, FIRST, pushed, rest[FIRST_BACK, pushed] + critical)
-                    push(values, positions, heads, tails, ANY, pushed, rest[ANY_BACK, pushed] + critical)
-                pushed -= 1
-            x = i - lows[p]
-            if before[ARRIVED, p, x] == np.inf:
+        at, begin, has_any = high, min(high - 1, last_low), False
+        for i in range(begin, low - 1, -1):
+            starts[i] = i
+            if before[ARRIVED, p, i - lows[p]] == np.inf:
                 continue
-            while at > pushed and (
+            while at >= max(i + 1, first) and (
                 rest[FLAT_AROUND, at] == np.inf
                 or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, i, at)
                 > 0
@@ -133,51 +123,87 @@ def fill_behind(
                 at -= 1
                 num_tried += 1
             num_tried += 1
-            if at == pushed or not drop(positions, heads, tails, AROUND, at, -1):
-                continue
-            around = values[AROUND, heads[AROUND]] - layers[own.own, i].trip * own.fastest
-            behind[AROUND, p, x] = min(behind[AROUND, p, x], around)
-            for row in (FIRST, ANY):
-                drop(positions, heads, tails, row, at, -1)
-                ns = known[ARRIVAL, i] + around
+            if at >= max(i + 1, first):
+                starts[i], has_any = at, True
+        if not has_any:
+            continue
+        window = Window(low, begin, first, high)
+        around, trips = scratch.found, scratch.others
+        for j in range(low, high + 1):
+            trips[j] = layers[own.own, j].trip * own.fastest
+            critical[j] = layers[own.own, j].critical * own.fastest
+            costs[j] = rest[FLAT_AROUND, j] + trips[j]
+        _least_around(scratch, window, around)
+        for i in range(low, begin + 1):
+            around[i] -= trips[i]
+            x = i - lows[p]
+            behind[AROUND, p, x] = min(behind[AROUND, p, x], around[i])
+        for row, of_row in ((FIRST, FIRST_BACK), (ANY, ANY_BACK)):
+            gradients = scratch.others
+            if is_full:
+                for j in range(first, high + 1):
+                    costs[j] = rest[of_row, j] + critical[j]
+                _least_gradient(layers, own, stage, row, scratch, window, gradients)
+            for i in range(low, begin + 1):
+                x = i - lows[p]
+                ns = known[ARRIVAL, i] + around[i]
                 if is_full:
-                    ns = max(ns, _gradient(layers, own, stage, known, values, positions, heads, tails, row, i))
+                    ns = max(ns, gradients[i])
                 behind[row, p, x] = min(behind[row, p, x], ns - stage.rounding)
     return num_tried
 
 
 @compiled
-def _gradient(
-    layers: NDArray[Any],
-    own: Any,
-    stage: Stage,
-    known: Floats,
-    values: Floats,
-    positions: Ints,
-    heads: Ints,
-    tails: Ints,
-    row: int,
-    i: int,
-) -> float:
-    """When a gradient leaves stages that begin at i, at least; of all ends in a queue.
+def _least_around(scratch: Scratch, window: Window, found: Floats) -> None:
+    """Finds for each begin of stages the least of `costs` at the ends of those, as `least` does for ends."""
+    costs, starts, values, positions = scratch.costs, scratch.starts, scratch.values, scratch.positions
+    head = tail = 0
+    pushed = window.last_end + 1
+    for i in range(window.last_begin, window.first_begin - 1, -1):
+        found[i] = np.inf
+        if starts[i] == i:
+            continue
+        pushed = min(pushed, starts[i] + 1)
+        while pushed > max(i + 1, window.first_end):
+            pushed -= 1
+            tail = push(values, positions, head, tail, pushed, costs[pushed])
+        head = drop(positions, head, tail, starts[i], -1)
+        found[i] = values[head]
 
-    The sooner the stage ends, the later the gradient is there, and the shorter are the F that its B waits for.
+
+@compiled
+def _least_gradient(
+    layers: NDArray[Any], own: Any, stage: Stage, row: int, scratch: Scratch, window: Window, found: Floats
+) -> None:
+    """Finds when a gradient leaves the stages that begin at each boundary, at least; of all ends.
+
+    The sooner such a stage ends, the later the gradient is there, and the shorter are the F that its B waits for.
     """
-    critical = layers[own.own, i].critical * own.fastest
-    low, high = heads[row], tails[row] - 1
-    while low < high:
-        middle = (low + high) // 2
-        if values[row, middle] - critical >= _behind_forwards(
-            layers, own, stage, known, row, i, positions[row, middle]
-        ):
-            high = middle
-        else:
-            low = middle + 1
-    ns = max(values[row, low] - critical, _behind_forwards(layers, own, stage, known, row, i, positions[row, low]))
-    if low > heads[row]:
-        behind = _behind_forwards(layers, own, stage, known, row, i, positions[row, low - 1])
-        ns = min(ns, max(values[row, low - 1] - critical, behind))
-    return float(ns)
+    known, critical, costs, starts = scratch.known, scratch.critical, scratch.costs, scratch.starts
+    values, positions = scratch.values, scratch.positions
+    head = tail = 0
+    pushed = window.last_end + 1
+    for i in range(window.last_begin, window.first_begin - 1, -1):
+        found[i] = np.inf
+        if starts[i] == i:
+            continue
+        pushed = min(pushed, starts[i] + 1)
+        while pushed > max(i + 1, window.first_end):
+            pushed -= 1
+            tail = push(values, positions, head, tail, pushed, costs[pushed])
+        head = drop(positions, head, tail, starts[i], -1)
+        few, many = head, tail - 1
+        while few < many:
+            middle = (few + many) // 2
+            if values[middle] - critical[i] >= _behind_forwards(layers, own, stage, known, row, i, positions[middle]):
+                many = middle
+            else:
+                few = middle + 1
+        ns = max(values[few] - critical[i], _behind_forwards(layers, own, stage, known, row, i, positions[few]))
+        if few > head:
+            forwards_ns = _behind_forwards(layers, own, stage, known, row, i, positions[few - 1])
+            ns = min(ns, max(values[few - 1] - critical[i], forwards_ns))
+        found[i] = ns
 
 
 @compiled

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count, product
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound
+from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -68,7 +68,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     if is_coarse:  # as of more than 32 devices of a stage, more than 128 stages, and large tables
         monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
         monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
-        monkeypatch.setattr(trip_bound, "FEW_TABLES", (5, 2, 2))
+        monkeypatch.setattr(trip_bound, "FIRST_COUNTED", ((0, 5), (1, 2), (2, 2)))
         monkeypatch.setattr(trip_bound, "MAX_TABLES", 3)
         monkeypatch.setattr(trip_bound, "MAX_BYTES", 20_000)
     infeasible = checked = 0
@@ -188,7 +188,7 @@ def test_cuts_that_are_counted_raise_the_bound() -> None:
 @pytest.mark.parametrize("max_tables", [3, 128])
 def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some stages are not told apart by the cuts before them."""
-    monkeypatch.setattr(trip_bound, "FEW_TABLES", (max_tables, max_tables, max_tables))
+    monkeypatch.setattr(trip_bound, "FIRST_COUNTED", ((1, max_tables), (2, max_tables)))
     monkeypatch.setattr(trip_bound, "MAX_TABLES", max_tables)
     monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
@@ -206,6 +206,23 @@ def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyP
     assert bounds[0].num_tried == bounds[1].num_tried > 0
     for table, same in zip(one.tables, three.tables, strict=True):
         np.testing.assert_array_equal(table, same)
+
+
+def test_threads_that_fill_one_table_add_to_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
+    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    monkeypatch.setattr(trip_bound, "num_threads", lambda: 2)
+    fill, ends = trips_before.fill_before, dict[int, Any]()
+
+    def noting(problem: Any, tracked: Any, kind: Any, limit: float, tables: Any, *others: Any) -> int:
+        ends[others[3]] = tables.before_ends  # by the first class of the stages
+        return int(fill(problem, tracked, kind, limit, tables, *others))
+
+    monkeypatch.setattr(trips_before, "fill_before", noting)
+    prefix = PrefixBound(sorted_line(11, output_bytes=10**7), "1f1b", 1, 11)
+    TripBound(prefix).within(prefix.kind, 10**9, UNLIMITED, 1, max_threads=lambda: 2)
+    assert len(ends) == 2
+    assert not np.shares_memory(*ends.values())
 
 
 @pytest.mark.parametrize("left", [1.0, inf])
