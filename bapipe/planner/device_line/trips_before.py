@@ -78,7 +78,7 @@ def fill_before(
     """
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
-    width, num_tried = before.shape[2], 0
+    width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
     if problem.is_alike and p > 1 and first_group == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
@@ -90,9 +90,8 @@ def fill_before(
         return 0
     layers, max_bucket = problem.layers, problem.max_bucket
     send, back, at_host = tracked.send, tracked.back, tracked.at_host
-    known, rest, starts, costs, found = scratch.known, scratch.rest, scratch.starts, scratch.costs, scratch.found
-    forward, critical, backward, rings = scratch.forward, scratch.critical, scratch.backward, scratch.rings
-    others = scratch.others
+    known, rest, starts, rings, found = scratch.known, scratch.rest, scratch.starts, scratch.rings, scratch.found
+    forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
     for g in range(first_group, end_group):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
@@ -136,37 +135,12 @@ def fill_before(
             sums = layers[own.own, i]
             forward[i], critical[i] = sums.forward * own.fastest, sums.critical * own.fastest
             backward[i] = sums.backward * own.fastest
-        window, num_behind = Window(low, last_low, first, high), tracked.behind.size * is_full
-        begins, ends_here = slice(low, last_low + 1), slice(first, high + 1)
-        for row in range(AFTER + num_behind):
-            num_others = tracked.more_behind[g, row - AFTER] if row >= AFTER else 0
-            there, way = before[row, p, low - lows[p] :], forward if row == ARRIVED else critical
-            _subtract(there, way[begins], 0, backward[begins], costs[begins])
-            if row < AFTER:
-                least(scratch, window, found)
-                _add(found[ends_here], way[ends_here], 0.0)
-            else:
-                _least_behind(layers, max_bucket, own, num_others, scratch, window)
-            if num_others > 0:
-                then = before[AFTER + tracked.then_behind[g, row - AFTER], p, low - lows[p] :]
-                _subtract(then, critical[begins], num_others, backward[begins], costs[begins])
-                least(scratch, window, others)
-                _note_later(others[ends_here], critical[ends_here], num_others, backward[ends_here], found[ends_here])
-            link = send if row == ARRIVED else back
+        window = Window(low, last_low, first, high)
+        for row in range(before.shape[0]):
+            is_back = BACK <= row < AFTER + num_behind
+            _find_row(problem, tracked, own, g, before, p, row, num_behind, lows[p], scratch, window)
+            link = back if is_back else send
             _note_ends(found, link, at_host, lows, behind, window, p + own.few, p + most, ends[row])
-        for k in range(tracked.before.size * is_full):
-            row, num_forwards = AFTER + num_behind + k, tracked.more_before[g, k] + 1
-            _subtract(before[row, p, low - lows[p] :], forward[begins], 0, backward[begins], costs[begins])
-            if num_forwards == 1:
-                least(scratch, window, found)
-                _add(found[ends_here], forward[ends_here], problem.rounding_ns)
-            else:
-                there = before[AFTER + num_behind + tracked.then_before[g, k], p, low - lows[p] :]
-                _subtract(there, forward[begins], 0, backward[begins], others[begins])
-                for i in range(low + 1, last_low + 1):
-                    others[i] = min(others[i], others[i - 1])
-                _least_arrival(num_forwards, problem.rounding_ns, scratch, window)
-            _note_ends(found, send, at_host, lows, behind, window, p + own.few, p + most, ends[row])
     return num_tried
 
 
@@ -207,6 +181,57 @@ def known_before(
         else:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
             known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0
+
+
+@compiled
+def _find_row(
+    problem: Problem,
+    tracked: Tracked,
+    own: Any,
+    g: int,
+    before: NDArray[np.float64],
+    p: int,
+    row: int,
+    num_behind: int,
+    lowest: int,
+    scratch: Scratch,
+    window: Window,
+) -> None:
+    """Finds what a row of the table says behind the stages of class `g` on devices from `p` on, without the cut.
+
+    Args:
+        num_behind: how many rows are of micro-batches behind others.
+        lowest: the boundary of the first column.
+    """
+    begins = slice(window.first_begin, window.last_begin + 1)
+    ends = slice(window.first_end, window.last_end + 1)
+    forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
+    costs, found, others, column = scratch.costs, scratch.found, scratch.others, window.first_begin - lowest
+    is_back = BACK <= row < AFTER + num_behind
+    _subtract(
+        before[row, p, column:], critical[begins] if is_back else forward[begins], 0, backward[begins], costs[begins]
+    )
+    if row < AFTER:
+        least(scratch, window, found)
+        _add(found[ends], critical[ends] if is_back else forward[ends], 0.0)
+    elif is_back:
+        num_others, then = tracked.more_behind[g, row - AFTER], AFTER + tracked.then_behind[g, row - AFTER]
+        _least_behind(problem.layers, problem.max_bucket, own, num_others, scratch, window)
+        if num_others > 0:
+            _subtract(before[then, p, column:], critical[begins], num_others, backward[begins], costs[begins])
+            least(scratch, window, others)
+            _note_later(others[ends], critical[ends], num_others, backward[ends], found[ends])
+    else:
+        k = row - AFTER - num_behind
+        num_forwards, then = tracked.more_before[g, k] + 1, AFTER + num_behind + tracked.then_before[g, k]
+        if num_forwards == 1:
+            least(scratch, window, found)
+            _add(found[ends], forward[ends], problem.rounding_ns)
+        else:
+            _subtract(before[then, p, column:], forward[begins], 0, backward[begins], others[begins])
+            for i in range(window.first_begin + 1, window.last_begin + 1):
+                others[i] = min(others[i], others[i - 1])
+            _least_arrival(num_forwards, problem.rounding_ns, scratch, window)
 
 
 @compiled
