@@ -75,6 +75,10 @@ LOOK, LOOK_PART = 4, 2 / 3
 known then. It is so much work for each device, boundary and class of stages, and is left out if that is more than this
 part of what is left."""
 
+ANEW = 6
+"""If there was none, and a goal took more than one part in so many of what is left, the last one comes next, as those
+before it would each begin anew."""
+
 FIRST_PARTS = 2
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
 
@@ -193,7 +197,7 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-                if first_ns == goals_ns[1] and max(MUCH_SLOWER * took, SLOWER * look) < left_before:
+                if first_ns == goals_ns[1] and self._is_last_next(goals_ns[-1], took, look, left_before):
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
             is_first = first_ns is not None and first_ns == goals_ns[0]
             is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
@@ -226,6 +230,18 @@ class RingRanges:
         if is_new and not is_first and look < LOOK_PART * left():
             look_took = self._look(last_ns, deadline, left)
         return goal_took, look_took or look
+
+    def _is_last_next(self, last_ns: int, took: float, look: float, left: float) -> bool:
+        """Whether the last of the goals is asked about before the one in the middle: it takes little, or that much.
+
+        Args:
+            took: the work of the first goal.
+            look: see `_raise_first`.
+        """
+        if max(MUCH_SLOWER * took, SLOWER * look) < left:
+            return True
+        has_look = any(known.goal_ns >= last_ns for each in self.ranges for known in each.known)
+        return not has_look and ANEW * took > left
 
     def _look(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
         """Looks at the plans within a time by tables that take little, and returns the work."""

@@ -243,6 +243,25 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
 
 
+@pytest.mark.parametrize(
+    ("took", "look", "is_known", "is_next"),
+    [
+        (1.0, 1.0, True, True),  # all goals take little
+        (10.0, 50.0, False, False),  # the one in the middle first
+        (20.0, 50.0, False, True),  # there is no time for both, and none begins with what is known
+        (20.0, 50.0, True, False),
+    ],
+)
+def test_the_last_goal_comes_next_where_goals_take_little_or_each_begins_anew(
+    took: float, look: float, is_known: bool, is_next: bool
+) -> None:
+    """With 70 left of the budget; `look` is what the look takes or would take."""
+    line = sorted_line(7)
+    ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best_of_two_or_three_stages(line, "1f1b"))
+    ranges.ranges[0].known = (ring_ranges.Known(10**9, None),) if is_known else ()
+    assert ranges._is_last_next(10**9, took, look, 70.0) == is_next
+
+
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     num_parts: int, monkeypatch: pytest.MonkeyPatch
