@@ -1,7 +1,4 @@
-"""Compiled: what the dynamic programmes of `trips_before.py` and `trips_behind.py` share.
-
-Arrays are handed over one by one: numba counts the references to each array of a named tuple that a call takes apart.
-"""
+"""Compiled: what the dynamic programmes of `trips_before.py` and `trips_behind.py` share."""
 
 from typing import Any, NamedTuple
 
@@ -100,19 +97,33 @@ def drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
 
 
 @compiled
+def move_on(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, j: int) -> tuple[int, int, int]:
+    """Moves the queue of `costs` on to the begins of the stages that end at j, of which there are some.
+
+    Args:
+        pushed: the first begin that has not been added.
+
+    Returns:
+        The begin and the end of the queue, and the first begin that has not been added then.
+    """
+    start, positions = scratch.starts[j], scratch.positions
+    pushed = max(pushed, start)
+    while pushed < min(j, window.last_begin + 1):
+        tail = push(scratch.values, positions, head, tail, pushed, scratch.costs[pushed])
+        pushed += 1
+    return drop(positions, head, tail, start, 1), tail, pushed
+
+
+@compiled
 def least(scratch: Scratch, window: Window, found: Floats) -> None:
     """Finds for each end of stages the least of `costs` at the begins of those, infinite where none ends."""
-    costs, starts, values, positions = scratch.costs, scratch.starts, scratch.values, scratch.positions
+    starts, values = scratch.starts, scratch.values
     head = tail = pushed = 0
     for j in range(window.first_end, window.last_end + 1):
         found[j] = np.inf
         if starts[j] == j:
             continue
-        pushed = max(pushed, starts[j])
-        while pushed < min(j, window.last_begin + 1):
-            tail = push(values, positions, head, tail, pushed, costs[pushed])
-            pushed += 1
-        head = drop(positions, head, tail, starts[j], 1)
+        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
         found[j] = values[head]
 
 

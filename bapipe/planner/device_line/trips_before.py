@@ -47,10 +47,9 @@ from bapipe.planner.device_line.trip_tables import (
     Tables,
     Window,
     behind_ends,
-    drop,
     least,
     most_devices,
-    push,
+    move_on,
     reached,
 )
 
@@ -290,24 +289,14 @@ def _least_behind(
 
     The later such a stage begins, the longer the way back, and the shorter the rings behind `num` more B.
     """
-    critical, backward, rings, costs, starts = (
-        scratch.critical,
-        scratch.backward,
-        scratch.rings,
-        scratch.costs,
-        scratch.starts,
-    )
+    critical, backward, rings, starts = scratch.critical, scratch.backward, scratch.rings, scratch.starts
     values, positions, found = scratch.values, scratch.positions, scratch.found
     head = tail = best = pushed = 0
     for j in range(window.first_end, window.last_end + 1):
         found[j] = np.inf
         if starts[j] == j:
             continue
-        pushed = max(pushed, starts[j])
-        while pushed < min(j, window.last_begin + 1):
-            tail = push(values, positions, head, tail, pushed, costs[pushed])
-            pushed += 1
-        head = drop(positions, head, tail, starts[j], 1)
+        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
         found[j] = values[head] + critical[j]
         if found[j] >= rings[j] + num * (backward[j] - backward[starts[j]]):
             continue
@@ -338,18 +327,14 @@ def _least_arrival(num: int, rounding_ns: float, scratch: Scratch, window: Windo
     The later such a stage begins, the later the last one is there, and the shorter are so many F, the first of which
     waits as long as `others` says.
     """
-    forward, costs, others, starts = scratch.forward, scratch.costs, scratch.others, scratch.starts
+    forward, others, starts = scratch.forward, scratch.others, scratch.starts
     values, positions, found = scratch.values, scratch.positions, scratch.found
     head = tail = best = pushed = 0
     for j in range(window.first_end, window.last_end + 1):
         found[j] = np.inf
         if starts[j] == j:
             continue
-        pushed = max(pushed, starts[j])
-        while pushed < min(j, window.last_begin + 1):
-            tail = push(values, positions, head, tail, pushed, costs[pushed])
-            pushed += 1
-        head = drop(positions, head, tail, starts[j], 1)
+        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
         best = min(max(best, head), tail - 1)
         i = positions[best]
         ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)

@@ -154,20 +154,27 @@ def fill_behind(
 
 
 @compiled
+def _move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, i: int) -> tuple[int, int, int]:
+    """Moves the queue of `costs` back to the ends of the stages that begin at i, as `move_on` does for ends."""
+    start, positions = scratch.starts[i], scratch.positions
+    pushed = min(pushed, start + 1)
+    while pushed > max(i + 1, window.first_end):
+        pushed -= 1
+        tail = push(scratch.values, positions, head, tail, pushed, scratch.costs[pushed])
+    return drop(positions, head, tail, start, -1), tail, pushed
+
+
+@compiled
 def _least_around(scratch: Scratch, window: Window, found: Floats) -> None:
     """Finds for each begin of stages the least of `costs` at the ends of those, as `least` does for ends."""
-    costs, starts, values, positions = scratch.costs, scratch.starts, scratch.values, scratch.positions
+    starts, values = scratch.starts, scratch.values
     head = tail = 0
     pushed = window.last_end + 1
     for i in range(window.last_begin, window.first_begin - 1, -1):
         found[i] = np.inf
         if starts[i] == i:
             continue
-        pushed = min(pushed, starts[i] + 1)
-        while pushed > max(i + 1, window.first_end):
-            pushed -= 1
-            tail = push(values, positions, head, tail, pushed, costs[pushed])
-        head = drop(positions, head, tail, starts[i], -1)
+        head, tail, pushed = _move_back(scratch, window, head, tail, pushed, i)
         found[i] = values[head]
 
 
@@ -179,7 +186,7 @@ def _least_gradient(
 
     The sooner such a stage ends, the later the gradient is there, and the shorter are the F that its B waits for.
     """
-    known, critical, costs, starts = scratch.known, scratch.critical, scratch.costs, scratch.starts
+    known, critical, starts = scratch.known, scratch.critical, scratch.starts
     values, positions = scratch.values, scratch.positions
     head = tail = 0
     pushed = window.last_end + 1
@@ -187,11 +194,7 @@ def _least_gradient(
         found[i] = np.inf
         if starts[i] == i:
             continue
-        pushed = min(pushed, starts[i] + 1)
-        while pushed > max(i + 1, window.first_end):
-            pushed -= 1
-            tail = push(values, positions, head, tail, pushed, costs[pushed])
-        head = drop(positions, head, tail, starts[i], -1)
+        head, tail, pushed = _move_back(scratch, window, head, tail, pushed, i)
         few, many = head, tail - 1
         while few < many:
             middle = (few + many) // 2
