@@ -8,8 +8,8 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.plan_kind import PlanKind
 
 if TYPE_CHECKING:
+    from bapipe.planner.device_line.stage_arrays import Problem
     from bapipe.planner.device_line.stage_delays import Delays
-    from bapipe.planner.device_line.stage_limits import Problem
 
 POSITIONS_AT_ONCE = 64
 """Devices between two looks at the deadline."""
@@ -58,21 +58,25 @@ class FurthestPrefixes:
 
     def find(self, deadline: Deadline) -> int | None:
         """Returns how many devices some prefix with all layers has, None if there is none."""
+        from bapipe.planner.device_line.early_waits import early_waits
         from bapipe.planner.device_line.prefix_programme import extend
         from bapipe.planner.device_line.suffix_programme import extend_backwards
 
         num_devices = self._problem.stages.shape[0]
+        waits = early_waits(self._problem, self._kind)
         for end in range(num_devices, 0, -POSITIONS_AT_ONCE):
             deadline.check()
             begin = max(0, end - POSITIONS_AT_ONCE)
-            extend_backwards(self._problem, self._kind, self._limit, self.first, begin, end, self._num_tried)
+            extend_backwards(self._problem, self._kind, waits, self._limit, self.first, begin, end, self._num_tried)
         if self.first[0, 0] > 0:
             return None
+        waits = early_waits(self._problem, self._kind, self.first[:, min(1, self.first.shape[1] - 1)])
         for begin in range(0, num_devices + 1, POSITIONS_AT_ONCE):
             deadline.check()
             position = extend(
                 self._problem,
                 self._kind,
+                waits,
                 self._delays,
                 self._limit,
                 self.first,

@@ -39,7 +39,7 @@ from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.stage_kinds import StageKinds
 
 if TYPE_CHECKING:
-    from bapipe.planner.device_line.stage_limits import Boundaries, Problem
+    from bapipe.planner.device_line.stage_arrays import Boundaries, Problem
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""
@@ -125,7 +125,7 @@ class PrefixBound(LayerSums):
     @property
     def kind(self) -> PlanKind:
         """All its plans."""
-        return PlanKind(*self.num_cuts, *self.last_replicas, 1, int(self.groups.most[-1]))
+        return PlanKind(*self.num_cuts, *self.last_replicas, int(self.groups.fewest[0]), int(self.groups.most[-1]))
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
@@ -136,7 +136,7 @@ class PrefixBound(LayerSums):
     @cached_property
     def programme(self) -> "Problem":
         """The problem as the compiled programme takes it."""
-        from bapipe.planner.device_line.stage_limits import LAYER_SUMS, Problem
+        from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, Problem
 
         kinds = self.kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
@@ -165,7 +165,7 @@ class PrefixBound(LayerSums):
 
     def _stages(self) -> "NDArray[np.void]":
         """What is known of stages by their first device and class. [positions, groups]"""
-        from bapipe.planner.device_line.stage_limits import STAGE
+        from bapipe.planner.device_line.stage_arrays import STAGE
 
         weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts

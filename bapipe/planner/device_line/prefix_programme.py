@@ -9,23 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits, count_cycles
 from bapipe.planner.device_line.plan_kind import PlanKind
+from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem
 from bapipe.planner.device_line.stage_delays import Delays, place
-from bapipe.planner.device_line.stage_limits import (
-    Boundaries,
-    Ints,
-    Problem,
-    count_cycles,
-    is_passed,
-    last_within,
-    start_behind,
-)
+from bapipe.planner.device_line.stage_limits import is_passed, last_within, start_behind
 
 
 @compiled
 def extend(
     problem: Problem,
     kind: PlanKind,
+    waits: Waits,
     delays: Delays,
     limit: float,
     first: Boundaries,
@@ -69,7 +64,7 @@ def extend(
                 if i >= first[p, c] and i > reached and not (num_levels == 1 and i <= of_fewer):
                     is_known = i <= by_one_less
                     num_tried[0] += _add_stages(
-                        problem, kind, delays, limit, first, furthest, origin, level, p, c, is_known
+                        problem, kind, waits, delays, limit, first, furthest, origin, level, p, c, is_known
                     )
                 reached = max(reached, i)
             if num_levels == 1 and c >= kind.fewest_cuts:
@@ -81,6 +76,7 @@ def extend(
 def _add_stages(
     problem: Problem,
     kind: PlanKind,
+    waits: Waits,
     delays: Delays,
     limit: float,
     first: Boundaries,
@@ -96,7 +92,7 @@ def _add_stages(
     Args:
         is_known: whether a prefix with a device less reaches as far: more devices only matter to cycles.
     """
-    if is_known and not problem.has_cycles:
+    if is_known and waits.num_left == 0:
         return 0
     (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
     i, has_delays, counts_cuts = furthest[level, p, c], furthest.shape[0] > 1, furthest.shape[2] > 1
@@ -114,16 +110,18 @@ def _add_stages(
         lowest = max(lowest, 1)  # the first stage of a plan has a layer
         may_end = stage.few <= kind.last_most and stage.most >= kind.last_fewest
         highest = last if may_end else last - 1
-        if is_known and count_cycles(problem, kind, p, g) == count_cycles(problem, kind, p - 1, g):
+        if is_known and count_cycles(problem, kind, waits, p, g) == count_cycles(problem, kind, waits, p - 1, g):
             continue
-        if p == 0 and not (stage.few <= kind.first_most and stage.most >= kind.first_fewest):
-            continue
+        if p == 0:
+            highest = min(highest, kind.latest_end)
+            if stage.few > kind.first_most or stage.most < kind.first_fewest:
+                continue
         if lowest > highest:
             continue
         if not is_passed(problem, kind, limit, p, c, g, i, counts_cuts):
             highest = i
         from_ns, left = (delays.from_ns[level], delays.left[g]) if has_delays else (0.0, 0.0)
-        start = start_behind(problem, kind, limit, p, c, g, counts_cuts, from_ns, left)
+        start = start_behind(problem, kind, waits, limit, p, c, g, counts_cuts, from_ns, left)
         end = last_within(problem, start, p, g, i, max(lowest, i + 1), highest)
         if end < 0:
             if not may_be_empty or i < lowest:

@@ -10,22 +10,18 @@ plans of a problem at once, and then about ranges with what is known of the whol
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from math import isqrt
 
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import TimedPlan
-from bapipe.planner.device_line.plan_kind import PlanKind
+from bapipe.planner.device_line.plan_range import Known, PlanRange, parts_of, wide_ranges
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_classes import MAX_ALIKE
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import Behind, TripBound
 from bapipe.planner.threads import in_threads, num_threads
-
-WIDTH = 1.25
-"""Wide ranges of numbers of cuts end at so many times their begin."""
 
 PRECISION, PART_OF_GAP = 250, 12
 """The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
@@ -35,24 +31,11 @@ close to the best plan."""
 FEW_DEVICES = 64
 """More are many there."""
 
-SMALL, LEAST = 1.1, 1 / 150
-"""GPipe: ranges of the replicas of the last stage that end at so many times their begin, or make this difference to a
-step, are not divided."""
-
-EARLY, CYCLES = 16, 0.15
-"""1F1B: the replicas of the first stage matter most to stages on one part in so many of the devices, whose cycles are
-this part of a step."""
-
-LITTLE, MUCH = 1 / 20, 1 / 5
-"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference; where
-`trip_bound.py` is asked, from the first on if cuts make a larger one than the other part of the best step."""
+MUCH = 1 / 5
+"""Where `trip_bound.py` is asked, cuts are counted from the first on if they make a larger difference to a step."""
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
-
-MANY_CUTS, MIN_CUTS, MIN_CUTS_OF_GPIPE = 3, 1 / 500, 1 / 50
-"""No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
-difference, which rules out less of GPipe."""
 
 MAX_KEPT_BYTES = 2**29
 """Of tables for later goals."""
@@ -83,49 +66,11 @@ FIRST_PARTS = 2
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
 
 AT_ONCE = 4
-"""Ranges of so many problems are asked at once, whatever the number of processors, so that the bound is the same."""
+"""So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
 
 SLOWER, MUCH_SLOWER, MAX_HALVED = 3, 8, 0.01
 """From one of these goals to the next a question takes so many times as long, and from the first to the last. If too
 little is left for that, the goal is half the way there, as long as that is more than this part of the best step."""
-
-
-@dataclass(slots=True)
-class Known:
-    """What `trip_bound.py` knows of plans within a goal; nothing any more once too much is kept."""
-
-    goal_ns: int
-    behind: Behind | None
-
-
-@dataclass(kw_only=True, eq=False)
-class Range:
-    """Plans of a problem.
-
-    Attributes:
-        cuts: the fewest and the most.
-        last_replicas: of the last stage, the fewest and the most.
-        first_replicas: of the first stage, if that makes a difference.
-        counts_cuts: whether prefixes with different numbers of cuts are told apart.
-        is_fine: whether delays are told apart better.
-        is_likely: whether the relaxation may have a plan within a goal soon.
-        open_ns: the goal that it was asked about last, if it has a plan within it.
-        trips: `trip_bound.py`, where it is asked instead.
-        known: what that knows of them within some goals, the lowest one first.
-        bound_ns: what is proven of them.
-    """
-
-    problem: RingBound
-    trips: TripBound | None
-    cuts: tuple[int, int]
-    last_replicas: tuple[int, int]
-    first_replicas: tuple[int, int]
-    bound_ns: int
-    counts_cuts: bool = False
-    is_fine: bool = False
-    is_likely: bool = False
-    open_ns: int = 0
-    known: tuple[Known, ...] = ()
 
 
 class RingRanges:
@@ -141,7 +86,7 @@ class RingRanges:
         self._problems: list[RingBound] = []
         self._trips: list[TripBound] = []
         self._kept: deque[Known] = deque()
-        self.ranges: list[Range] = []
+        self.ranges: list[PlanRange] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
             # Some stage is busy for as long as all are on average.
@@ -150,7 +95,7 @@ class RingRanges:
             self._problems.append(bound)
             has_trips = not problem.has_one_speed or problem.num_devices <= MAX_ALIKE
             trips = TripBound(problem) if has_trips else None
-            every = Range(
+            every = PlanRange(
                 problem=bound,
                 trips=trips,
                 cuts=problem.num_cuts,
@@ -162,7 +107,7 @@ class RingRanges:
                 self.ranges.append(every)
                 self._trips.append(trips)
             else:
-                self.ranges += [replace(every, cuts=cuts) for cuts in _widths(*problem.num_cuts)]
+                self.ranges += wide_ranges(every)
 
     @property
     def num_tried(self) -> int:
@@ -186,8 +131,8 @@ class RingRanges:
                 nothing from 0 on.
         """
         for each in self.ranges:
-            each.counts_cuts |= each.trips is not None and self._of_cuts(each) > MUCH
-        goals_ns = [int(part * high_ns) for part in GOALS] if self._trips else []
+            each.counts_cuts |= each.trips is not None and each.of_cuts(self._best) > MUCH
+        goals_ns = [int(part * high_ns) for part in GOALS]
         took, look = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else (0.0, 0.0)
         low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
@@ -197,9 +142,10 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-                if first_ns == goals_ns[1] and self._is_last_next(goals_ns[-1], took, look, left_before):
+                is_second = bool(self._trips) and first_ns == goals_ns[1]
+                if is_second and self._is_last_next(goals_ns[-1], took, look, left_before):
                     self._ask_all(goals_ns[-1], deadline, ROUNDS)
-            is_first = first_ns is not None and first_ns == goals_ns[0]
+            is_first = bool(self._trips) and first_ns == goals_ns[0]
             is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
             if is_refuted(goal_ns, deadline, left):
                 low_ns = max(self.bound_ns, goal_ns + 1)
@@ -299,13 +245,13 @@ class RingRanges:
             if any(each.open_ns != goal_ns for each in asked):
                 self._ask([each for each in asked if each.open_ns != goal_ns], goal_ns, deadline)
             for whole in (each for each in asked if each.bound_ns <= goal_ns):
-                parts = [replace(part, open_ns=0) for part in self._parts(whole)]
+                parts = parts_of(whole, self._best)
                 if not parts:
                     return False
                 self.ranges.remove(whole)
                 self.ranges += parts
 
-    def _ask(self, asked: Sequence[Range], goal_ns: int, deadline: Deadline, num_rounds: int = ROUNDS) -> None:
+    def _ask(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline, num_rounds: int = ROUNDS) -> None:
         """Asks whether ranges of different problems have plans within a goal, at once; those that may are likely.
 
         Args:
@@ -313,7 +259,7 @@ class RingRanges:
         """
         running = list(asked)
 
-        def answer(each: Range, deadline: Deadline) -> tuple[bool, Behind | None]:
+        def answer(each: PlanRange, deadline: Deadline) -> tuple[bool, Behind | None]:
             try:
                 return self._answer(each, goal_ns, num_rounds, lambda: num_threads() // len(running), deadline)
             finally:
@@ -329,19 +275,19 @@ class RingRanges:
                 self._note(each, goal_ns, behind)
 
     def _answer(
-        self, asked: Range, goal_ns: int, num_rounds: int, max_threads: Callable[[], int], deadline: Deadline
+        self, asked: PlanRange, goal_ns: int, num_rounds: int, max_threads: Callable[[], int], deadline: Deadline
     ) -> tuple[bool, Behind | None]:
         """Returns whether no plan of a range is within a goal; and what is known of those that are, by trips."""
         if asked.trips is None:
-            kind, is_fine = _kind(asked), asked.is_fine
+            kind, is_fine = asked.kind, asked.is_fine
             return not asked.problem.is_feasible(
                 kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=is_fine
             ), None
-        earlier = _within(asked.known, goal_ns)
+        earlier = asked.known_within(goal_ns)
         if earlier is None and self._is_refuted_soon(asked, goal_ns, deadline):
             return True, None
         behind = asked.trips.within(
-            _kind(asked),
+            asked.kind,
             goal_ns,
             deadline,
             num_rounds,
@@ -351,10 +297,10 @@ class RingRanges:
         )
         return behind is None, behind
 
-    def _is_refuted_soon(self, asked: Range, goal_ns: int, deadline: Deadline) -> bool:
-        return not asked.problem.is_feasible(_kind(asked), goal_ns, deadline, counts_cuts=False, is_fine=False)
+    def _is_refuted_soon(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> bool:
+        return not asked.problem.is_feasible(asked.kind, goal_ns, deadline, counts_cuts=False, is_fine=False)
 
-    def _note(self, asked: Range, goal_ns: int, behind: Behind) -> None:
+    def _note(self, asked: PlanRange, goal_ns: int, behind: Behind) -> None:
         """Notes what is known of the plans of a range within a goal; other numbers of cuts are ruled out."""
         (fewest, most), later = asked.cuts, tuple(each for each in asked.known if each.goal_ns > goal_ns)
         asked.known = self._keep(goal_ns, behind), *later
@@ -371,98 +317,31 @@ class RingRanges:
             self._kept.popleft().behind = None
         return known
 
-    def _next(self, left: Sequence[Range]) -> list[Range]:
-        """The range to ask, and of other problems those to ask at the same time.
+    def _next(self, left: Sequence[PlanRange]) -> list[PlanRange]:
+        """The ranges to ask at once.
 
         Those likely within a goal first, of plans like the best one before others, and the parts of one together. Then
-        those that take the least time.
+        those that take the least time. Where `trip_bound.py` is asked one of each problem, as they share its tables.
         """
         likely = [each for each in left if each.is_likely or self._has_best(each)]
-        if not likely:
-            first = min(left, key=lambda each: each.counts_cuts)
-        else:
-            first = max(
-                reversed(likely), key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix))
-            )
-        others = {id(each.problem): each for each in reversed(left)} if first.trips is not None else {}
-        return [first, *(each for each in others.values() if each.problem is not first.problem)][:AT_ONCE]
+        others = [each for each in left if not (each.is_likely or self._has_best(each))]
+        likely.reverse()
+        likely.sort(key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix)), reverse=True)
+        ranked = [*likely, *sorted(others, key=lambda each: each.counts_cuts)]
+        first = ranked[0]
+        if first.trips is not None:
+            of_problems = {id(each.problem): each for each in reversed(left)}
+            ranked = [first, *(each for each in of_problems.values() if each.problem is not first.problem)]
+        return ranked[:AT_ONCE]
 
     def _is_like_best(self, problem: PrefixBound) -> bool:
         """Whether the fastest known plan is one of a problem."""
         kind = self._best.line, self._best.plan.schedule, self._best.plan.microbatch_size
         return (problem.line, problem.schedule, problem.size) == kind
 
-    def _has_best(self, each: Range) -> bool:
+    def _has_best(self, each: PlanRange) -> bool:
         """Whether the fastest known plan is one of a range."""
         best, is_of_problem = self._best.plan, self._is_like_best(each.problem.prefix)
         has_last = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
         has_first = each.first_replicas[0] <= best.counts[0] <= each.first_replicas[1]
         return is_of_problem and has_last and has_first and each.cuts[0] < len(best.counts) <= each.cuts[1] + 1
-
-    def _cuts_part(self, problem: PrefixBound, fewest: int, most: int) -> float:
-        """What numbers of cuts can make a difference, as a part of the best step."""
-        # Round trips that follow one another in a step.
-        num_trips = 1 + problem.num_microbatches / problem.num_devices if problem.has_cycles else 1
-        return num_trips * (problem.round_trip_ns(most) - problem.round_trip_ns(fewest)) / self._best.step_ns
-
-    def _of_cuts(self, whole: Range) -> float:
-        """The same of those of a range that plans of interest have."""
-        fewest, most = whole.cuts
-        likely = min(most, max(fewest, MANY_CUTS * len(self._best.plan.counts))) if whole.trips is not None else most
-        return self._cuts_part(whole.problem.prefix, fewest, likely)
-
-    def _parts(self, whole: Range) -> Iterator[Range]:
-        """The plans of a range taken apart by what makes the largest difference: cuts, or replicas of an end.
-
-        If it makes little, with cuts counted, then with more levels of delays. None if the range is small.
-        """
-        (fewest, most), (low, high), problem = whole.cuts, whole.last_replicas, whole.problem.prefix
-        of_cuts = self._of_cuts(whole)
-        of_last = of_first = 0.0
-        if problem.are_forwards_first and high > SMALL * low:
-            # F that do not run during a round trip, see `stage_limits.py`; a third of the work.
-            of_last = (high - low) / problem.num_microbatches / 3
-        few, many = whole.first_replicas
-        if problem.has_cycles and whole.counts_cuts and many > SMALL * few:
-            early = problem.num_devices / EARLY
-            of_first = CYCLES * (early / (early + few) - early / (early + many))
-        if whole.trips is None and not whole.counts_cuts and max(of_cuts, of_last) < LITTLE:
-            yield replace(whole, counts_cuts=True)
-        elif whole.trips is None and not whole.is_fine and max(of_cuts, of_last, of_first) <= LEAST:
-            yield replace(whole, is_fine=True)
-        elif of_last > max(of_cuts, LEAST):
-            for replicas in _halves(low, high):
-                yield replace(whole, last_replicas=replicas)
-        elif whole.trips is not None and not whole.counts_cuts:
-            if of_cuts > (MIN_CUTS_OF_GPIPE if problem.are_forwards_first else MIN_CUTS):
-                yield replace(whole, counts_cuts=True)
-        elif of_first > max(of_cuts, LEAST):
-            for replicas in _halves(few, many):
-                yield replace(whole, first_replicas=replicas)
-        elif fewest < most and not (whole.trips is not None and of_cuts <= LEAST):
-            middle = (fewest + most) // 2
-            for cuts in _halves(fewest, most) if whole.trips is not None else ((fewest, middle), (middle + 1, most)):
-                yield replace(whole, cuts=cuts)
-
-
-def _within(known: Sequence[Known], goal_ns: int) -> Behind | None:
-    """Returns what is known of plans within a goal."""
-    behinds = (each.behind for each in known if goal_ns <= each.goal_ns)
-    return next((behind for behind in behinds if behind is not None), None)
-
-
-def _kind(plans: Range) -> PlanKind:
-    return PlanKind(*plans.cuts, *plans.last_replicas, *plans.first_replicas)
-
-
-def _halves(low: int, high: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Ranges whose ends are in equal proportion to their begins."""
-    middle = min(isqrt(max(low, 1) * high), high - 1)
-    return (low, middle), (middle + 1, high)
-
-
-def _widths(fewest: int, most: int) -> Iterator[tuple[int, int]]:
-    while fewest <= most:
-        end = min(most, max(fewest, int(fewest * WIDTH)))
-        yield fewest, end
-        fewest = end + 1

@@ -38,6 +38,7 @@ from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
+from bapipe.planner.device_line.estimate import ESTIMATED
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.growing_stages import growing_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -183,7 +184,8 @@ class LineSearch:
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
-                self._time_unless_slow(line, plan)
+                if not self._has_exact_best:
+                    self._time_unless_slow(line, plan)
             if self.best is None or self._is_memory_tight:
                 self._time_fitting(self.deadline.share(6))
             problems = list(self._problems())
@@ -191,6 +193,13 @@ class LineSearch:
                 self._climb_and_raise_by_rings(problems)
             else:
                 self._climb_and_raise(problems)
+
+    @property
+    def _has_exact_best(self) -> bool:
+        """Whether the best plan is as fast as its estimate, as then all plans of these schedules are, about."""
+        if self.best is None or not all(schedule in ESTIMATED for schedule in self.schedules):
+            return False
+        return self._climbs.is_exact(self.best)
 
     def _climb_and_raise_by_rings(self, problems: Sequence[Relaxation]) -> None:
         """Climbs, and raises the bound to what the relaxation with rings allows."""

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
-from bapipe.planner.device_line.stage_limits import Boundaries, Floats, Problem, rings_ns
+from bapipe.planner.device_line.stage_arrays import Boundaries, Floats, Problem
+from bapipe.planner.device_line.stage_limits import rings_ns
 
 
 class Delays(NamedTuple):

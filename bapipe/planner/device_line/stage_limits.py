@@ -6,93 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Boundaries = NDArray[np.int32]
-
-LAYER_SUMS = np.dtype(
-    [
-        (name, np.float64)
-        for name in (
-            # Those of `TimeSums`, which differ between sets of kinds of devices.
-            *("forward", "backward", "critical", "work", "trip", "first_bucket", "before_gradients"),
-            "update",
-            "gradients",  # bytes
-            "state",  # bytes of parameters, gradients, and of the optimizer
-            "stash",  # bytes of one micro-batch
-        )
-    ]
-)
-"""Sums over the layers before a boundary."""
-
-STAGE = np.dtype(
-    [
-        ("own", np.int64),  # the set of kinds of the stage,
-        ("before", np.int64),  # of the stage and the devices before it,
-        ("behind", np.int64),  # and from its first device on
-        ("few", np.int64),  # devices, at least
-        ("most", np.int64),
-        ("in_flight", np.int64),  # micro-batches on one replica at most, 0 if the schedule has no limit
-        ("last_in_flight", np.int64),  # the same if the stage is the last one
-        ("num_rounds", np.int64),  # micro-batches that make a round trip to the last stage one after another, at least
-        ("count", np.float64),  # micro-batches of one replica
-        ("fastest", np.float64),  # ns of the work of 1 ns on any replica, at least,
-        ("forward", np.float64),  # on the one with `count`,
-        ("backward", np.float64),
-        ("until", np.float64),  # on the devices up to the stage's last one,
-        ("before_ns", np.float64),  # before it, no more than on the replica,
-        ("behind_ns", np.float64),  # behind,
-        ("from_here", np.float64),  # and on any from the first one on
-        ("busiest", np.float64),  # the same of all micro-batches of the busiest replica
-        ("slack", np.float64),  # ns by which a chain of actions may be shorter than the sums
-        ("last_ring", np.float64),  # ns of the ring of the last bucket
-        ("ring_latency", np.float64),  # ns of each bucket
-        ("ring_rate", np.float64),  # ns per byte
-        ("limit_bytes", np.float64),  # of each device
-        ("num_stashes", np.float64),  # that some device holds at least if the stage does not recompute
-        ("may_recompute", np.int64),
-        ("trips", np.float64, 2),  # round trips one after another, 0 if there are none,
-        ("steps", np.float64, 2),  # and the F and r between them, in two ways
-    ]
-)
-"""What is known of stages by their first device and class of numbers of devices."""
-
-
-class Problem(NamedTuple):
-    """What does not depend on the step time that is asked for.
-
-    Attributes:
-        layers: `LAYER_SUMS` on each set of kinds, the first one all. [sets, boundaries]
-        stages: `STAGE`. [positions, groups]
-        one_way, both_ways: transfers over 0, 1, 2 ... cuts at least, in ns. [cuts]
-        boundaries_before: the boundaries between hosts before each position. [positions + 1]
-        extra_one_way, extra_both: what a boundary between hosts that no stage spans adds, in ns.
-        max_bucket: bytes that no bucket has.
-        max_gradients: bytes between two boundaries, at most.
-        has_cycles: whether F and B of the first stages wait for each other: 1F1B, and more micro-batches than devices.
-        rounding_ns: by how much an action may be shorter than the sum over its layers.
-        is_rounded: whether actions on other speeds are rounded.
-    """
-
-    layers: NDArray[Any]
-    stages: NDArray[Any]
-    one_way: Floats
-    both_ways: Floats
-    boundaries_before: Ints
-    extra_one_way: float
-    extra_both: float
-    num_microbatches: int
-    max_speed: float
-    max_bucket: float
-    max_gradients: float
-    is_alike: bool
-    are_forwards_first: bool
-    has_whole_backward: bool
-    has_cycles: bool
-    rounding_ns: float
-    is_rounded: bool
+from bapipe.planner.device_line.stage_arrays import Problem
 
 
 class Start(NamedTuple):
@@ -108,6 +24,8 @@ class Start(NamedTuple):
         num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
             first stage.
         around_cycles: the round trips before and after that, and what follows.
+        num_turns: how often a replica runs F and B by turns between those round trips.
+        around_turns: the same of that, with what the first stage runs between them besides.
     """
 
     room: float
@@ -120,22 +38,22 @@ class Start(NamedTuple):
     delay: float
     num_cycles: float
     around_cycles: float
-
-
-@compiled
-def count_cycles(problem: Problem, kind: PlanKind, p: int, g: int) -> int:
-    """Returns how often the stages up to one of class `g` behind `p` devices wait for each other, at least: 1F1B.
-
-    Behind B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1.
-    """
-    num_devices = problem.stages.shape[0]
-    up_to = min(p + problem.stages[p, g].most, num_devices) + kind.first_most - 1
-    return int(max(0, (problem.num_microbatches - num_devices - kind.first_most) // up_to))
+    num_turns: float
+    around_turns: float
 
 
 @compiled
 def start_behind(
-    problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, counts_cuts: bool, level: float, left: float
+    problem: Problem,
+    kind: PlanKind,
+    waits: Waits,
+    limit: float,
+    p: int,
+    c: int,
+    g: int,
+    counts_cuts: bool,
+    level: float,
+    left: float,
 ) -> Start:
     """What is known of a stage of class `g` behind `p` devices and `c` cuts.
 
@@ -148,14 +66,16 @@ def start_behind(
     behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
     if not counts_cuts:
         behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
-    num_cycles = around_cycles = 0.0
-    if problem.has_cycles and p > 0:
-        num_cycles = float(count_cycles(problem, kind, p, g))
-        if num_cycles > 0:
-            trip = problem.layers[0, -1].trip / problem.max_speed + problem.both_ways[kind.fewest_cuts]
-            num_actions = (4 + 2 * num_cycles) * min(kind.most_cuts + 1, problem.stages.shape[0])
-            level_ns = max(0.0, level - forced * problem.extra_both)
-            around_cycles = 2 * trip + level_ns - num_actions * problem.rounding_ns
+    num_cycles = num_turns = 0
+    around_cycles = around_turns = 0.0
+    if waits.num_left > 0:
+        num_cycles = count_cycles(problem, kind, waits, p, g)
+        num_turns, first_ns = count_turns(problem, waits, p, g)
+        trip = problem.layers[0, -1].trip / problem.max_speed + problem.both_ways[kind.fewest_cuts]
+        num_stages = min(kind.most_cuts + 1, problem.stages.shape[0])
+        around = 2 * trip + max(0.0, level - forced * problem.extra_both)
+        around_cycles = around - (4 + 2 * num_cycles) * num_stages * problem.rounding_ns
+        around_turns = around + first_ns - (4 * num_stages + 2 * num_turns) * problem.rounding_ns
     return Start(
         limit + problem.stages[p, g].slack,
         float(forwards_apart(problem, kind.last_most, p, g)),
@@ -165,8 +85,10 @@ def start_behind(
         once_one_way,
         once,
         max(0.0, level + left - forced * problem.extra_both),
-        num_cycles,
+        float(num_cycles),
         around_cycles,
+        float(num_turns),
+        around_turns,
     )
 
 
@@ -233,6 +155,10 @@ def _excess(
     if start.num_cycles > 0:
         cycle = layers[stage.before, j].trip * stage.until + start.both_ways
         if start.around_cycles + start.num_cycles * cycle > start.room:
+            return np.inf
+    if start.num_turns > 0:
+        turn = (end.forward - begin.forward + again + end.critical - begin.critical) * stage.fastest
+        if start.around_turns + start.num_turns * turn > start.room:
             return np.inf
     work = arrival + stage.busiest * (end.work - begin.work + again) + stage.last_ring + update
     around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind

@@ -5,13 +5,22 @@ all work. Prefixes that do not reach it are of no use.
 """
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Boundaries, Ints, Problem, first_within, is_passed, start_behind
+from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem
+from bapipe.planner.device_line.stage_limits import first_within, is_passed, start_behind
 
 
 @compiled
 def extend_backwards(
-    problem: Problem, kind: PlanKind, limit: float, first: Boundaries, begin: int, end: int, num_tried: Ints
+    problem: Problem,
+    kind: PlanKind,
+    waits: Waits,
+    limit: float,
+    first: Boundaries,
+    begin: int,
+    end: int,
+    num_tried: Ints,
 ) -> None:
     """Adds a stage in front of all suffixes behind `begin` to `end` devices, the last ones first.
 
@@ -27,7 +36,8 @@ def extend_backwards(
         for c in range(min(num_cuts, p) + 1):
             following = c + 1 if counts_cuts else 0
             may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
-            best = first[p + 1, c] if problem.is_alike else last  # devices may stay idle
+            # Devices may stay idle, but not before the first stage.
+            best = first[p + 1, c] if problem.is_alike and p > 0 else last
             for g in range(num_groups):
                 stage = problem.stages[p, g]
                 if stage.few > num - p:
@@ -39,12 +49,16 @@ def extend_backwards(
                     j = min(j, first[to, following])
                 if may_be_empty or j == 0:  # nothing is left for the stage
                     best = min(best, j)
+                if p == 0:
+                    j = max(j, kind.earliest_end)
+                    if j > kind.latest_end or stage.few > kind.first_most or stage.most < kind.first_fewest:
+                        continue
                 if j == last and not (stage.few <= kind.last_most and stage.most >= kind.last_fewest):
                     continue
                 high = min(best, j) - 1
                 if high < 0 or not is_passed(problem, kind, limit, p, c, g, high, counts_cuts):
                     continue
-                start = start_behind(problem, kind, limit, p, c, g, counts_cuts, 0.0, 0.0)
+                start = start_behind(problem, kind, waits, limit, p, c, g, counts_cuts, 0.0, 0.0)
                 i = first_within(problem, start, p, g, high, j)
                 if i >= 0:
                     best = i

@@ -31,6 +31,7 @@ from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.threads import in_waves, num_threads
 
 if TYPE_CHECKING:
+    from bapipe.planner.device_line.early_waits import Waits
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
 NUM_STEPS = (3, 8, 16, 40)
@@ -78,6 +79,11 @@ class Behind(NamedTuple):
         """Returns how many boundaries some stages may reach, in so many tables."""
         return sum(int(np.isfinite(table[0]).sum()) for table in self.tables[:num_tables])
 
+    def first_ends(self, end: int) -> IntArray:
+        """Returns the first boundary at which a first stage may end, by its devices; `end` where none may before it."""
+        is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0])
+        return np.where(is_reached.any(axis=1), self.lows + is_reached.argmax(axis=1), end)
+
     def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
         """Returns what is known behind so many stages, or behind so many or more."""
         tables = self.tables[min(num_stages, len(self.tables) - 1) :]
@@ -115,12 +121,14 @@ class _Filling(NamedTuple):
 
     Attributes:
         fill: compiled, for the stages on the devices from one on.
+        waits: of early stages for each other.
         may_be_last: whether stages may end at the last layer.
         positions: the devices before the stages, in the order in which they are added.
     """
 
     fill: Callable[..., int]
     asked: _Asked
+    waits: "Waits"
     tables: "Tables"
     may_be_last: bool
     positions: range
@@ -219,7 +227,7 @@ class TripBound:
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_before import fill_before
 
-        tracked = self._tracked[asked.steps or 0]
+        tracked, waits = self._tracked[asked.steps or 0], self._waits(asked, known)
         num_rows = 2 + (tracked.behind.size + tracked.before.size) * (asked.steps is not None)
         shape = num_rows, *known.tables[0].shape[1:]
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
@@ -234,7 +242,7 @@ class TripBound:
             behind = known.behind_stages(c + 1, or_more=is_rest)
             tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
             may_be_last = is_rest or c >= fewest
-            filling = _Filling(fill_before, asked, tables, may_be_last, range(self.prefix.num_devices + 1))
+            filling = _Filling(fill_before, asked, waits, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
                 begin(len(filling.positions))  # the table before is added to until its end
                 parts = self._parts(asked)
@@ -253,7 +261,7 @@ class TripBound:
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_behind import fill_behind
 
-        fewest, most = asked.cuts_of(known)
+        (fewest, most), waits = asked.cuts_of(known), self._waits(asked, known)
         behind, cuts = [np.full_like(known.tables[0], np.inf) for _ in before], []
         rest = asked.max_tables(before[0].shape) - 1
         for num_stages, table in enumerate(behind):
@@ -269,7 +277,7 @@ class TripBound:
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
             may_be_last = c == rest or fewest <= c <= most
             positions = range(self.prefix.num_devices - 1, -1, -1)
-            filling = _Filling(fill_behind, asked, tables, may_be_last, positions)
+            filling = _Filling(fill_behind, asked, waits, tables, may_be_last, positions)
             if c == rest:
                 self._run_parts(filling, self._parts(asked)[::-1], deadline)
             else:
@@ -317,7 +325,7 @@ class TripBound:
         Args:
             far_ends: what ends behind each device besides, by the time that stages begin there.
         """
-        fill, asked, tables, may_be_last, positions = filling
+        fill, asked, waits, tables, may_be_last, positions = filling
         problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
         num_each, num_tried = 1 + tables.before_begins.shape[0] // ROWS_TRIED, 0
@@ -327,7 +335,9 @@ class TripBound:
             for p in positions[number * POSITIONS_AT_ONCE : (number + 1) * POSITIONS_AT_ONCE]:
                 if far_ends is not None:
                     np.minimum(tables.before_begins[:, p], far_ends[:, p], out=tables.before_begins[:, p])
-                num_tried += fill(problem, tracked, kind, limit, tables, scratch, is_full, may_be_last, *groups, p)
+                num_tried += fill(
+                    problem, tracked, kind, waits, limit, tables, scratch, is_full, may_be_last, *groups, p
+                )
         with self._counts:
             self.num_tried += num_tried * num_each
 
@@ -341,6 +351,11 @@ class TripBound:
         if many == fewest.size or min(asked.max_threads(), num_threads()) < 2:
             return [(0, fewest.size)]
         return [(0, many), (many, fewest.size)]
+
+    def _waits(self, asked: _Asked, known: Behind) -> "Waits":
+        from bapipe.planner.device_line.early_waits import early_waits
+
+        return early_waits(self.prefix.programme, asked.kind, known.first_ends(self._end))
 
     def _scratch(self) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, count_cycles, forwards_apart, rings_ns
+from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
+from bapipe.planner.device_line.stage_limits import forwards_apart, rings_ns
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
 ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(8)
@@ -125,6 +127,8 @@ class Stage(NamedTuple):
         num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
             first stage.
         cycle_slack: by how much those actions may be shorter than the sums.
+        num_turns: how often a replica runs F and B by turns between two round trips of all stages.
+        turns_slack: the same of these, less what the first stage runs between them besides.
         waits: whether it is known when gradients are there.
         num_first, num_any: F before the first B, see `WAIT`.
         num_replicas, num_rounds, num_kinds: how many are looked at.
@@ -140,6 +144,8 @@ class Stage(NamedTuple):
     back_slope: float
     num_cycles: float
     cycle_slack: float
+    num_turns: float
+    turns_slack: float
     waits: bool
     num_first: float
     num_any: float
@@ -150,7 +156,9 @@ class Stage(NamedTuple):
 
 
 @compiled
-def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, is_full: bool, p: int, g: int) -> Stage:
+def stage_of(
+    problem: Problem, tracked: Tracked, kind: PlanKind, waits: Waits, limit: float, is_full: bool, p: int, g: int
+) -> Stage:
     """What is known of the stages of class `g` behind `p` devices."""
     own, num, wait = problem.stages[p, g], problem.num_microbatches, tracked.waits[g]
     late_count = -(-num // own.most)
@@ -159,7 +167,7 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
     late_apart, is_in_turn = apart, not problem.are_forwards_first and own.in_flight > 0
     if is_in_turn:
         late_apart = max(0.0, float(late_count - own.in_flight))
-    num_cycles = float(count_cycles(problem, kind, p, g)) if problem.has_cycles and p > 0 else 0.0
+    num_cycles, (num_turns, first_ns) = count_cycles(problem, kind, waits, p, g), count_turns(problem, waits, p, g)
     num_stages = min(kind.most_cuts + 1, problem.stages.shape[0])
     has_two = own.count >= 2 and late_count >= 2
     num_replicas = 0
@@ -181,8 +189,10 @@ def stage_of(problem: Problem, tracked: Tracked, kind: PlanKind, limit: float, i
         float(late_count),
         own.fastest * (1 + tracked.critical_share * has_two),
         own.fastest * (1 + has_two),
-        num_cycles,
+        float(num_cycles),
         (4 + 2 * num_cycles) * num_stages * problem.rounding_ns,
+        float(num_turns),
+        (4 * num_stages + 2 * num_turns) * problem.rounding_ns - first_ns,
         is_full,
         float(wait.num_first),
         float(wait.num_any),
@@ -295,6 +305,9 @@ def excess(
         k = stage.num_cycles
         cycles = (2 + k) * (arrival + trip * own.fastest) + known[FLAT_RETURN, i] + (1 + k) * known[RETURN, i]
         longest = max(longest, cycles + 2 * rest[FLAT_AROUND, j] - stage.cycle_slack)
+    if stage.num_turns > 0:
+        trips = 2 * (arrival + trip * own.fastest + rest[FLAT_AROUND, j]) + known[FLAT_RETURN, i] + known[RETURN, i]
+        longest = max(longest, trips + stage.num_turns * (late_f + late_r) - stage.turns_slack)
     return float(longest - stage.room)
 
 

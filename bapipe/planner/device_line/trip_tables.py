@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Floats, Ints
+from bapipe.planner.device_line.stage_arrays import Floats, Ints
 
 ARRIVED, BACK, AFTER = range(3)
 """The rows of `Tables.before_begins`: from `AFTER` on for each number of micro-batches behind, then of each

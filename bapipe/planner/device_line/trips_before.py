@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Floats, Ints, Problem, rings_ns
+from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
+from bapipe.planner.device_line.stage_limits import rings_ns
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -59,6 +61,7 @@ def fill_before(
     problem: Problem,
     tracked: Tracked,
     kind: PlanKind,
+    waits: Waits,
     limit: float,
     tables: Tables,
     scratch: Scratch,
@@ -99,7 +102,7 @@ def fill_before(
         first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
         if high <= low:
             continue
-        stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
+        stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
         for j in range(high - 1, first - 1, -1):
             trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
             step = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
+from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_limits import Floats, Problem
+from bapipe.planner.device_line.stage_arrays import Floats, Problem
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -49,6 +50,7 @@ def fill_behind(
     problem: Problem,
     tracked: Tracked,
     kind: PlanKind,
+    waits: Waits,
     limit: float,
     tables: Tables,
     scratch: Scratch,
@@ -85,7 +87,7 @@ def fill_behind(
             continue
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         of_kinds = tracked.of_kinds[p, g]
-        stage = stage_of(problem, tracked, kind, limit, is_full, p, g)
+        stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         for i in range(low + 1, last_low + 1):
             forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest

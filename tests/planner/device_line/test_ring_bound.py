@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line.early_waits import count_turns, early_waits
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -49,12 +51,14 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
         bound = RingBound(prefix, best_ns / 4)
         for each in timed:
             cuts, first, last = len(each.plan.counts) - 1, each.plan.counts[0], each.plan.counts[-1]
+            end = line.cuts.index(each.plan.cuts[1])
             like_it = [
-                (cuts, cuts, last, last, first, first),
-                (max(0, cuts - 1), cuts, 1, last, 1, 12),
-                (0, cuts, last, 12, 1, first),
+                PlanKind(cuts, cuts, last, last, first, first),
+                PlanKind(cuts, cuts, last, last, first, first, end, end),
+                PlanKind(max(0, cuts - 1), cuts, 1, last, 1, 12),
+                PlanKind(0, cuts, last, 12, 1, first, 0, end),
             ]
-            for kind, counts_cuts in product([*map(PlanKind._make, like_it), prefix.kind], (False, True)):
+            for kind, counts_cuts in product([*like_it, prefix.kind], (False, True)):
                 is_within = bound.is_feasible(kind, each.step_ns, UNLIMITED, counts_cuts=counts_cuts)
                 assert is_within, (seed, each.plan, kind, counts_cuts)
         checked += len(timed)
@@ -93,6 +97,39 @@ def test_early_stages_that_wait_for_each_other_raise_the_bound() -> None:
 
     num_with, num_without = (sum(is_within(ms, has_cycles=flag) for ms in range(380, 420)) for flag in (True, False))
     assert 0 < num_with < num_without
+
+
+def test_where_the_first_stage_ends_raises_the_bound() -> None:
+    """Of plans whose first stage ends at a known boundary it is known what that stage runs between two round trips."""
+    profile = chain([1] * 48, param_bytes=10**6, output_bytes=2 * 10**5)
+    line = DeviceLine({"a": profile}, devices(12), PlanOptions(minibatch_size=48))
+    bound = RingBound(PrefixBound(line, "1f1b", 1, 12), 10**8)
+
+    def first_feasible_ms(earliest: int, latest: int) -> int:
+        kind = PlanKind(3, 3, 1, 12, 2, 2, earliest, latest)
+        return next(ms for ms in range(600, 800) if bound.is_feasible(kind, ms * 10**6, UNLIMITED))
+
+    assert first_feasible_ms(0, 48) < min(first_feasible_ms(end, end) for end in range(1, 13))
+
+
+def test_turns_of_the_first_stage_fill_what_other_turns_leave() -> None:
+    """Two or three replicas of the first stage, which ends behind layer 3 at least: closed forms."""
+    line = DeviceLine({"a": chain([1, 2, 3, 4, 5, 6])}, devices(8), PlanOptions(minibatch_size=20))
+    problem = PrefixBound(line, "1f1b", 1, 8).programme
+    ends = np.full(9, 3, dtype=np.int64)
+    waits = early_waits(problem, PlanKind(0, 5, 1, 8, 2, 3), ends)
+    # Behind B of micro-batch 0 the first stage runs F of number 8 with two replicas, and of number 9 with three.
+    assert waits.num_left == 20 - 1 - 9
+    turn_ns = 3 * (1 + 2 + 3) * 10**6
+    slack_ns = 2 * problem.rounding_ns
+    assert waits.first_ns == pytest.approx([left // 3 * (turn_ns - slack_ns) for left in range(11)])
+    of_two = early_waits(problem, PlanKind(0, 5, 1, 8, 2, 2, 2), np.zeros(9, dtype=np.int64))
+    assert of_two.num_left == 20 - 1 - 8
+    assert of_two.first_ns == pytest.approx([left // 2 * (turn_ns / 2 - slack_ns) for left in range(12)])
+    # Five replicas in one stage run 5 micro-batches a turn, two turns; and one turn of the first stage is left.
+    classes = problem.stages[0]["most"].tolist()
+    assert count_turns(problem, of_two, 0, classes.index(5)) == (2, of_two.first_ns[1])
+    assert early_waits(problem._replace(has_cycles=False), PlanKind(0, 5, 1, 8, 2, 3), ends).num_left == 0
 
 
 def plans_of_few_stages(line: DeviceLine) -> list[LinePlan]:

@@ -17,6 +17,7 @@ from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, tr
 from bapipe.planner.device_line.line import DeviceLine, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
+from bapipe.planner.device_line.plan_range import Known
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
@@ -82,8 +83,8 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
             assert of_all is not None
             for each in timed:
                 cuts, first, last = len(each.plan.counts) - 1, each.plan.counts[0], each.plan.counts[-1]
-                like_it = [(cuts, cuts, last, last, first, first), (0, cuts, 1, 12, 1, 12), prefix.kind]
-                for kind in map(PlanKind._make, like_it):
+                like_it = PlanKind(cuts, cuts, last, last, first, first), PlanKind(0, cuts, 1, 12, 1, 12), prefix.kind
+                for kind in like_it:
                     for earlier, counts_cuts in product((None, of_all), (False, True)):
                         known = bound.within(kind, each.step_ns, UNLIMITED, ROUNDS, earlier, counts_cuts=counts_cuts)
                         assert known is not None, (seed, order.words, each.plan, kind)
@@ -214,9 +215,9 @@ def test_threads_that_fill_one_table_add_to_numbers_of_their_own(monkeypatch: py
     monkeypatch.setattr(trip_bound, "num_threads", lambda: 2)
     fill, ends = trips_before.fill_before, dict[int, Any]()
 
-    def noting(problem: Any, tracked: Any, kind: Any, limit: float, tables: Any, *others: Any) -> int:
+    def noting(problem: Any, tracked: Any, kind: Any, waits: Any, limit: float, tables: Any, *others: Any) -> int:
         ends[others[3]] = tables.before_ends  # by the first class of the stages
-        return int(fill(problem, tracked, kind, limit, tables, *others))
+        return int(fill(problem, tracked, kind, waits, limit, tables, *others))
 
     monkeypatch.setattr(trips_before, "fill_before", noting)
     prefix = PrefixBound(sorted_line(11, output_bytes=10**7), "1f1b", 1, 11)
@@ -258,7 +259,7 @@ def test_the_last_goal_comes_next_where_goals_take_little_or_each_begins_anew(
     """With 70 left of the budget; `look` is what the look takes or would take."""
     line = sorted_line(7)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best_of_two_or_three_stages(line, "1f1b"))
-    ranges.ranges[0].known = (ring_ranges.Known(10**9, None),) if is_known else ()
+    ranges.ranges[0].known = (Known(10**9, None),) if is_known else ()
     assert ranges._is_last_next(10**9, took, look, 70.0) == is_next
 
 

@@ -1,0 +1,202 @@
+"""Ranges of plans that a bound is asked about one by one, and how one is taken apart."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+
+import numpy as np
+
+from bapipe.planner.device_line.line import TimedPlan
+from bapipe.planner.device_line.plan_kind import ANY_END, PlanKind
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.ring_bound import RingBound
+from bapipe.planner.device_line.trip_bound import Behind, TripBound
+
+WIDTH = 1.25
+"""Wide ranges of numbers of cuts end at so many times their begin."""
+
+LEAST = 1 / 150
+"""Ranges are not divided by what makes no larger difference to a step."""
+
+LITTLE = 1 / 20
+"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
+
+MANY_CUTS, MIN_CUTS, MIN_CUTS_OF_GPIPE = 3, 1 / 500, 1 / 50
+"""No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
+difference, which rules out less of GPipe."""
+
+SMALL, UNCOUNTED = 1.1, 1 / 100
+"""GPipe: ranges of the replicas of the last stage that end at so many times their begin are not divided; and where the
+tables would count cuts next, which takes long, ranges are first divided down to such a difference."""
+
+OF_REPLICAS, LEAST_OF_FIRST, FEW_REPLICAS = 0.03, 1 / 500, 0.015
+"""1F1B: the replicas of the first stage make such a difference to a step: the part of it by which they differ. Ranges
+are not divided by them if that is no more than the second number, nor by the ends of that stage if cuts make a larger
+one; and above the third they are before cuts are counted."""
+
+OF_ENDS = 0.05
+"""The same of where the first stage ends."""
+
+EARLY = 16
+"""Where it ends matters where it has one device in so many at most."""
+
+MIDDLE = 0.75
+"""Ranges of the ends of the first stage are divided there, as most of the work is asked for behind it."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What `trip_bound.py` knows of plans within a goal; nothing any more once too much is kept."""
+
+    goal_ns: int
+    behind: Behind | None
+
+
+@dataclass(kw_only=True, eq=False)
+class PlanRange:
+    """Plans of a problem.
+
+    Attributes:
+        cuts: the fewest and the most.
+        last_replicas: of the last stage, the fewest and the most.
+        first_replicas: of the first stage, if that makes a difference.
+        first_ends: the boundaries at which the first stage ends, likewise.
+        counts_cuts: whether prefixes with different numbers of cuts are told apart.
+        is_fine: whether delays are told apart better.
+        is_likely: whether the relaxation may have a plan within a goal soon.
+        open_ns: the goal that it was asked about last, if it has a plan within it.
+        trips: `trip_bound.py`, where it is asked instead.
+        known: what that knows of them within some goals, the lowest one first.
+        bound_ns: what is proven of them.
+    """
+
+    problem: RingBound
+    trips: TripBound | None
+    cuts: tuple[int, int]
+    last_replicas: tuple[int, int]
+    first_replicas: tuple[int, int]
+    bound_ns: int
+    first_ends: tuple[int, int] = (0, ANY_END)
+    counts_cuts: bool = False
+    is_fine: bool = False
+    is_likely: bool = False
+    open_ns: int = 0
+    known: tuple[Known, ...] = ()
+
+    @property
+    def kind(self) -> PlanKind:
+        """Its plans."""
+        return PlanKind(*self.cuts, *self.last_replicas, *self.first_replicas, *self.first_ends)
+
+    def known_within(self, goal_ns: int) -> Behind | None:
+        """Returns what is known of its plans within a goal."""
+        behinds = (each.behind for each in self.known if goal_ns <= each.goal_ns)
+        return next((behind for behind in behinds if behind is not None), None)
+
+    def of_cuts(self, best: TimedPlan) -> float:
+        """Returns what the numbers of cuts that plans of interest have can make a difference, as a part of a step."""
+        (fewest, most), prefix = self.cuts, self.problem.prefix
+        if self.trips is not None:
+            most = min(most, max(fewest, MANY_CUTS * len(best.plan.counts)))
+        return _num_trips(prefix) * (prefix.round_trip_ns(most) - prefix.round_trip_ns(fewest)) / best.step_ns
+
+
+def wide_ranges(whole: PlanRange) -> list[PlanRange]:
+    """Returns the plans of a range, those with about as many cuts together."""
+    ranges, (fewest, most) = [], whole.cuts
+    while fewest <= most:
+        end = min(most, max(fewest, int(fewest * WIDTH)))
+        ranges.append(replace(whole, cuts=(fewest, end)))
+        fewest = end + 1
+    return ranges
+
+
+def parts_of(whole: PlanRange, best: TimedPlan) -> list[PlanRange]:
+    """Returns the plans of a range taken apart by what makes the largest difference to the best step.
+
+    If nothing makes much, with cuts counted, then with more levels of delays. None if the range is small.
+    """
+    find = _parts_by_tables if whole.trips is not None else _parts_by_prefixes
+    return [replace(part, open_ns=0) for part in find(whole, best)]
+
+
+def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
+    prefix, counts_cuts = whole.problem.prefix, whole.counts_cuts
+    of_cuts, of_first, of_last = whole.of_cuts(best), _of_first(whole), _of_last(whole)
+    if of_last > max(of_cuts if counts_cuts else min(of_cuts, UNCOUNTED), LEAST):
+        return [replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas)]
+    if of_first > (max(of_cuts, LEAST_OF_FIRST) if counts_cuts else FEW_REPLICAS):
+        return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
+    if not counts_cuts:
+        matters = of_cuts > (MIN_CUTS_OF_GPIPE if prefix.are_forwards_first else MIN_CUTS)
+        return [replace(whole, counts_cuts=True)] * matters
+    if of_cuts > LEAST and whole.cuts[0] < whole.cuts[1]:
+        return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]
+    return []
+
+
+def _parts_by_prefixes(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
+    (fewest, most), counts_cuts = whole.cuts, whole.counts_cuts
+    of_cuts, of_first, of_last = whole.of_cuts(best), _of_first(whole), _of_last(whole)
+    if not counts_cuts and of_first > FEW_REPLICAS and _of_transfers(whole, best) < LITTLE:
+        return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
+    if not counts_cuts and max(of_cuts, of_last) < LITTLE:
+        return [replace(whole, counts_cuts=True)]
+    if of_last > max(of_cuts, LEAST):
+        return [replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas)]
+    if counts_cuts and of_first > max(of_cuts, LEAST_OF_FIRST):
+        return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
+    if counts_cuts and of_cuts <= LEAST_OF_FIRST:
+        begin, end = _ends(whole, best)
+        if OF_ENDS * (end - begin) > LEAST * end:
+            middle = max(int(end * MIDDLE), (begin + end) // 2)
+            return [replace(whole, first_ends=part) for part in ((begin, middle), (middle + 1, end))]
+        if not whole.is_fine:
+            return [replace(whole, is_fine=True)]
+    if fewest < most:
+        middle = (fewest + most) // 2
+        return [replace(whole, cuts=half) for half in ((fewest, middle), (middle + 1, most))]
+    return [] if whole.is_fine else [replace(whole, is_fine=True, counts_cuts=True)]
+
+
+def _of_last(whole: PlanRange) -> float:
+    """What the replicas of the last stage can make a difference, of GPipe.
+
+    F that do not run during a round trip, see `stage_limits.py`; a third of the work.
+    """
+    fewest, most = whole.last_replicas
+    is_small = most <= SMALL * fewest or not whole.problem.prefix.are_forwards_first
+    return 0.0 if is_small else (most - fewest) / whole.problem.prefix.num_microbatches / 3
+
+
+def _of_first(whole: PlanRange) -> float:
+    """The same of the replicas of the first stage, of 1F1B: see `early_waits.py`."""
+    fewest, most = whole.first_replicas
+    return OF_REPLICAS * (most - fewest) / most if whole.problem.prefix.has_cycles else 0.0
+
+
+def _of_transfers(whole: PlanRange, best: TimedPlan) -> float:
+    """What as many cuts as the best plan has make a difference, as a part of its step."""
+    prefix = whole.problem.prefix
+    return _num_trips(prefix) * prefix.round_trip_ns(len(best.plan.counts) - 1) / best.step_ns
+
+
+def _num_trips(prefix: PrefixBound) -> float:
+    """Round trips that follow one another in a step."""
+    return 1 + prefix.num_microbatches / prefix.num_devices if prefix.has_cycles else 1.0
+
+
+def _ends(whole: PlanRange, best: TimedPlan) -> tuple[int, int]:
+    """The boundaries at which a first stage ends that is done within the best step; nothing if they do not matter."""
+    prefix, (first, last), replicas = whole.problem.prefix, whole.first_ends, whole.first_replicas[1]
+    if not prefix.has_cycles or replicas * EARLY > prefix.num_devices:
+        return 0, 0
+    trip = prefix.least.trip * -(-prefix.num_microbatches // replicas) / prefix.max_speed
+    return first, min(last, len(trip) - 1, int(np.searchsorted(trip, best.step_ns, side="right")))
+
+
+def _halves(low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Ranges whose ends are in equal proportion to their begins."""
+    middle = min(isqrt(max(low, 1) * high), high - 1)
+    yield low, middle
+    yield middle + 1, high
