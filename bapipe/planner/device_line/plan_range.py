@@ -27,7 +27,8 @@ difference, which rules out less of GPipe."""
 
 SMALL, UNCOUNTED = 1.1, 1 / 100
 """GPipe: ranges of the replicas of the last stage that end at so many times their begin are not divided; and where the
-tables would count cuts next, which takes long, ranges are first divided down to such a difference."""
+tables would count cuts next, which takes long, ranges are first divided down to such a difference if transfers are
+short."""
 
 OF_REPLICAS, LEAST_OF_FIRST, FEW_REPLICAS = 0.03, 1 / 500, 0.015
 """1F1B: the replicas of the first stage make such a difference to a step: the part of it by which they differ. Ranges
@@ -123,7 +124,8 @@ def parts_of(whole: PlanRange, best: TimedPlan) -> list[PlanRange]:
 def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
     prefix, counts_cuts = whole.problem.prefix, whole.counts_cuts
     of_cuts, of_first, of_last = whole.of_cuts(best), _of_first(whole), _of_last(whole)
-    if of_last > max(of_cuts if counts_cuts else min(of_cuts, UNCOUNTED), LEAST):
+    is_counted_later = not counts_cuts and _of_transfers(whole, best) < LITTLE
+    if of_last > max(min(of_cuts, UNCOUNTED) if is_counted_later else of_cuts, LEAST):
         return [replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas)]
     if of_first > (max(of_cuts, LEAST_OF_FIRST) if counts_cuts else FEW_REPLICAS):
         return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
