@@ -13,6 +13,7 @@ before it, but 0 at least. Levels are ranges of e + h. On unlike devices y count
 replicas that are not equally fast do not end together.
 """
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,6 +43,7 @@ class RingBound:
     def __init__(self, prefix: PrefixBound, longest_ns: float) -> None:
         """Delays above `longest_ns` are not told apart."""
         self.prefix, self.num_tried = prefix, 0
+        self._counts = threading.Lock()
         self._few, self._many = (_delays(prefix, longest_ns, num) for num in (FEW_LEVELS, MANY_LEVELS))
 
     def is_feasible(
@@ -58,7 +60,8 @@ class RingBound:
         try:
             return prefixes.find(deadline) is not None
         finally:
-            self.num_tried += prefixes.num_tried
+            with self._counts:  # ranges are asked in several threads
+                self.num_tried += prefixes.num_tried
 
 
 def _delays(prefix: PrefixBound, longest_ns: float, num_levels: int) -> "Delays":

@@ -252,7 +252,7 @@ class RingRanges:
                 self.ranges += parts
 
     def _ask(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline, num_rounds: int = ROUNDS) -> None:
-        """Asks whether ranges of different problems have plans within a goal, at once; those that may are likely.
+        """Asks whether ranges have plans within a goal, at once; those that may are likely.
 
         Args:
             num_rounds: of `trip_bound.py`; after none a range that is left has not been asked about the goal yet.

@@ -184,8 +184,9 @@ class LineSearch:
                 is_over = first.is_over if first.is_given else self._num_actions > self._max_actions // 4
                 if number >= MIN_TRIED and (is_over or self.rival is not None):
                     break
-                if not self._has_exact_best:
-                    self._time_unless_slow(line, plan)
+                self._time_unless_slow(line, plan)
+                if self._has_exact_best:
+                    break
             if self.best is None or self._is_memory_tight:
                 self._time_fitting(self.deadline.share(6))
             problems = list(self._problems())
