@@ -11,6 +11,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.space import tries_any_order
 from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
+from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.search import LineSearch
@@ -104,9 +105,9 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
         is_last=is_last,
     )
     search.run()
-    best = search.best
-    if best is None:
+    if search.best is None:
         return None
+    best = with_fewer_recomputed(search.best, request.deadline)
     space = line_space(profiles, cluster, options, [order.words for order in orders])
     return LineSolution(
         solution=best.line.solution(best, search.bound_ns, space),

@@ -82,7 +82,7 @@ def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedu
         replicas=tuple(
             ReplicaLoad(
                 num_microbatches=sum(action.phase is Phase.FORWARD for action in actions),
-                memory_peaks=_memory_peaks(actions),
+                memory_peaks=memory_peaks(actions),
             )
             for actions in orders
         ),
@@ -112,8 +112,8 @@ def _in_flight_at_backwards(order: Sequence[Action], num_replicas: int) -> list[
     return [in_flight[microbatch] for microbatch in sorted(in_flight)]
 
 
-def _memory_peaks(order: Sequence[Action]) -> tuple[InFlight, ...]:
-    """The Pareto-maximal states of a replica's memory over its actions."""
+def memory_peaks(order: Sequence[Action]) -> tuple[InFlight, ...]:
+    """Returns the Pareto-maximal states of a replica's memory over its actions."""
     states = set(in_flight_during(action.phase for action in order))
     peaks: list[InFlight] = []
     for state in sorted(states, reverse=True):  # lexicographically descending: only earlier ones can dominate

@@ -17,6 +17,9 @@ from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
+MAX_RATES = 8
+"""Recomputation is bounded by so many rates of F for a byte."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeSums:
@@ -56,6 +59,7 @@ class LayerSums:
         least: on all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
+        savings_rates, savings_surplus: of recomputation, see `Savings`. [rates], [rates, boundaries]
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
         boundaries_before: how often before each device, if the devices of hosts follow each other. [devices]
@@ -133,7 +137,9 @@ class LayerSums:
         def least(values: Sequence[Sequence[int]]) -> FloatArray:
             return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
 
-        self.stash = least([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles])
+        stash = np.min([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles], axis=0)
+        self.stash = prefix_sums(stash.tolist())[cuts].astype(float)
+        self._sum_savings(stash.astype(float))
         self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )
@@ -142,6 +148,19 @@ class LayerSums:
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
         self.gradients = least(gradients)
         self._sum_buckets(np.array(gradients))
+
+    def _sum_savings(self, stash_bytes: FloatArray) -> None:
+        """Notes what recomputation takes at least, see `Savings`: by the rates of some layers, and all layers alike.
+
+        Args:
+            stash_bytes: of each layer, on the kind where they are the least. [layers]
+        """
+        forward = self._times[:, :, 0].min(axis=0)
+        rates = np.unique(forward[stash_bytes > 0] / stash_bytes[stash_bytes > 0])
+        chosen = np.linspace(0, rates.size - 1, min(MAX_RATES, rates.size)).astype(int)
+        self.savings_rates = rates[np.unique(chosen)]
+        surplus = np.maximum(self.savings_rates[:, None] * stash_bytes - forward, 0.0)
+        self.savings_surplus = np.pad(np.cumsum(surplus, axis=1), ((0, 0), (1, 0)))[:, self.line.cuts]
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
         """Notes where the first bucket of a stage that ends at each boundary begins, and the bytes of any bucket.

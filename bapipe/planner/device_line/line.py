@@ -10,12 +10,14 @@ from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.devices import device_classes
 from bapipe.planner.branch_and_bound.problem import step_ns_of
+from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.branch_and_bound.space import ns_per_sample
+from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
+from bapipe.planner.decision import stage_plan
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import SearchedSpace
 from bapipe.planner.solution import Solution
@@ -35,6 +37,9 @@ MAX_KEPT_ACTIONS = 2**21
 one, whatever their stages."""
 
 
+_NONE: tuple[frozenset[int], ...] = (frozenset(),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePlan:
     """Stages on the first devices of a cluster.
@@ -52,11 +57,11 @@ class LinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
-    """A plan that fits: which of its stages recompute, and its step time on the devices of a line."""
+    """A plan that fits: the layers that each of its stages recomputes, and its step time on the devices of a line."""
 
     line: "DeviceLine"
     plan: LinePlan
-    recompute: tuple[bool, ...]
+    recompute: tuple[frozenset[int], ...]
     step_ns: int
 
 
@@ -128,17 +133,45 @@ class DeviceLine:
         order, compiled = self._order(plan)
         if not self._is_allowed(plan, order.devices):
             return None
-        recompute = (False,) * (len(plan.cuts) - 1)
-        stages = self._stages(plan, order.devices, recompute)
+        stages = self._stages(plan, order.devices, _NONE * len(order.devices))
         short = self._short_ranks(order, compiled, stages)
-        if short and self.options.recompute and plan.schedule in SCHEDULES:
-            recompute = tuple(bool(short & set(ranks)) for ranks in order.devices)
-            stages = self._stages(plan, order.devices, recompute)
-            short = self._short_ranks(order, compiled, stages)
-        if short:
+        if not short:
+            step_ns = step_ns_of(order, compiled, stages, self.cluster)
+            return TimedPlan(line=self, plan=plan, recompute=_NONE * len(order.devices), step_ns=step_ns)
+        if not self.options.recompute or plan.schedule not in SCHEDULES:
+            return None
+        layers = zip(pairwise(plan.cuts), order.devices, strict=True)
+        every = [frozenset(range(*ends)) if short & set(ranks) else frozenset() for ends, ranks in layers]
+        return self.time_with(plan, every)
+
+    def time_with(self, plan: LinePlan, recompute: Sequence[frozenset[int]]) -> TimedPlan | None:
+        """Returns the step time of a plan whose stages recompute some layers, None if it does not fit."""
+        order, compiled = self._order(plan)
+        stages = self._stages(plan, order.devices, recompute)
+        if self._short_ranks(order, compiled, stages):
             return None
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
-        return TimedPlan(line=self, plan=plan, recompute=recompute, step_ns=step_ns)
+        return TimedPlan(line=self, plan=plan, recompute=tuple(recompute), step_ns=step_ns)
+
+    def memory_limits(self, timed: TimedPlan, stage: int) -> list[MemoryLimit]:
+        """Returns the states of the replicas of a stage in which its stashes must fit, whichever layers recompute."""
+        order, compiled = self._order(timed.plan)
+        stages = self._stages(timed.plan, order.devices, timed.recompute)
+        memory, ranks = rank_memory(order, stages, compiled), order.devices[stage]
+        limits = []
+        for rank, cost in zip(ranks, stages[stage].costs, strict=True):
+            peak = memory[rank].peak
+            room = self.limits[rank] - (peak.total - peak.stash)
+            limits += [
+                MemoryLimit(
+                    kind=self.cluster.devices[rank].kind,
+                    kept=state.kept,
+                    in_backward=state.in_backward,
+                    room_bytes=room - state.before_weight_grad * cost.gradient_stash_bytes,
+                )
+                for state in memory_peaks(order.order[rank])
+            ]
+        return limits
 
     def num_actions(self, plan: LinePlan) -> int:
         """Returns the number of forwards and backwards of a plan."""
@@ -160,10 +193,11 @@ class DeviceLine:
             schedule=plan.schedule,
             table=table,
             stages=tuple(
-                StagePlan(
-                    layers=tuple(self.names[begin:end]),
-                    devices=tuple(self._given.devices[rank].name for rank in ranks),
-                    recompute=recompute,
+                stage_plan(
+                    tuple(self.names[begin:end]),
+                    tuple(self._given.devices[rank].name for rank in ranks),
+                    recompute=bool(recompute),
+                    recompute_layers=frozenset(self.names[i] for i in recompute),
                 )
                 for (begin, end), ranks, recompute in zip(
                     pairwise(plan.cuts), table.devices, timed.recompute, strict=True
@@ -218,16 +252,16 @@ class DeviceLine:
         return tuple(sorted(range(first, first + count), key=lambda rank: (self.class_of[rank], rank)))
 
     def _stages(
-        self, plan: LinePlan, devices: Sequence[tuple[int, ...]], recompute: Sequence[bool]
+        self, plan: LinePlan, devices: Sequence[tuple[int, ...]], recompute: Sequence[frozenset[int]]
     ) -> tuple[Stage, ...]:
         return tuple(
             stage_on(
                 [self.chain(rank, plan.microbatch_size) for rank in ranks],
                 begin,
                 end,
-                recompute=frozenset(range(begin, end)) if flag else frozenset(),
+                recompute=layers,
             )
-            for (begin, end), ranks, flag in zip(pairwise(plan.cuts), devices, recompute, strict=True)
+            for (begin, end), ranks, layers in zip(pairwise(plan.cuts), devices, recompute, strict=True)
         )
 
     def _short_ranks(self, order: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage]) -> set[int]:

@@ -136,7 +136,7 @@ class PrefixBound(LayerSums):
     @cached_property
     def programme(self) -> "Problem":
         """The problem as the compiled programme takes it."""
-        from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, Problem
+        from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, Problem, Savings
 
         kinds = self.kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
@@ -146,6 +146,7 @@ class PrefixBound(LayerSums):
         return Problem(
             layers=layers,
             stages=self._stages(),
+            savings=Savings(self.savings_rates, self.savings_surplus),
             one_way=np.asarray(self._one_way, dtype=float),
             both_ways=np.asarray(self._both_ways, dtype=float),
             boundaries_before=self.boundaries_before,

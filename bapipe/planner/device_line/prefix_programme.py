@@ -13,7 +13,7 @@ from bapipe.planner.device_line.early_waits import Waits, count_cycles
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem
 from bapipe.planner.device_line.stage_delays import Delays, place
-from bapipe.planner.device_line.stage_limits import is_passed, last_within, start_behind
+from bapipe.planner.device_line.stage_limits import forced_host_cuts, is_passed, last_within, start_behind
 
 
 @compiled
@@ -56,9 +56,11 @@ def extend(
         of_fewer = -1
         for c in range(num_cuts + 1):
             reached = by_one_less = -1  # with less delay, with a device less
+            forced = forced_host_cuts(problem, p, c)
             for level in range(num_levels):
                 i = furthest[level, p, c]
-                if problem.is_alike and p > 0:
+                # Fewer devices with as many cuts may have more of them between hosts for certain.
+                if problem.is_alike and p > 0 and forced == forced_host_cuts(problem, p - 1, c):
                     by_one_less = max(by_one_less, furthest[level, p - 1, c])
                 # Or without delays with fewer cuts; from delays more cuts take more transfers.
                 if i >= first[p, c] and i > reached and not (num_levels == 1 and i <= of_fewer):

@@ -57,14 +57,28 @@ STAGE = np.dtype(
 """What is known of stages by their first device and class of numbers of devices."""
 
 
+class Savings(NamedTuple):
+    """What recomputed layers take, at least, if their stashes have so many bytes: `least_again`.
+
+    Attributes:
+        rates: ns of F for a byte. [rates]
+        surplus: by how much the bytes of the layers before a boundary are worth more than their F, by each rate, where
+            they are. [rates, boundaries]
+    """
+
+    rates: Floats
+    surplus: Floats
+
+
 class Problem(NamedTuple):
     """What does not depend on the step time that is asked for.
 
     Attributes:
         layers: `LAYER_SUMS` on each set of kinds, the first one all. [sets, boundaries]
         stages: `STAGE`. [positions, groups]
+        savings: of recomputation, on the kinds where they are the largest.
         one_way, both_ways: transfers over 0, 1, 2 ... cuts at least, in ns. [cuts]
-        boundaries_before: the boundaries between hosts before each position. [positions + 1]
+        boundaries_before: the boundaries between hosts before each position. [positions]
         extra_one_way, extra_both: what a boundary between hosts that no stage spans adds, in ns.
         max_bucket: bytes that no bucket has.
         max_gradients: bytes between two boundaries, at most.
@@ -75,6 +89,7 @@ class Problem(NamedTuple):
 
     layers: NDArray[Any]
     stages: NDArray[Any]
+    savings: Savings
     one_way: Floats
     both_ways: Floats
     boundaries_before: Ints

@@ -8,7 +8,10 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Problem
+from bapipe.planner.device_line.stage_arrays import Problem, Savings
+
+FLOAT_ROUNDING = 1e-12
+"""Of sums of floats, as a part of them."""
 
 
 class Start(NamedTuple):
@@ -62,7 +65,7 @@ def start_behind(
         level: what follows behind the way back of any micro-batch, without hosts that no stage spans, ...
         left: ... and more of that behind the stage's last one.
     """
-    forced = max(0, problem.boundaries_before[p] - (p - c))
+    forced = forced_host_cuts(problem, p, c)
     behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
     if not counts_cuts:
         behind, once_one_way, once = 0.0, problem.one_way[kind.fewest_cuts], problem.both_ways[kind.fewest_cuts]
@@ -90,6 +93,12 @@ def start_behind(
         float(num_turns),
         around_turns,
     )
+
+
+@compiled
+def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
+    """Boundaries between hosts among the first `p` devices that are cuts for certain, if `c` cuts are between them."""
+    return int(max(0, problem.boundaries_before[p] - (p - c)))
 
 
 @compiled
@@ -127,8 +136,32 @@ def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
 
 
 @compiled
+def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
+    """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
+
+    If at most F of the layers were saved, each byte would be worth a rate: the dual of the fractional knapsack.
+
+    Returns:
+        ns of work, 0 if it fits with all stashes, infinite if it does not fit with one. It rises with j and falls as i
+        rises: a layer adds no less to the bytes beyond the limit than to those that are worth more than their F.
+    """
+    begin, end = layers[stage.own, i], layers[stage.own, j]
+    state, stash = end.state - begin.state, end.stash - begin.stash
+    beyond = state + stage.num_stashes * stash - stage.limit_bytes
+    if state + stash > stage.limit_bytes or (beyond > 0 and not stage.may_recompute):
+        return np.inf
+    if beyond <= 0:
+        return 0.0
+    saved, again = beyond / (stage.num_stashes - 1), 0.0  # one micro-batch is in its B
+    for k in range(savings.rates.size):
+        again = max(again, savings.rates[k] * saved - (savings.surplus[k, j] - savings.surplus[k, i]))
+    return float(again * (1 - FLOAT_ROUNDING))
+
+
+@compiled
 def _excess(
     layers: NDArray[Any],
+    savings: Savings,
     stage: Any,
     max_bucket: float,
     has_whole_backward: bool,
@@ -138,16 +171,14 @@ def _excess(
 ) -> float:
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all."""
     begin, end, before, rest = layers[stage.own, i], layers[stage.own, j], layers[stage.before, i], layers[stage.behind]
-    state, stash = end.state - begin.state, end.stash - begin.stash
-    recomputes = state + stage.num_stashes * stash > stage.limit_bytes
-    if state + stash > stage.limit_bytes or (recomputes and not stage.may_recompute):
+    again = least_again(layers, savings, stage, i, j)  # in front of each backward
+    if again == np.inf:
         return np.inf
     n = stage.count
     # F and r of one micro-batch, and B, on the replica.
     f, r = (end.forward - begin.forward) * stage.forward, (end.critical - begin.critical) * stage.backward
     b = (end.backward - begin.backward) * stage.backward
     own_f = (end.forward - begin.forward) * stage.backward
-    again = end.forward - begin.forward if recomputes else 0.0  # in front of each backward
     r, b = r + again * stage.backward, b + again * stage.backward
     arrival = before.forward * stage.before_ns + start.one_way
     return_ns = before.trip * stage.before_ns + start.both_ways
@@ -183,15 +214,15 @@ def _excess(
 @compiled
 def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
     """The last end from `low` to `high` with which a stage keeps the limits, -1 if none is. Excess rises with it."""
-    layers, stage = problem.layers, problem.stages[p, g]
+    layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
-    if low > high or _excess(layers, stage, max_bucket, is_whole, start, i, low) > 0:
+    if low > high or _excess(layers, savings, stage, max_bucket, is_whole, start, i, low) > 0:
         return -1
     # Invariant: `low` is within the limits, `beyond` is not.
     step, beyond = 1, high + 1
     while low + 1 < beyond:
         middle = min(low + step, (low + beyond + 1) // 2)
-        if _excess(layers, stage, max_bucket, is_whole, start, i, middle) > 0:
+        if _excess(layers, savings, stage, max_bucket, is_whole, start, i, middle) > 0:
             beyond = middle
         else:
             low, step = middle, 2 * step
@@ -201,15 +232,15 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
 @compiled
 def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
     """The first begin up to `high` with which a stage keeps the limits, -1 if none is. Excess falls as it rises."""
-    layers, stage = problem.layers, problem.stages[p, g]
+    layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
-    if high < 0 or _excess(layers, stage, max_bucket, is_whole, start, high, j) > 0:
+    if high < 0 or _excess(layers, savings, stage, max_bucket, is_whole, start, high, j) > 0:
         return -1
     # Invariant: `high` is within the limits, `before` is not.
     step, before = 1, -1
     while before + 1 < high:
         middle = max(high - step, (before + high) // 2)
-        if _excess(layers, stage, max_bucket, is_whole, start, middle, j) > 0:
+        if _excess(layers, savings, stage, max_bucket, is_whole, start, middle, j) > 0:
             before = middle
         else:
             high, step = middle, 2 * step

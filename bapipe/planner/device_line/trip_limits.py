@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
-from bapipe.planner.device_line.stage_limits import forwards_apart, rings_ns
+from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem, Savings
+from bapipe.planner.device_line.stage_limits import forwards_apart, least_again, rings_ns
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
 ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(8)
@@ -206,6 +206,7 @@ def stage_of(
 @compiled
 def excess(
     layers: NDArray[Any],
+    savings: Savings,
     max_bucket: float,
     own: Any,
     stage: Stage,
@@ -231,15 +232,13 @@ def excess(
             [4, boundaries]
     """
     begin, end = layers[own.own, i], layers[own.own, j]
-    state, stash = end.state - begin.state, end.stash - begin.stash
-    recomputes = state + own.num_stashes * stash > own.limit_bytes
-    if state + stash > own.limit_bytes or (recomputes and not own.may_recompute):
+    again = least_again(layers, savings, own, i, j)  # in front of each backward
+    if again == np.inf:
         return np.inf
     n, late_n, apart, late_apart = own.count, stage.late_count, stage.apart, stage.late_apart
     if stage.is_in_turn and j == layers.shape[1] - 1:
         apart, late_apart = max(apart, n - own.last_in_flight), max(late_apart, late_n - own.last_in_flight)
     forward, trip = end.forward - begin.forward, end.trip - begin.trip
-    again = forward if recomputes else 0.0  # in front of each backward
     # F and r of one micro-batch, and B, on the replica.
     f, own_f = forward * own.forward, forward * own.backward
     r = (end.critical - begin.critical + again) * own.backward
@@ -294,12 +293,12 @@ def excess(
         longest = max(longest, returned + known[ROUNDS + number, i])
     for number in range(stage.num_replicas):
         row, num, ns = REPLICAS + ROWS_OF_REPLICA * number, replicas[number].count, replica_ns[number]
-        ends = _longest_of(layers, own.own, own, stage, num, ns, recomputes, ring + update, known, row, rest, i, j)
+        ends = _longest_of(layers, own.own, own, stage, num, ns, again, ring + update, known, row, rest, i, j)
         longest = max(longest, ends)
     for number in range(stage.num_kinds):
         one = of_kinds[number]
         num, ns = one.count, one.ns
-        ends = _longest_of(layers, one.own, own, stage, num, ns, recomputes, ring + update, known, OF_KINDS, rest, i, j)
+        ends = _longest_of(layers, one.own, own, stage, num, ns, again, ring + update, known, OF_KINDS, rest, i, j)
         longest = max(longest, ends)
     if stage.num_cycles > 0:
         k = stage.num_cycles
@@ -319,7 +318,7 @@ def _longest_of(
     stage: Stage,
     num: int,
     ns: float,
-    recomputes: bool,
+    again: float,
     rings: float,
     known: Floats,
     row: int,
@@ -333,22 +332,30 @@ def _longest_of(
         kinds: the set of kinds with whose times the layers count.
         num: its micro-batches.
         ns: of the work of 1 ns on it.
-        recomputes: whether F is in front of each backward.
+        again: what runs in front of each backward, in ns of work.
         rings: the rings and the update of the stage.
         row: its first one in `known`.
     """
     begin, end = layers[kinds, i], layers[kinds, j]
-    again, is_last = end.forward - begin.forward if recomputes else 0.0, j == layers.shape[1] - 1
     f, r = (end.forward - begin.forward) * ns, (end.critical - begin.critical + again) * ns
-    first_there = known[row + FIRST_THERE, i]
-    first_b = first_there + f + rest[STEEP_AROUND if num >= 2 else FLAT_AROUND, j]
+    b = (end.backward - begin.backward + again) * ns
+    first_there, is_last = known[row + FIRST_THERE, i], j == layers.shape[1] - 1
+    around = flat_around = first_there + f  # the start of the first B behind its round trip
+    own_forwards = first_there + num * f  # and behind all F of the replica, of the last B
     if stage.is_in_turn:
-        first_b += max(0, num - (own.last_in_flight if is_last else own.in_flight)) * f
+        others = max(0, num - (own.last_in_flight if is_last else own.in_flight)) * f
+        around, flat_around, first_b = around + others, flat_around + others, 0.0
     else:
         short_f = f - stage.rounding
-        first_b = max(first_b, first_there + num * short_f, known[row + LAST_THERE, i] + short_f)
-    b = (end.backward - begin.backward + again) * ns
-    last_b = max(first_b, first_there + num * f) + (num - 1) * b
+        first_b = max(first_there + num * short_f, known[row + LAST_THERE, i] + short_f)
+    around += rest[STEEP_AROUND if num >= 2 else FLAT_AROUND, j]
+    back = max(first_b, around) + num * r + known[row + FOLLOW_LAST, i]
+    # The rest falls by F + r where a layer joins the stage, and the steep one by F + 2 r, so that the F and the B of
+    # the stage in the same sum must rise by as much.
+    last_b = max(first_b, own_forwards) + (num - 1) * b
+    if num >= 3:
+        last_b = max(last_b, around + (num - 1) * b)
+    elif num == 2:
+        last_b = max(last_b, flat_around + rest[FLAT_AROUND, j] + b)
     first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket)
-    updated = last_b + (again + first_full) * ns + rings
-    return float(max(first_b + num * r + known[row + FOLLOW_LAST, i], updated))
+    return float(max(back, last_b + (again + first_full) * ns + rings))

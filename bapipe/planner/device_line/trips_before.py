@@ -90,7 +90,7 @@ def fill_before(
     low, last_low = reached(before[ARRIVED, p], lows[p], end)
     if low == end or p == num:
         return 0
-    layers, max_bucket = problem.layers, problem.max_bucket
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
     send, back, at_host = tracked.send, tracked.back, tracked.at_host
     known, rest, starts, rings, found = scratch.known, scratch.rest, scratch.starts, scratch.rings, scratch.found
     forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
@@ -103,13 +103,7 @@ def fill_before(
         if high <= low:
             continue
         stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
-        for j in range(high - 1, first - 1, -1):
-            trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
-            step = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
-            rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
-            rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
-            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + step)
-            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + step)
+        limit_rest(layers, own, stage, first, high, rest)
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         of_kinds = tracked.of_kinds[p, g]
@@ -121,7 +115,9 @@ def fill_before(
             last = min(j - 1, last_low)
             while at <= last and (
                 known[ARRIVAL, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, at, j)
+                or excess(
+                    layers, savings, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, at, j
+                )
                 > 0
             ):
                 at += 1
@@ -144,6 +140,22 @@ def fill_before(
             link = back if is_back else send
             _note_ends(found, link, at_host, lows, behind, window, p + own.few, p + most, ends[row])
     return num_tried
+
+
+@compiled
+def limit_rest(layers: NDArray[Any], own: Any, stage: Stage, first: int, high: int, rest: Floats) -> None:
+    """Lowers what is behind the ends of stages where it falls faster than they grow, so that `excess` rises with ends.
+
+    Args:
+        first, high: the ends.
+    """
+    for j in range(high - 1, first - 1, -1):
+        trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
+        step = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
+        rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
+        rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
+        rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + step)
+        rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + step)
 
 
 @compiled

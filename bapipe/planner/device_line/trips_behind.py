@@ -73,7 +73,7 @@ def fill_behind(
     low, last_low = reached(before[ARRIVED, p], lows[p], end)
     if low == end:
         return 0
-    layers, max_bucket = problem.layers, problem.max_bucket
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
     known, rest, starts, costs, critical = scratch.known, scratch.rest, scratch.starts, scratch.costs, scratch.critical
     for g in range(first_group, end_group):
         own = problem.stages[p, g]
@@ -89,29 +89,7 @@ def fill_behind(
         of_kinds = tracked.of_kinds[p, g]
         stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
         known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
-        for i in range(low + 1, last_low + 1):
-            forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
-            back = layers[own.own, i].critical - layers[own.own, i - 1].critical
-            for row in range(REPLICAS):
-                step = back * own.fastest
-                if row in (FOLLOW, FOLLOW_LATE):
-                    step = back * stage.back_slope
-                elif row in (ARRIVAL, BEFORE_ANY, BEFORE_FIRST):
-                    step = forward
-                known[row, i] = min(known[row, i], known[row, i - 1] + step)
-            for k in range(stage.num_replicas):
-                num_backward = 2 if replicas[k].count >= 2 else 1
-                for row in range(REPLICAS + ROWS_OF_REPLICA * k, REPLICAS + ROWS_OF_REPLICA * (k + 1)):
-                    is_behind = (row - REPLICAS) % ROWS_OF_REPLICA == FOLLOW_LAST
-                    step = num_backward * back * own.fastest if is_behind else forward
-                    known[row, i] = min(known[row, i], known[row, i - 1] + step)
-            for k in range(stage.num_rounds):
-                step = rounds[k].count * back * own.fastest
-                known[ROUNDS + k, i] = min(known[ROUNDS + k, i], known[ROUNDS + k, i - 1] + step)
-            if stage.num_kinds > 0:
-                for row in range(OF_KINDS, OF_KINDS + ROWS_OF_REPLICA):
-                    step = back * own.fastest if row == OF_KINDS + FOLLOW_LAST else forward
-                    known[row, i] = min(known[row, i], known[row, i - 1] + step)
+        limit_known(layers, own, stage, replicas, rounds, low, last_low, known)
         at, begin, has_any = high, min(high - 1, last_low), False
         for i in range(begin, low - 1, -1):
             starts[i] = i
@@ -119,7 +97,9 @@ def fill_behind(
                 continue
             while at >= max(i + 1, first) and (
                 rest[FLAT_AROUND, at] == np.inf
-                or excess(layers, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, i, at)
+                or excess(
+                    layers, savings, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, i, at
+                )
                 > 0
             ):
                 at -= 1
@@ -153,6 +133,48 @@ def fill_behind(
                     ns = max(ns, gradients[i])
                 behind[row, p, x] = min(behind[row, p, x], ns - stage.rounding)
     return num_tried
+
+
+@compiled
+def limit_known(
+    layers: NDArray[Any],
+    own: Any,
+    stage: Stage,
+    replicas: NDArray[Any],
+    rounds: NDArray[Any],
+    low: int,
+    high: int,
+    known: Floats,
+) -> None:
+    """Lowers what is before the begins of stages where it rises faster than they shrink, as `limit_rest` does behind.
+
+    Args:
+        replicas, rounds: see `Tracked`, of the class.
+        low, high: the first begin and the last one.
+    """
+    for i in range(low + 1, high + 1):
+        forward = (layers[own.own, i].forward - layers[own.own, i - 1].forward) * own.fastest
+        back = layers[own.own, i].critical - layers[own.own, i - 1].critical
+        for row in range(REPLICAS):
+            step = back * own.fastest
+            if row in (FOLLOW, FOLLOW_LATE):
+                step = back * stage.back_slope
+            elif row in (ARRIVAL, BEFORE_ANY, BEFORE_FIRST):
+                step = forward
+            known[row, i] = min(known[row, i], known[row, i - 1] + step)
+        for k in range(stage.num_replicas):
+            num_backward = 2 if replicas[k].count >= 2 else 1
+            for row in range(REPLICAS + ROWS_OF_REPLICA * k, REPLICAS + ROWS_OF_REPLICA * (k + 1)):
+                is_behind = (row - REPLICAS) % ROWS_OF_REPLICA == FOLLOW_LAST
+                step = num_backward * back * own.fastest if is_behind else forward
+                known[row, i] = min(known[row, i], known[row, i - 1] + step)
+        for k in range(stage.num_rounds):
+            step = rounds[k].count * back * own.fastest
+            known[ROUNDS + k, i] = min(known[ROUNDS + k, i], known[ROUNDS + k, i - 1] + step)
+        if stage.num_kinds > 0:
+            for row in range(OF_KINDS, OF_KINDS + ROWS_OF_REPLICA):
+                step = back * own.fastest if row == OF_KINDS + FOLLOW_LAST else forward
+                known[row, i] = min(known[row, i], known[row, i - 1] + step)
 
 
 @compiled

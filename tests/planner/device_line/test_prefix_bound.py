@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 from random import Random
 
 import pytest
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
-from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.search import LineSearch
@@ -218,3 +218,73 @@ def test_more_stages_may_be_asked_for_than_there_are_layers(
     programme = PrefixBound(line, schedule, 1, num_devices).programme
     up_to_four = PlanKind(0, 3, 1, num_microbatches, 1, num_microbatches)
     assert FurthestPrefixes(programme, up_to_four, best_ns).find(UNLIMITED) is not None
+
+
+def test_more_devices_may_leave_fewer_cuts_between_hosts() -> None:
+    """Of two devices before two cuts each is on another host; of three before two, two may be on one."""
+    profile = chain([1] * 3, stash_bytes=2 * 10**6, output_bytes=1)
+    four = devices(4, memory_bytes=3 * 10**6)
+    hosts = tuple(replace(device, host=host) for device, host in zip(four.devices, "abcc", strict=True))
+    cluster = replace(four, devices=hosts, inter_host=Bandwidth(bytes_per_s=10**9, latency_ns=10**8))
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=2))
+    timed = line.time(LinePlan(cuts=(0, 1, 2, 3), counts=(2, 1, 1), schedule="1f1b", microbatch_size=1))
+    assert timed is not None
+    bound = PrefixBound(line, "1f1b", 1, 4)
+    assert bound.path(timed.step_ns, UNLIMITED) is not None
+    assert bound.path(timed.step_ns - 10**8, UNLIMITED) is None
+
+
+def tight_line(seed: int) -> DeviceLine:
+    """A random line of GPipe whose devices cannot hold all stashes of all micro-batches."""
+    random, line = Random(seed), random_line(seed, "gpipe")
+    layers = line.profiles["a"].layers
+    state = sum(layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers)
+    stash = sum(measured.stash_bytes for measured in line.profiles["a"].at(1))
+    limit = int(state * random.choice([0.5, 0.8, 1.0]) + stash * random.choice([1.0, 2.0, 3.0])) + 60
+    tight = tuple(replace(device, memory_bytes=limit) for device in line.cluster.devices)
+    return DeviceLine(line.profiles, replace(line.cluster, devices=tight), line.options)
+
+
+def timed_with_any_recomputed(line: DeviceLine, plan: LinePlan) -> Iterator[TimedPlan]:
+    """A plan with all choices of layers that are recomputed, of the stages that do not fit without."""
+    whole = line.time(plan)
+    if whole is None:
+        return
+    yield whole
+    if any(whole.recompute):
+        chosen = [powerset(sorted(layers)) for layers in whole.recompute]
+        timed = (line.time_with(plan, [frozenset(layers) for layers in each]) for each in product(*chosen))
+        yield from (each for each in timed if each is not None)
+
+
+def powerset(layers: list[int]) -> list[tuple[int, ...]]:
+    return [some for size in range(len(layers) + 1) for some in combinations(layers, size)]
+
+
+def test_a_stage_that_does_not_fit_need_not_recompute_all_of_its_layers() -> None:
+    """Every plan is feasible at its step time with the best choice of layers, and many at less than without any."""
+    faster = infeasible = 0
+    for seed in range(24):
+        line = tight_line(seed)
+        bound = PrefixBound(line, "gpipe", 1, len(line.cluster.devices))
+        steps_ns = []
+        for plan in plans(line, "gpipe"):
+            of_plan = [timed.step_ns for timed in timed_with_any_recomputed(line, plan)]
+            if of_plan:
+                steps_ns.append(min(of_plan))
+                faster += min(of_plan) < of_plan[0]
+                assert bound.path(min(of_plan), UNLIMITED) is not None, (seed, plan)
+        infeasible += bool(steps_ns) and bound.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
+    assert faster > 10
+    assert infeasible > 8
+
+
+def test_what_recomputation_takes_at_least_raises_the_bound() -> None:
+    """Two of four micro-batches must be recomputed in part: by the closed form, 1 ms again in front of each B."""
+    profile, cluster = chain([1, 1], stash_bytes=100), devices(1, memory_bytes=500)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=4))
+    # 3 s >= 4 * 200 - 500 bytes for the bytes s that are recomputed, each worth 2 ms / 200: 1 ms.
+    bound = PrefixBound(line, "gpipe", 1, 1)
+    step_ns = 4 * (2 + 4 + 1) * 10**6
+    assert bound.path(step_ns, UNLIMITED) is not None
+    assert bound.path(step_ns - 10**5, UNLIMITED) is None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count, product
+from itertools import combinations, count, product
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
-from bapipe.planner.device_line.line import DeviceLine, TimedPlan
+from bapipe.planner.device_line.early_waits import early_waits
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.plan_range import Known
@@ -22,6 +23,10 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.device_line.trip_limits import NUM_KNOWN, excess, stage_of
+from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND
+from bapipe.planner.device_line.trips_before import limit_rest
+from bapipe.planner.device_line.trips_behind import limit_known
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 8
+SMALL_NS, LONG_NS = 1e-5, 1e8
 waits = tracked._waits
 
 
@@ -107,6 +113,51 @@ def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() 
     kind, steps_ns = bound.prefix.kind, sorted({each.step_ns for each in timed})
     of_all = bound.within(kind, steps_ns[-1], UNLIMITED, 0)
     assert all(bound.within(kind, ns, UNLIMITED, ROUNDS, of_all) is not None for ns in steps_ns[:20])
+
+
+def test_a_begin_that_a_short_stage_may_not_have_is_tried_for_a_longer_one() -> None:
+    """With one micro-batch for each replica a longer stage may be done sooner: its B begins sooner."""
+    profile = chain([5] * 5, param_bytes=13_107_200)  # two layers fill a bucket, and the ring of one takes 4 ms
+    cluster = devices(4, memory_bytes=90 * 10**6, bytes_per_s=3_276_800_000)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=2, constraints=["l0 with l1"]))
+    timed = line.time(LinePlan(cuts=(0, 3, 5), counts=(2, 2), schedule="1f1b", microbatch_size=1))
+    assert timed is not None
+    bound = TripBound(PrefixBound(line, "1f1b", 1, 4))
+    assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, ROUNDS) is not None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_whatever_is_known_a_stage_with_more_layers_exceeds_the_limits_no_less(schedule: str) -> None:
+    """What the queues of begins and ends need: of random tables, lowered as those that are filled are. Within a long time
+    all limits are looked at."""
+    checked = 0
+    for seed in range(60):
+        line = (alike_line if seed % 3 == 0 else unlike_line)(seed, schedule, buckets=seed % 4 > 0)
+        prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
+        problem, kind = prefix.programme, prefix.kind
+        microbatches = tracked.tracked_microbatches(prefix, 8)
+        end, (num, num_classes) = problem.layers.shape[1] - 1, problem.stages.shape
+        random = np.random.default_rng(seed)
+        for p, g in product(range(num), range(num_classes)):
+            own = problem.stages[p, g]
+            stage = stage_of(problem, microbatches, kind, early_waits(problem, kind), LONG_NS, True, p, g)
+            known, rest = (
+                random.uniform(0, random.choice([1e-3, 1e2, 1e4]), (rows, end + 1)) for rows in (NUM_KNOWN, 4)
+            )
+            rest[:, end] = 0.0
+            rest[STEEP_AROUND] = rest[FLAT_AROUND]
+            replicas, rounds = microbatches.replicas[g], microbatches.rounds[g]
+            of_class = replicas, microbatches.replica_ns[p, g], rounds, microbatches.of_kinds[p, g]
+            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, *of_class)
+            lower = rest.copy()
+            limit_rest(problem.layers, own, stage, 0, end, lower)
+            for i, j in combinations(range(end), 2):
+                assert exceeds(known, lower, i, j) <= exceeds(known, lower, i, j + 1) + SMALL_NS, (seed, p, g, i, j)
+            limit_known(problem.layers, own, stage, replicas, rounds, 0, end, known)
+            for i, j in combinations(range(1, end + 1), 2):
+                assert exceeds(known, rest, i, j) <= exceeds(known, rest, i - 1, j) + SMALL_NS, (seed, p, g, i, j)
+                checked += 1
+    assert checked > 300
 
 
 def test_what_comes_before_and_behind_a_stage_of_unlike_devices_raises_the_bound() -> None:

@@ -1,0 +1,29 @@
+"""Which layers of a plan are recomputed: of the stages that do not fit, no more than must be.
+
+Searches for many devices recompute all layers of a stage that does not fit, which needs no choice. Here the best plan
+keeps its stages, and of each only the layers of the least forward time are recomputed with which it fits.
+"""
+
+from itertools import pairwise
+
+from bapipe.planner.branch_and_bound.recomputation import LayerChoice
+from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.line import TimedPlan
+
+
+def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
+    """Returns a plan with the layers that its stages recompute chosen one by one, if that is faster.
+
+    After the deadline the stages that are left recompute what they did.
+    """
+    if not any(timed.recompute):
+        return timed
+    line, plan = timed.line, timed.plan
+    choice = LayerChoice(line.profiles, plan.microbatch_size, deadline)
+    chosen = list(timed.recompute)
+    for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
+        if chosen[stage] and not deadline.is_over:
+            kind = line.cluster.devices[sum(plan.counts[:stage])].kind
+            best = choice.best(begin, end, line.memory_limits(timed, stage), kind, whole_fits=True)
+            chosen[stage] = chosen[stage] if best is None else best.layers
+    return min(timed, line.time_with(plan, chosen) or timed, key=lambda each: each.step_ns)
