@@ -9,11 +9,14 @@ from bapipe.schedules import LOOPED
 GIVEN_ORDER = "in the cluster's order"
 """How plans take devices where orders are too many to try all."""
 
+FASTEST_FIRST = ", those of one stage in one order, the fastest first"
+"""How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
+
 
 def on_first_devices(orders: Sequence[str]) -> str:
     """Returns which devices plans take in some orders, given in words; they are part of plan files."""
-    in_stage = "" if set(orders) == {GIVEN_ORDER} else ", those of one stage the fastest first"
-    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices"
+    in_stage = "" if set(orders) == {GIVEN_ORDER} else FASTEST_FIRST
+    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices, each with a micro-batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
-from bapipe.planner.branch_and_bound.space import search_space
+from bapipe.planner.branch_and_bound.space import search_space, tries_any_order
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.printable import and_others
@@ -154,11 +154,18 @@ def infeasible_error(
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.placements)
     return Infeasible(
-        f"no plan fits in memory; the closest is {problem.schedule} with {num_stages} "
-        f"{'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
+        f"no plan{_tried_devices(profiles, cluster, options)} fits in memory; the closest is {problem.schedule} with "
+        f"{num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
         f"{_advice(profiles, cluster, options, shortfall, deadline)}"
     )
+
+
+def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
+    """Returns on which devices no plan fits, if not on any: others may."""
+    if tries_any_order(profiles, cluster, options):
+        return ""
+    return " on the first devices in the cluster's order, of too many choices to try all,"
 
 
 def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:

@@ -15,7 +15,7 @@ from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import GIVEN_ORDER, on_first_devices
+from bapipe.planner.searched_space import FASTEST_FIRST, GIVEN_ORDER, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import SCHEDULES
 
@@ -141,7 +141,7 @@ def device_order_text(any_order: bool, cluster: Cluster, classes: Sequence[Devic
         return on_first_devices([GIVEN_ORDER])
     if len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES:
         return ", in any order"
-    return ", in any order, those of one stage the fastest first"
+    return f", in any order{FASTEST_FIRST}"
 
 
 def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:

@@ -1,5 +1,6 @@
-"""The orders in which plans for many devices take them: the cluster's, and by speed where the devices differ."""
+"""The orders in which plans for many devices take them: the cluster's, and by speed or memory where they differ."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -18,31 +19,42 @@ class DeviceOrder:
 
 
 def device_orders(line: DeviceLine) -> list[DeviceOrder]:
-    """Returns the orders that differ: the cluster's, the fastest first, and the slowest first.
+    """Returns the orders that differ: the cluster's, the fastest first, the slowest first, and the most memory first.
 
-    Of devices that differ in nothing but their speed the cluster's order is left out, as it is one of many at random.
+    In the last one early stages, which hold more micro-batches, have the most memory, and devices with little may be
+    left out. Of devices that differ in nothing but their speed the cluster's order is left out, as it is one of many
+    at random.
     The devices of a host stay together where links within hosts are not like those between them.
 
     Args:
         line: the devices in the cluster's order.
     """
-    cluster, ns_per_sample = line.cluster, line.ns_per_sample
-    hosts = [device.host for device in cluster.devices]
+    cluster, hosts = line.cluster, [device.host for device in line.cluster.devices]
     keeps_hosts = cluster.intra_host != cluster.inter_host or cluster.intra_host_sum is not UNSET
-    times_of = {host: [ns for own, ns in zip(hosts, ns_per_sample, strict=True) if own == host] for host in set(hosts)}
-    mean_ns = {host: fmean(times) for host, times in times_of.items()}
-    first = {host: hosts.index(host) for host in times_of}
-
-    def key(rank: int, sign: int) -> tuple[float, int, float]:
-        host, own = hosts[rank], sign * ns_per_sample[rank]
-        return (sign * mean_ns[host], first[host], own) if keeps_hosts else (own, 0, 0.0)
-
-    every = range(len(hosts))
     is_at_random = line.differ_in_speed_alone and not keeps_hosts and not cluster.links
-    orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(every))]
+    orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
     what = " hosts" if keeps_hosts else ""
-    for words, sign in ((f"the fastest{what} first", 1), (f"the slowest{what} first", -1)):
-        ranks = tuple(sorted(every, key=lambda rank, sign=sign: key(rank, sign)))  # type: ignore[misc]
+    rankings: list[tuple[str, Sequence[float]]] = [
+        (f"the fastest{what} first", line.ns_per_sample),
+        (f"the slowest{what} first", [-ns for ns in line.ns_per_sample]),
+    ]
+    if len(set(line.limits)) > 1:
+        subject = "the hosts" if keeps_hosts else "those"
+        rankings.append((f"{subject} with the most memory first", [-limit for limit in line.limits]))
+    for words, values in rankings:
+        ranks = _ascending(values, hosts, keeps_hosts=keeps_hosts)
         if all(ranks != order.ranks for order in orders):
             orders.append(DeviceOrder(words=words, ranks=ranks))
     return orders
+
+
+def _ascending(values: Sequence[float], hosts: Sequence[str], *, keeps_hosts: bool) -> tuple[int, ...]:
+    """The ranks by their values; if hosts are kept, those of each host together, and hosts by their mean values."""
+    mean = {host: fmean(value for own, value in zip(hosts, values, strict=True) if own == host) for host in set(hosts)}
+    first = {host: hosts.index(host) for host in mean}
+
+    def key(rank: int) -> tuple[float, int, float]:
+        host = hosts[rank]
+        return (mean[host], first[host], values[rank]) if keeps_hosts else (values[rank], 0, 0.0)
+
+    return tuple(sorted(range(len(hosts)), key=key))

@@ -301,7 +301,8 @@ class LineSearch:
     def _first_plans(self, deadline: Deadline) -> list[tuple[DeviceLine, LinePlan]]:
         """Step 1: the naive and the growing plans of all lines, the smallest estimates first, and then the bounds.
 
-        Those with bounds above an estimate, and those behind the deadline, have no estimates.
+        Those with bounds above an estimate have none. If the time for estimates is over before that, those without come
+        in the order of the time that simulating them takes, as the smallest bounds are those of many stages.
         """
         bounded = [
             (bound_ns, line, plan)
@@ -324,7 +325,10 @@ class LineSearch:
                 estimated.append((estimate_ns, line, plan))
         estimated.sort(key=lambda each: each[0])
         self._estimated = [each for each in estimated if not isinf(each[0])]
-        ranked = [*estimated, *bounded[num_naive:]]
+        others = bounded[num_naive:]
+        if naive_deadline.is_over:
+            others.sort(key=lambda each: each[1].num_actions(each[2]))
+        ranked = [*estimated, *others]
         return [(line, plan) for _, line, plan in ranked]
 
     def _time_fitting(self, deadline: Deadline) -> None:

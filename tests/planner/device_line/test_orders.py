@@ -1,7 +1,9 @@
 """The orders in which plans for many devices take them, and plans in such an order."""
 
+import pytest
 from msgspec.structs import replace
 
+from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.orders import device_orders
@@ -47,6 +49,10 @@ def test_devices_that_differ_in_more_than_speed_also_have_the_order_of_the_clust
         "the slowest first": (0, 2, 1),
     }
     assert orders_of(replace(of_speeds, devices=(large, *of_speeds.devices[1:]))) == expected
+    middle = replace(of_speeds.devices[1], memory_bytes=2 * of_speeds.devices[1].memory_bytes)
+    with_most_memory = {"those with the most memory first": (1, 0, 2)}
+    of_memory = replace(of_speeds, devices=(of_speeds.devices[0], middle, of_speeds.devices[2]))
+    assert orders_of(of_memory) == expected | with_most_memory
     assert orders_of(of_speeds, constraints=["l0 on d1"]) == expected
 
 
@@ -57,6 +63,24 @@ def test_devices_of_a_host_stay_together_where_its_links_are_faster() -> None:
         "the fastest hosts first": (1, 4, 5, 3, 2, 0),
         "the slowest hosts first": (0, 2, 3, 5, 4, 1),
     }
+
+
+def test_a_plan_may_leave_out_devices_with_little_memory() -> None:
+    """One micro-batch, and every other device too small for any stage."""
+    profile, cluster = chain([1] * 70, stash_bytes=50), devices(40, memory_bytes=60)
+    mixed = tuple(
+        replace(device, memory_bytes=200 + rank if rank % 2 else 10) for rank, device in enumerate(cluster.devices)
+    )
+    made = plan_step_time({"a": profile}, replace(cluster, devices=mixed), PlanOptions(minibatch_size=1))
+    assert {int(name[1:]) % 2 for stage in made.stages for name in stage.devices} == {1}
+    assert "those with the most memory first" in made.certificate.space
+
+
+def test_that_nothing_fits_is_said_of_the_devices_that_were_tried() -> None:
+    profile, cluster = chain([1] * 4, stash_bytes=50), devices(40, memory_bytes=10)
+    mixed = tuple(replace(device, memory_bytes=10 + rank) for rank, device in enumerate(cluster.devices))
+    with pytest.raises(Infeasible, match="no plan on the first devices in the cluster's order, of too many"):
+        plan_step_time({"a": profile}, replace(cluster, devices=mixed), PlanOptions(minibatch_size=1))
 
 
 def test_a_plan_in_another_order_names_the_devices_of_the_cluster() -> None:
@@ -82,6 +106,6 @@ def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() ->
     assert all(len({speed[name] for name in stage.devices}) == 1 for stage in made.stages)
     orders = device_orders(DeviceLine(profiles, mixed, PlanOptions(minibatch_size=18)))
     assert on_first_devices([order.words for order in orders]) in made.certificate.space
-    words = ", the fastest first, or the slowest first, those of one stage the fastest first, of too many"
+    words = ", the fastest first, or the slowest first, those of one stage in one order, the fastest first, of too many"
     assert words in made.certificate.space
     assert simulate(made, profiles).step_ns == made.prediction.step_ns >= made.certificate.lower_bound_ns
