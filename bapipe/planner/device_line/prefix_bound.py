@@ -3,19 +3,10 @@
 For a limit T, let furthest(p, c) be the last boundary such that the first p devices can run all layers before it, in
 stages that are within T, with c cuts between them. A stage of fewer layers, begun later, is within T whenever a longer
 one is, so nothing else of what lies before matters: a dynamic programme over p, c and the number of devices of the next
-stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if (docs/algorithm.md,
-Many devices)
-
-    work         A + n (F + B) + the ring of its last bucket + its update <= T
-    return       D + n (F + r) <= T
-    round trip   the round trip of one micro-batch + (n - 1) r + u F <= T
-    rounds       D + k trips from here on + (n - 1 - (k - 1) w) (F + r) <= T, 1F1B with w micro-batches in flight
-    all-reduce   the start of its last B + B of the layers of its first bucket + the rings of all its buckets
-                 + its update <= T, where that start is bounded by the work, the round trip and the rounds
-    memory       parameters, gradients, optimizer state and the stash of one micro-batch fit; if not those of all that
-                 are in flight, the stage recomputes: F again with each B
-
-with A and D the F, and the F and r, of one micro-batch in all layers before and over c cuts.
+stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if it keeps the limits
+of the table in docs/algorithm.md, Many devices: of the work of its busiest replica, of the way back of its last
+micro-batch, of round trips one after another and the work between them, of the sums of its gradients, and of memory;
+and the two of early stages that wait for each other (`early_waits.py`).
 """
 
 from copy import copy
@@ -33,7 +24,7 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_P
 from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.replica_classes import Groups, replica_classes
+from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.stage_kinds import StageKinds
@@ -80,13 +71,13 @@ class PrefixBound(LayerSums):
         if schedule in IN_FLIGHT:
             self._depths = np.array([IN_FLIGHT[schedule](num_devices - p) for p in range(num_devices)])
         if only_replicas is not None:
-            self.groups = Groups(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
+            self.classes = ReplicaClasses(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
-            self.groups = replica_classes(every, self.num_microbatches, schedule, alike=self.has_one_speed)
-        self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.groups)
-        self.kinds_of_stages = StageKinds(self, self.groups.most)
-        self.rings = Rings(self, self.groups.fewest, may_be_idle=self.has_one_speed)
+            self.classes = replica_classes(every, self.num_microbatches, schedule, alike=self.has_one_speed)
+        self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.classes)
+        self.kinds_of_stages = StageKinds(self, self.classes.most)
+        self.rings = Rings(self, self.classes.fewest, may_be_idle=self.has_one_speed)
         self.limit_bytes = self._list_memory()
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
@@ -97,7 +88,7 @@ class PrefixBound(LayerSums):
 
     def parts_by_last_stage(self) -> list["PrefixBound"]:
         """Returns, of GPipe, problems for ranges of the replicas of the last stage, on which its bound depends."""
-        most = int(self.groups.most[-1])
+        most = int(self.classes.most[-1])
         if not self.are_forwards_first or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
             return []
         powers = [LAST_STAGE_GROWTH**i for i in range(most.bit_length()) if LAST_STAGE_GROWTH**i <= most]
@@ -112,11 +103,11 @@ class PrefixBound(LayerSums):
         return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas
 
     def _list_memory(self) -> FloatArray:
-        """The bytes that the devices of a stage may hold, by its first device and its class. [positions, groups]"""
+        """The bytes that the devices of a stage may hold, by its first device and its class. [positions, classes]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
-        limit_bytes = np.full((self.num_devices, self.groups.fewest.size), limits.max())
+        limit_bytes = np.full((self.num_devices, self.classes.fewest.size), limits.max())
         if not self.has_one_speed:
-            for g, number in enumerate(self.groups.fewest.tolist()):
+            for g, number in enumerate(self.classes.fewest.tolist()):
                 if number <= limits.size:
                     windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
                     limit_bytes[: windows.size, g] = windows
@@ -125,7 +116,7 @@ class PrefixBound(LayerSums):
     @property
     def kind(self) -> PlanKind:
         """All its plans."""
-        return PlanKind(*self.num_cuts, *self.last_replicas, int(self.groups.fewest[0]), int(self.groups.most[-1]))
+        return PlanKind(*self.num_cuts, *self.last_replicas, int(self.classes.fewest[0]), int(self.classes.most[-1]))
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
@@ -165,23 +156,23 @@ class PrefixBound(LayerSums):
         )
 
     def _stages(self) -> "NDArray[np.void]":
-        """What is known of stages by their first device and class. [positions, groups]"""
+        """What is known of stages by their first device and class. [positions, classes]"""
         from bapipe.planner.device_line.stage_arrays import STAGE
 
         weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts
         in_flight, last_in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n[0]), np.zeros_like(n)
         if self._depths is not None:
-            in_flight = -(-self._depths[:, None] // self.groups.fewest)
-            of_last = np.array([IN_FLIGHT[self.schedule](most) for most in self.groups.most.tolist()])
-            last_in_flight = -(-of_last // self.groups.fewest)
+            in_flight = -(-self._depths[:, None] // self.classes.fewest)
+            of_last = np.array([IN_FLIGHT[self.schedule](most) for most in self.classes.most.tolist()])
+            last_in_flight = -(-of_last // self.classes.fewest)
             num_rounds = np.stack([self._num_rounds(int(depth)) for depth in self._depths])
         columns = {
             "own": kinds.own,
             "before": kinds.before,
             "behind": kinds.behind[:, None],
-            "few": self.groups.fewest,
-            "most": self.groups.most,
+            "few": self.classes.fewest,
+            "most": self.classes.most,
             "in_flight": in_flight,
             "last_in_flight": last_in_flight,
             "num_rounds": num_rounds,
@@ -214,32 +205,32 @@ class PrefixBound(LayerSums):
         return stages
 
     def _num_stashes(self) -> IntArray | int:
-        """How many micro-batches some device of a stage holds at its end, at least. [groups]
+        """How many micro-batches some device of a stage holds at its end, at least. [classes]
 
         Where all F come first, those of a replica: one that has the most, or of devices with unlike limits any.
         """
         if not self.are_forwards_first:
             return 1
-        most = self.groups.most
+        most = self.classes.most
         return -(-self.num_microbatches // most) if self.has_one_speed else self.num_microbatches // most
 
     def _slack(self, in_flight: IntArray) -> FloatArray:
-        """By how much a chain of actions may be shorter than the sums over its layers. [positions, groups]"""
+        """By how much a chain of actions may be shorter than the sums over its layers. [positions, classes]"""
         n, v = self.weights.counts, self.weights.speed
         trips = 1 + (n - 1) // np.maximum(in_flight, 1) * (in_flight > 0)
         slack: FloatArray = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
         return slack
 
     def _num_rounds(self, depth: int) -> IntArray:
-        """How many micro-batches make a round trip to the last stage one after another, at least. [groups]
+        """How many micro-batches make a round trip to the last stage one after another, at least. [classes]
 
         A stage has in flight a multiple of its devices, the largest of each class.
         """
         if self._only_replicas is not None:
-            most = self.groups.fewest * -(-depth // self.groups.fewest)
+            most = self.classes.fewest * -(-depth // self.classes.fewest)
         else:
-            sizes = np.arange(1, int(self.groups.most[-1]) + 1)
-            most = np.maximum.reduceat(sizes * -(-depth // sizes), self.groups.fewest - 1)
+            sizes = np.arange(1, int(self.classes.most[-1]) + 1)
+            most = np.maximum.reduceat(sizes * -(-depth // sizes), self.classes.fewest - 1)
         rounds: IntArray = (self.num_microbatches - 1) // most + 1
         return rounds
 
@@ -256,7 +247,7 @@ class PrefixBound(LayerSums):
                 boundaries.append(boundary)
         boundaries.reverse()
         firsts = [0, *begins[::-1][1:], position]
-        counts = tuple(min(b - a, int(self.groups.most[-1])) for a, b in pairwise(firsts))
+        counts = tuple(min(b - a, int(self.classes.most[-1])) for a, b in pairwise(firsts))
         return LinePlan(
             cuts=tuple(self.line.cuts[boundary] for boundary in boundaries),
             counts=counts,

@@ -96,12 +96,12 @@ def _add_stages(
     """
     if is_known and waits.num_left == 0:
         return 0
-    (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
+    (num, num_classes), last = problem.stages.shape, problem.layers.shape[1] - 1
     i, has_delays, counts_cuts = furthest[level, p, c], furthest.shape[0] > 1, furthest.shape[2] > 1
     following = c + 1 if counts_cuts else 0
     # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
     may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
-    for g in range(num_groups):
+    for g in range(num_classes):
         stage = problem.stages[p, g]
         if stage.few > num - p:
             return int(g)
@@ -137,4 +137,4 @@ def _add_stages(
         for to in range(p + stage.few, p + most + 1):
             if end >= first[to, following] and end > furthest[0, to, following]:
                 furthest[0, to, following], origin[to, following] = end, p
-    return int(num_groups)
+    return int(num_classes)

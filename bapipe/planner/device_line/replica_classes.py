@@ -11,10 +11,10 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 MAX_ALIKE = 128
 """More devices that are alike are told apart by the micro-batches of a replica alone."""
 
-MAX_ALL_GROUPS = 32
+MAX_SINGLE = 32
 """Others: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
 
-GROUP_GROWTH = 1.03
+CLASS_GROWTH = 1.03
 
 MAX_SPLIT = 16
 """GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
@@ -24,28 +24,28 @@ MAX_PARTED, PARTS, WHOLE = 16, (1, 2, 4, 8, 10**9), (10**9,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Numbers of devices of a stage, in classes: fewest[g] to most[g] devices count as one choice. [groups]"""
+class ReplicaClasses:
+    """Numbers of devices of a stage, in classes: fewest[g] to most[g] devices count as one choice. [classes]"""
 
     fewest: IntArray
     most: IntArray
 
 
-def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool) -> Groups:
+def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool) -> ReplicaClasses:
     """Returns classes of 1 to `every` devices; of many alike ones, by the number of micro-batches of a replica."""
     if alike and every > MAX_ALIKE:
         fewest = _fewest_of_alike(every, num_microbatches, schedule)
     else:
-        fewest = list(range(1, min(every, MAX_ALL_GROUPS) + 1))
+        fewest = list(range(1, min(every, MAX_SINGLE) + 1))
         while fewest[-1] < every:
-            fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * GROUP_GROWTH))))
+            fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * CLASS_GROWTH))))
         # Where R does not divide the micro-batches M, M mod R of the replicas have one more: those classes are one.
         dividing = {r for r in range(1, every + 1) if num_microbatches % r == 0}
-        firsts = {-(-num_microbatches // (n + 1)) for n in range(1, num_microbatches // MAX_ALL_GROUPS + 1)}
+        firsts = {-(-num_microbatches // (n + 1)) for n in range(1, num_microbatches // MAX_SINGLE + 1)}
         cut = {*fewest, *dividing, *(r + 1 for r in dividing), *firsts}
         fewest = sorted(few for few in cut if few <= every)
     most = [*(after - 1 for after in fewest[1:]), every]
-    return Groups(fewest=np.array(fewest), most=np.array(most))
+    return ReplicaClasses(fewest=np.array(fewest), most=np.array(most))
 
 
 def _fewest_of_alike(every: int, num: int, schedule: str) -> list[int]:

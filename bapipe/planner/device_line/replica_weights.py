@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
-from bapipe.planner.device_line.replica_classes import Groups
+from bapipe.planner.device_line.replica_classes import ReplicaClasses
 
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaWeights:
-    """Lower bounds for stages by their first device and class of numbers of devices. All [positions, groups].
+    """Lower bounds for stages by their first device and class of numbers of devices. All [positions, classes].
 
     Attributes:
         counts: micro-batches of one replica of the stage, that which takes the longest for its own, ...
@@ -41,9 +41,11 @@ class ReplicaWeights:
     from_here: FloatArray
 
 
-def replica_weights(speeds: FloatArray, schedule: str, num_microbatches: int, groups: Groups) -> ReplicaWeights:
-    """Returns the weights of stages of `groups` on devices of some speeds."""
-    fewest, most = tuple(groups.fewest.tolist()), tuple(groups.most.tolist())
+def replica_weights(
+    speeds: FloatArray, schedule: str, num_microbatches: int, classes: ReplicaClasses
+) -> ReplicaWeights:
+    """Returns the weights of stages of `classes` on devices of some speeds."""
+    fewest, most = tuple(classes.fewest.tolist()), tuple(classes.most.tolist())
     return _weights(tuple(speeds.tolist()), schedule in FORWARDS_FIRST, num_microbatches, fewest, most)
 
 

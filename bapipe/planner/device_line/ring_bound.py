@@ -68,7 +68,7 @@ def _delays(prefix: PrefixBound, longest_ns: float, num_levels: int) -> "Delays"
     """What the compiled programme needs to know of delays."""
     from bapipe.planner.device_line.stage_delays import Delays
 
-    few, most, num = prefix.groups.fewest, prefix.groups.most, prefix.num_microbatches
+    few, most, num = prefix.classes.fewest, prefix.classes.most, prefix.num_microbatches
     left = np.zeros_like(most)
     if prefix.has_one_speed:
         # As many micro-batches but one are each the last one of a replica that has the most.

@@ -100,7 +100,7 @@ class RingRanges:
                 trips=trips,
                 cuts=problem.num_cuts,
                 last_replicas=problem.last_replicas,
-                first_replicas=(1, int(problem.groups.most[-1])),
+                first_replicas=(1, int(problem.classes.most[-1])),
                 bound_ns=max(bound_ns, problem.bound_ns),
             )
             if trips is not None:

@@ -9,7 +9,7 @@ from bapipe.planner.device_line.replica_weights import FloatArray
 
 
 class Rings:
-    """The rings of stages by their first device and the class of their numbers of devices. [positions, groups]
+    """The rings of stages by their first device and the class of their numbers of devices. [positions, classes]
 
     Attributes:
         latency, rate: of each bucket, in ns, and of its bytes, in ns per byte.
@@ -32,7 +32,7 @@ class Rings:
         self.latency = np.where(leaves, between.latency_ns, fastest.latency_ns) * steps
         self.rate = np.where(leaves, 1e9 / between.bytes_per_s, 1e9 / fastest.bytes_per_s) * steps / fewest
         self.last_ns = (self.latency + self.rate * sums.min_bucket) * (sums.min_bucket > 0)
-        self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [groups]
+        self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [classes]
 
     def least_ns(self, group: int, gradient_bytes: FloatArray) -> FloatArray:
         """Returns the least time of all rings of stages of a class, wherever they begin."""

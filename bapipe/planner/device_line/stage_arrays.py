@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
     Attributes:
         layers: `LAYER_SUMS` on each set of kinds, the first one all. [sets, boundaries]
-        stages: `STAGE`. [positions, groups]
+        stages: `STAGE`. [positions, classes]
         savings: of recomputation, on the kinds where they are the largest.
         one_way, both_ways: transfers over 0, 1, 2 ... cuts at least, in ns. [cuts]
         boundaries_before: the boundaries between hosts before each position. [positions]

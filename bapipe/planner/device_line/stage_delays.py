@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.stage_arrays import Boundaries, Floats, Problem
-from bapipe.planner.device_line.stage_limits import rings_ns
+from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 
 
 class Delays(NamedTuple):
@@ -16,9 +16,9 @@ class Delays(NamedTuple):
     Attributes:
         from_ns: the lower end of each level. [levels]
         least_ns, level_ns: the lower end of the first level, and the width of each.
-        left: what the micro-batches that end with the last one of a stage count, by density. [groups]
-        rounds: how many of the most such micro-batches each replica of an earlier stage has. [groups]
-        filler: the backwards of none, all but one, and all of the rounds count for so much less. [groups, 3]
+        left: what the micro-batches that end with the last one of a stage count, by density. [classes]
+        rounds: how many of the most such micro-batches each replica of an earlier stage has. [classes]
+        filler: the backwards of none, all but one, and all of the rounds count for so much less. [classes, 3]
         back: the transfers back over so many cuts, at most. [cuts]
     """
 
@@ -94,7 +94,7 @@ def _delay(
     """
     begin, end = layers[stage.own, i], layers[stage.own, j]
     ring = rings_ns(stage, max_bucket, end.gradients - begin.gradients)
-    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.fastest
+    first_full = until_first_bucket(begin, end) * stage.fastest
     way_back = layers[stage.before, j].backward * stage.until + delays.back[min(num_cuts, delays.back.size - 1)]
     return float(first_full), float(ring - way_back)
 

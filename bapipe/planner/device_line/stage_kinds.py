@@ -17,13 +17,13 @@ class StageKinds:
 
     Attributes:
         sums: sums over layers on each set of kinds that is needed, first on all.
-        own, before: the set of the kinds of a stage, and of those with the devices before it. [positions, groups]
+        own, before: the set of the kinds of a stage, and of those with the devices before it. [positions, classes]
         behind: that of the kinds from a position on. [positions]
         of_device: the set of its kind alone. [positions]
     """
 
     def __init__(self, sums: LayerSums, most: IntArray) -> None:
-        """`most` are the devices of stages of each class, at most. [groups]"""
+        """`most` are the devices of stages of each class, at most. [classes]"""
         num = sums.num_devices
         kind_of = [device.kind for device in sums.line.cluster.devices[:num]]
         kinds = sorted(set(kind_of))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Problem, Savings
@@ -135,6 +135,12 @@ def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
     return float(stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients)
 
 
+@inlined
+def until_first_bucket(begin: Any, end: Any) -> float:
+    """B of the layers between two boundaries until their first bucket is full, in ns of work."""
+    return float(min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket))
+
+
 @compiled
 def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
     """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
@@ -195,7 +201,7 @@ def _excess(
     around = f + r + (rest[-1].trip - rest[j].trip) * stage.behind_ns + start.behind
     returned = max(stage.busiest * (end.trip - begin.trip + again), around + start.once + (n - 1) * r + start.apart * f)
     ring = rings_ns(stage, max_bucket, end.gradients - begin.gradients)
-    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * stage.backward
+    first_full = until_first_bucket(begin, end) * stage.backward
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
     after = arrival + again * stage.backward + first_full + ring + update
     work = max(work, after + n * own_f + (n - 1) * b)

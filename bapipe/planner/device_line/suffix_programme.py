@@ -29,7 +29,7 @@ def extend_backwards(
             [devices + 1, cuts + 2]
         num_tried: counts classes of stages in front of suffixes. [1]
     """
-    (num, num_groups), last = problem.stages.shape, problem.layers.shape[1] - 1
+    (num, num_classes), last = problem.stages.shape, problem.layers.shape[1] - 1
     counts_cuts = first.shape[1] > 1
     num_cuts = min(kind.most_cuts, max(0, first.shape[1] - 2))
     for p in range(end - 1, begin - 1, -1):
@@ -38,7 +38,7 @@ def extend_backwards(
             may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
             # Devices may stay idle, but not before the first stage.
             best = first[p + 1, c] if problem.is_alike and p > 0 else last
-            for g in range(num_groups):
+            for g in range(num_classes):
                 stage = problem.stages[p, g]
                 if stage.few > num - p:
                     break

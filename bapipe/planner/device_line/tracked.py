@@ -44,7 +44,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     """
     from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, Tracked
 
-    num, most = prefix.num_microbatches, prefix.groups.most
+    num, most = prefix.num_microbatches, prefix.classes.most
     left = num - 1 - (-(-num // most) - 1) * most
     if num <= FINE * num_steps:
         num_steps = num
@@ -96,7 +96,7 @@ def _row(numbers: IntArray, wanted: IntArray) -> IntArray:
 
 
 def _waits(prefix: PrefixBound, before: IntArray) -> "NDArray[np.void]":
-    """What the first B of a stage waits for: `WAIT`. [groups]
+    """What the first B of a stage waits for: `WAIT`. [classes]
 
     A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each replica,
     which is little where plans use few devices.
@@ -104,10 +104,10 @@ def _waits(prefix: PrefixBound, before: IntArray) -> "NDArray[np.void]":
     from bapipe.planner.device_line.trip_limits import WAIT
 
     num = prefix.num_microbatches
-    waits = np.zeros(prefix.groups.fewest.size, dtype=WAIT)
+    waits = np.zeros(prefix.classes.fewest.size, dtype=WAIT)
     waits["num_first"] = waits["num_any"] = 1
     if prefix.are_forwards_first:
-        sizes = np.arange(1, int(prefix.groups.most[-1]) + 1)
+        sizes = np.arange(1, int(prefix.classes.most[-1]) + 1)
         columns = {
             "num_first": -(-num // sizes),
             "num_any": num // sizes,
@@ -115,7 +115,7 @@ def _waits(prefix: PrefixBound, before: IntArray) -> "NDArray[np.void]":
             "before_any": _row(before, num - sizes),
         }
         for name, values in columns.items():
-            waits[name] = np.minimum.reduceat(values, prefix.groups.fewest - 1)
+            waits[name] = np.minimum.reduceat(values, prefix.classes.fewest - 1)
     return waits
 
 
@@ -125,15 +125,15 @@ def _replicas(
     """Which replicas of each class are looked at, and ns of the work of 1 ns on them, at least: see `Tracked`.
 
     Args:
-        left: micro-batches behind the last one of the replica with the very first one, at least. [groups]
+        left: micro-batches behind the last one of the replica with the very first one, at least. [classes]
     """
     from bapipe.planner.device_line.trip_limits import MAX_REPLICAS, REPLICA
 
-    num, groups = prefix.num_microbatches, prefix.groups
+    num, classes = prefix.num_microbatches, prefix.classes
     replicas = np.zeros((left.size, MAX_REPLICAS), dtype=REPLICA)
     replica_ns = np.zeros((prefix.num_devices, left.size, MAX_REPLICAS))
     speeds = tuple(prefix.speeds.tolist())
-    for g, (few, most) in enumerate(zip(groups.fewest.tolist(), groups.most.tolist(), strict=True)):
+    for g, (few, most) in enumerate(zip(classes.fewest.tolist(), classes.most.tolist(), strict=True)):
         found = list(dict.fromkeys(_places(prefix, few, most, int(left[g]))))
         for k, (q, highest, count) in enumerate(found):
             first, last = _row(before, np.array([q, (count - 1) * few + q]))
@@ -150,12 +150,12 @@ def _has_rounds(prefix: PrefixBound) -> bool:
 
 
 def _rounds(prefix: PrefixBound, behind: IntArray, num_rounds: int) -> "NDArray[np.void]":
-    """Which rounds of the replica with the very first micro-batch are looked at. [groups, MAX_ROUNDS]"""
+    """Which rounds of the replica with the very first micro-batch are looked at. [classes, MAX_ROUNDS]"""
     from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, ROUND
 
     num = prefix.num_microbatches
-    rounds = np.zeros((prefix.groups.fewest.size, MAX_ROUNDS), dtype=ROUND)
-    for g, most in enumerate(prefix.groups.most.tolist()):
+    rounds = np.zeros((prefix.classes.fewest.size, MAX_ROUNDS), dtype=ROUND)
+    for g, most in enumerate(prefix.classes.most.tolist()):
         last = -(-num // most) - 1
         counts = np.unique(np.linspace(1, last, min(last, num_rounds)).astype(np.int64))
         for k, count in enumerate(counts.tolist()):
@@ -164,19 +164,19 @@ def _rounds(prefix: PrefixBound, behind: IntArray, num_rounds: int) -> "NDArray[
 
 
 def _of_kinds(prefix: PrefixBound) -> "NDArray[np.void]":
-    """The slowest replica of each kind of stages on devices of several ones. [positions, groups, MAX_KINDS]
+    """The slowest replica of each kind of stages on devices of several ones. [positions, classes, MAX_KINDS]
 
     Of stages of any number of devices in a class, so among the fewest; the order of the devices in a stage is known.
     """
     from bapipe.planner.device_line.trip_limits import MAX_KINDS, OF_KIND
 
     num_devices = prefix.num_devices
-    found = np.zeros((num_devices, prefix.groups.fewest.size, MAX_KINDS), dtype=OF_KIND)
+    found = np.zeros((num_devices, prefix.classes.fewest.size, MAX_KINDS), dtype=OF_KIND)
     if prefix.has_one_kind:
         return found
     speeds, own = tuple(prefix.speeds.tolist()), tuple(prefix.kinds_of_stages.of_device.tolist())
     class_of = tuple(prefix.line.class_of[rank] for rank in range(num_devices))
-    for g, (few, most) in enumerate(zip(prefix.groups.fewest.tolist(), prefix.groups.most.tolist(), strict=True)):
+    for g, (few, most) in enumerate(zip(prefix.classes.fewest.tolist(), prefix.classes.most.tolist(), strict=True)):
         for p, k, kind, count, ns in _slowest_of_kinds(speeds, own, class_of, prefix.num_microbatches, few, most):
             if k < MAX_KINDS:
                 found[p, g, k] = kind, count, ns

@@ -233,7 +233,7 @@ class TripBound:
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][:, 0, 0] = 0.0  # `lows` begins with 0
-        every = 0, self.prefix.groups.fewest.size
+        every = 0, self.prefix.classes.fewest.size
 
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
@@ -270,7 +270,7 @@ class TripBound:
                 is_end = np.isfinite(self._at_end(known, before[num_stages][0]))
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
-        last, every = min(rest, len(before) - 1), (0, self.prefix.groups.fewest.size)
+        last, every = min(rest, len(before) - 1), (0, self.prefix.classes.fewest.size)
 
         def fill(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             c = last - row
@@ -315,7 +315,7 @@ class TripBound:
     def _run(
         self,
         filling: _Filling,
-        groups: tuple[int, int],
+        classes: tuple[int, int],
         begin: Callable[[int], None],
         deadline: Deadline,
         far_ends: FloatArray | None = None,
@@ -336,7 +336,7 @@ class TripBound:
                 if far_ends is not None:
                     np.minimum(tables.before_begins[:, p], far_ends[:, p], out=tables.before_begins[:, p])
                 num_tried += fill(
-                    problem, tracked, kind, waits, limit, tables, scratch, is_full, may_be_last, *groups, p
+                    problem, tracked, kind, waits, limit, tables, scratch, is_full, may_be_last, *classes, p
                 )
         with self._counts:
             self.num_tried += num_tried * num_each
@@ -346,7 +346,7 @@ class TripBound:
 
         No stage of those ends where one of the others begins at that time.
         """
-        fewest = self.prefix.groups.fewest
+        fewest = self.prefix.classes.fewest
         many = max(int(np.searchsorted(fewest, 2 * POSITIONS_AT_ONCE)), fewest.size // 2)
         if many == fewest.size or min(asked.max_threads(), num_threads()) < 2:
             return [(0, fewest.size)]

@@ -9,7 +9,7 @@ from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem, Savings
-from bapipe.planner.device_line.stage_limits import forwards_apart, least_again, rings_ns
+from bapipe.planner.device_line.stage_limits import forwards_apart, least_again, rings_ns, until_first_bucket
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
 ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(8)
@@ -79,16 +79,16 @@ class Tracked(NamedTuple):
     Attributes:
         behind: numbers of micro-batches behind one, each with a row of what follows; the first is 0. [behind]
         more_behind, then_behind: of each number, how many the replica of the one before them has at least, and the row
-            of how many are behind the last of these then. [groups, behind]
-        of_class: the row of how many are behind the last one of the replica with the very first one. [groups]
+            of how many are behind the last of these then. [classes, behind]
+        of_class: the row of how many are behind the last one of the replica with the very first one. [classes]
         before: numbers of micro-batches before one, each with a row of when it is there; the first is 0. [before]
         more_before, then_before: of each, how many F its replica has run before at least, and the row of a micro-batch
-            that is not behind the first of them. [groups, before]
-        waits: `WAIT`. [groups]
-        replicas: `REPLICA`. [groups, MAX_REPLICAS]
-        replica_ns: ns of the work of 1 ns on them, at least. [positions, groups, MAX_REPLICAS]
-        rounds: `ROUND`. [groups, MAX_ROUNDS]
-        of_kinds: `OF_KIND`. [positions, groups, MAX_KINDS]
+            that is not behind the first of them. [classes, before]
+        waits: `WAIT`. [classes]
+        replicas: `REPLICA`. [classes, MAX_REPLICAS]
+        replica_ns: ns of the work of 1 ns on them, at least. [positions, classes, MAX_REPLICAS]
+        rounds: `ROUND`. [classes, MAX_ROUNDS]
+        of_kinds: `OF_KIND`. [positions, classes, MAX_KINDS]
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
@@ -249,7 +249,7 @@ def excess(
     # Of the micro-batches that are first and last on the replica.
     returned = arrival + max(own.busiest * (trip + again), around + (n - 1) * r + apart * f)
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
-    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.backward
+    first_full = until_first_bucket(begin, end) * own.backward
     work = arrival + own.busiest * (end.work - begin.work + again) + own.last_ring + update
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
     after = again * own.backward + first_full + ring + update
@@ -278,7 +278,7 @@ def excess(
         late_returned = max(late_returned, start + late_n * late_r + late_apart * late_f)
         if late_n >= 2:
             late_b = (end.backward - begin.backward + again) * own.fastest
-            first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.fastest
+            first_full = until_first_bucket(begin, end) * own.fastest
             after = again * own.fastest + first_full + ring + update
             work = max(work, start + after + (late_n - 1) * late_b + late_apart * late_f)
     longest = max(work, known[FOLLOW, i] + returned, known[FOLLOW_LATE, i] + late_returned)
@@ -357,5 +357,5 @@ def _longest_of(
         last_b = max(last_b, around + (num - 1) * b)
     elif num == 2:
         last_b = max(last_b, flat_around + rest[FLAT_AROUND, j] + b)
-    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket)
+    first_full = until_first_bucket(begin, end)
     return float(max(back, last_b + (again + first_full) * ns + rings))

@@ -15,7 +15,7 @@ from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
-from bapipe.planner.device_line.stage_limits import rings_ns
+from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -67,8 +67,8 @@ def fill_before(
     scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
-    first_group: int,
-    end_group: int,
+    first_class: int,
+    end_class: int,
     p: int,
 ) -> int:
     """Adds stages behind the first `p` devices; returns how many ends and begins of stages were tried.
@@ -76,12 +76,12 @@ def fill_before(
     Args:
         is_full: whether more is asked for than trips.
         may_be_last: whether the stages may end at the last layer.
-        first_group, end_group: the classes of the stages.
+        first_class, end_class: the classes of the stages.
     """
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
     width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
-    if problem.is_alike and p > 1 and first_group == 0:  # devices may stay idle, but not before the first stage
+    if problem.is_alike and p > 1 and first_class == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
             if 0 <= other < width and x + lows[p] < end:
@@ -94,7 +94,7 @@ def fill_before(
     send, back, at_host = tracked.send, tracked.back, tracked.at_host
     known, rest, starts, rings, found = scratch.known, scratch.rest, scratch.starts, scratch.rings, scratch.found
     forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
-    for g in range(first_group, end_group):
+    for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:
@@ -377,7 +377,7 @@ def _least_arrival(num: int, rounding_ns: float, scratch: Scratch, window: Windo
 def _rings_behind(layers: NDArray[Any], max_bucket: float, own: Any, num: int, i: int, j: int) -> float:
     """From the arrival of a gradient until the rings of the stage of layers [i, j) are done, behind `num` more B."""
     begin, end = layers[own.own, i], layers[own.own, j]
-    first_full = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.fastest
+    first_full = until_first_bucket(begin, end) * own.fastest
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
     b = (end.backward - begin.backward) * own.fastest
     return float(num * b + first_full + ring + end.update - begin.update)

@@ -56,15 +56,15 @@ def fill_behind(
     scratch: Scratch,
     is_full: bool,
     may_be_last: bool,
-    first_group: int,
-    end_group: int,
+    first_class: int,
+    end_class: int,
     p: int,
 ) -> int:
     """Adds stages on the devices from `p` on, in front of what is known; returns how many were tried, as above."""
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, behind, ends = tables.lows, tables.before_begins, tables.behind_begins, tables.behind_ends
     width, num_tried = behind.shape[2], 0
-    if problem.is_alike and 0 < p < num - 1 and first_group == 0:
+    if problem.is_alike and 0 < p < num - 1 and first_class == 0:
         for x in range(width):
             other = x + lows[p] - lows[p + 1]
             if 0 <= other < width:
@@ -75,7 +75,7 @@ def fill_behind(
         return 0
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
     known, rest, starts, costs, critical = scratch.known, scratch.rest, scratch.starts, scratch.costs, scratch.critical
-    for g in range(first_group, end_group):
+    for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:

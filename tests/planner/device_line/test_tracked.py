@@ -27,13 +27,13 @@ def line_of(speeds: list[float], num_microbatches: int) -> DeviceLine:
 def test_a_replica_is_no_slower_and_no_later_than_in_any_stage_of_its_class(
     schedule: str, num_microbatches: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 2)
-    monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 1.5)
+    monkeypatch.setattr(replica_classes, "MAX_SINGLE", 2)
+    monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 1.5)
     random = Random(num_microbatches)
     speeds = [round(random.uniform(0.3, 1), 2) for _ in range(40)]
     prefix = PrefixBound(line_of(speeds, num_microbatches), schedule, 1, 40)
     rows, checked = tracked_microbatches(prefix, num_steps), 0
-    for g, (few, most) in enumerate(zip(prefix.groups.fewest, prefix.groups.most, strict=True)):
+    for g, (few, most) in enumerate(zip(prefix.classes.fewest, prefix.classes.most, strict=True)):
         for k, replica in enumerate(rows.replicas[g]):
             if replica["count"] == 0:
                 continue

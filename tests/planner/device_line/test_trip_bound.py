@@ -73,8 +73,8 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     schedule: str, is_coarse: bool, is_alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_coarse:  # as of more than 32 devices of a stage, more than 128 stages, and large tables
-        monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
-        monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
+        monkeypatch.setattr(replica_classes, "MAX_SINGLE", 1)
+        monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 3)
         monkeypatch.setattr(trip_bound, "FIRST_COUNTED", ((0, 5), (1, 2), (2, 2)))
         monkeypatch.setattr(trip_bound, "MAX_TABLES", 3)
         monkeypatch.setattr(trip_bound, "MAX_BYTES", 20_000)

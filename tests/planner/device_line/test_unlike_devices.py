@@ -47,8 +47,8 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
     schedule: str, is_coarse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_coarse:  # as of more than 32 devices of a stage
-        monkeypatch.setattr(replica_classes, "MAX_ALL_GROUPS", 1)
-        monkeypatch.setattr(replica_classes, "GROUP_GROWTH", 3)
+        monkeypatch.setattr(replica_classes, "MAX_SINGLE", 1)
+        monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 3)
     infeasible = checked = 0
     for seed in range(4):
         given = unlike_line(seed, schedule, buckets=seed % 4 > 1)
