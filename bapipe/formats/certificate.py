@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from bapipe.errors import InvalidFile
 from bapipe.units import NonNegative, NonNegativeFloat
 
 
@@ -47,6 +48,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
+GAP_TOLERANCE = 1e-6
+"""How far a gap may be from the one that follows from step and bound: other programs write fewer digits."""
+
 _MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
 NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
 """In place of the certificate of a plan whose file holds none."""
@@ -64,3 +68,20 @@ def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
         proven_optimal=step_ns == lower_bound_ns,
         space=space,
     )
+
+
+def check_certificate(certificate: Certificate, step_ns: int) -> None:
+    """Raises InvalidFile if gap and proof are not those that follow from the step time, or load, and its bound."""
+    bound_ns, gap = certificate.lower_bound_ns, certificate.gap
+    of_step = f"the plan's own value is {step_ns:,} ns, and its lower bound {bound_ns:,} ns"
+    if bound_ns > step_ns:
+        raise InvalidFile(f"{of_step}: want a bound that is not larger", "$.certificate.lower_bound_ns")
+    if certificate.proven_optimal and bound_ns < step_ns:
+        raise InvalidFile(f"the plan is said to be optimal, but {of_step}: want false", "$.certificate.proven_optimal")
+    if not certificate.proven_optimal and 0 < bound_ns == step_ns:
+        raise InvalidFile(
+            f"the plan is said to be unproven, but {of_step}: want true", "$.certificate.proven_optimal"
+        )
+    derived = certify(step_ns, bound_ns, certificate.space).gap
+    if abs(gap - derived) > GAP_TOLERANCE * (1 + derived):
+        raise InvalidFile(f"a gap of {gap:.6g}, but {of_step}: want {derived:.6g}", "$.certificate.gap")

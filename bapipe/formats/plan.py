@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
-from bapipe.formats.certificate import CHANGED_BY_HAND, NOT_CERTIFIED, Certificate
+from bapipe.formats.certificate import CHANGED_BY_HAND, NOT_CERTIFIED, Certificate, check_certificate
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
@@ -66,7 +66,7 @@ class Plan(
 
     Raises:
         InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, an unreadable
-            action, or no order and a schedule that does not name one.
+            action, no order and a schedule that does not name one, or a certificate that contradicts the step.
     """
 
     model: str
@@ -107,7 +107,9 @@ class Plan(
                 raise InvalidFile(f"'{rank.device}' is not a device of the plan's cluster", where)
         if self.certificate.digest not in (msgspec.UNSET, self.digest):
             self._drop_judgement(CHANGED_BY_HAND)
-        elif not self.is_judged and self.certificate.lower_bound_ns:
+        elif self.is_judged:
+            check_certificate(self.certificate, self.prediction.objective_ns)
+        elif self.certificate.lower_bound_ns or self.certificate.proven_optimal:
             self._drop_judgement(NOT_CERTIFIED)  # it compares the bound with a step time that is not there
 
     def _named_order(self) -> tuple[tuple[str, ...], ...]:
