@@ -62,6 +62,7 @@ from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.validation import named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
+from bapipe.units import percent_up
 
 if TYPE_CHECKING:
     from bapipe.planner.analysis.pareto import ParetoPoint
@@ -209,9 +210,11 @@ def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
     gap, goal = made.certificate.gap, made.certificate.goal
     is_reached = goal is UNSET or goal.value == goal.bound
     if deadline.is_over and gap > 0:
+        ended = "interrupted" if deadline.is_stopped else "ended"
+        longer = "in more time" if deadline.is_stopped else "with a longer --time-limit"
         note(
-            f"the search was ended: no plan is more than {gap / (1 + gap):.1%} faster; with a longer --time-limit it "
-            "may find such a plan, or prove that there is none"
+            f"the search was {ended}: the plan is at most {percent_up(gap)} slower than the fastest one of the space "
+            f"searched; {longer} it may find a faster one, or prove that there is none"
         )
     elif deadline.is_stopped and made.certificate.proven_optimal and is_reached:
         note("the search was not cut short: its proof was complete before")

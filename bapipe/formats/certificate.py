@@ -79,9 +79,7 @@ def check_certificate(certificate: Certificate, step_ns: int) -> None:
     if certificate.proven_optimal and bound_ns < step_ns:
         raise InvalidFile(f"the plan is said to be optimal, but {of_step}: want false", "$.certificate.proven_optimal")
     if not certificate.proven_optimal and 0 < bound_ns == step_ns:
-        raise InvalidFile(
-            f"the plan is said to be unproven, but {of_step}: want true", "$.certificate.proven_optimal"
-        )
+        raise InvalidFile(f"the plan is said to be unproven, but {of_step}: want true", "$.certificate.proven_optimal")
     derived = certify(step_ns, bound_ns, certificate.space).gap
     if abs(gap - derived) > GAP_TOLERANCE * (1 + derived):
         raise InvalidFile(f"a gap of {gap:.6g}, but {of_step}: want {derived:.6g}", "$.certificate.gap")

@@ -16,7 +16,7 @@ from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
-from bapipe.units import NonNegative, Positive
+from bapipe.units import NonNegative, Positive, percent_up
 
 Objective = Literal["step", "throughput"]
 """What a plan minimizes: the time of one step, or the largest load of a device."""
@@ -168,7 +168,7 @@ class Plan(
         if self.is_judged:
             p = self.prediction
             lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {p.samples_per_s:,.4g} samples/s, bubble {p.bubble:.1%}")
-        gap = "proven optimal over " if self.certificate.proven_optimal else f"gap {self.certificate.gap:.2%}: "
+        gap = "proven optimal over " if self.certificate.proven_optimal else f"gap {percent_up(self.certificate.gap)}: "
         lines.append(f"{gap if self.certificate.lower_bound_ns else ''}{self.certificate.space}")
         return rows_html(lines, self.rows())
 

@@ -286,6 +286,7 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
 def _too_slow(goal: Goal, fastest: Plan) -> BapipeError:
     num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
+    most *= 1 + 5e-6  # so that six digits do not round it down
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )

@@ -9,6 +9,7 @@ from bapipe.formats.plan import Alternative, Plan
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, number
 from bapipe.report.plans import replica_counts
+from bapipe.units import percent_up
 
 
 def render_comparison(
@@ -31,7 +32,7 @@ def render_comparison(
     for name, plan in plans.items():
         p = plan.prediction
         sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
-        bubble, gap = f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}"
+        bubble, gap = f"{p.bubble:.1%}", percent_up(plan.certificate.gap)
         cells = row(name, p.step_ns, p.peak_bytes, bubble, gap, replica_counts(plan), sizes)
         rows.append((p.step_ns, cells))
     for _, cells in sorted(rows, key=lambda timed: timed[0]):

@@ -10,8 +10,9 @@ from bapipe.formats.certificate import Certificate, ReachedGoal
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
-from bapipe.report.formatting import add_row, empty_table, mib, ms, number
+from bapipe.report.formatting import add_row, empty_table, mib, ms, number, number_down
 from bapipe.simulator.timeline import Timeline
+from bapipe.units import percent_up
 
 MAX_GROUPS = 4
 """Groups whose members a plan's tables name: others of the cluster are alike."""
@@ -87,7 +88,7 @@ def _goal(goal: ReachedGoal) -> str:
             return f"{found} (proven: no plan needs less)"
         if goal.bound < LEAST_BYTES_SAID:
             return f"{found} (it is not known whether one needs less)"
-        return f"{found} (proven: none needs less than {mib(goal.bound)})"
+        return f"{found} (proven: none needs less than {number_down(goal.bound / 2**20)} MiB)"
     if goal.quantity == "devices":
         among = f" among {goal.of}" if goal.of else ""
         found = f"fewest devices{fast}: {goal.value}"
@@ -107,7 +108,8 @@ def _bound(certificate: Certificate) -> str:
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:
         return certificate.space
-    bound = f"within {certificate.gap:.2%} of the lower bound, {ms(certificate.lower_bound_ns)}"
+    at_least = number_down(certificate.lower_bound_ns / 1e6)
+    bound = f"within {percent_up(certificate.gap)} of the lower bound, {at_least} ms"
     return f"{bound}, over {certificate.space}"
 
 
@@ -188,7 +190,7 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
         plan = point.plan
         figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
         sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
-        add_row(table, *figures, f"{point.gap:.2%}", replica_counts(plan), plan.schedule, sizes)
+        add_row(table, *figures, percent_up(point.gap), replica_counts(plan), plan.schedule, sizes)
     return table
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from bapipe.report.formatting import add_row, empty_table, number
+from bapipe.units import percent_up
 
 
 def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -27,7 +28,7 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         change = f"{row['step_ns'] / first - 1:+.1%}" if first and row["step_ns"] != first else ""
         figures = number(row["step_ns"] / 1e6), change, number(row["samples_per_s"]), number(row["peak_bytes"] / 2**20)
         kind = f"{'* ' if row['is_new_kind'] else ''}{row['plan']}"
-        add_row(table, *values, *figures, f"{row['gap']:.2%}", kind, str(row["microbatch_size"]))
+        add_row(table, *values, *figures, percent_up(row["gap"]), kind, str(row["microbatch_size"]))
     return table
 
 

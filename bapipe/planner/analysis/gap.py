@@ -12,6 +12,7 @@ from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import work_bound_ns
+from bapipe.units import percent_up
 
 
 def explain_gap(
@@ -67,7 +68,7 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
     faster = f", and finds a step of {_ms(best_ns)} ms" if best_ns < plan.prediction.step_ns else ""
     return (
         f"{longer}. With {plan.schedule} and micro-batches of {plan.microbatch_size} alone, it leaves "
-        f"{best_ns / max(found.lower_bound_ns, 1) - 1:.1%}{faster}."
+        f"{percent_up(best_ns / max(found.lower_bound_ns, 1) - 1, 1)}{faster}."
     )
 
 
