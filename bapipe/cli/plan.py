@@ -18,13 +18,14 @@ from bapipe.cli.inputs import (
     thread_counts,
 )
 from bapipe.cli.options import (
+    DEFAULT_MINIBATCH_SIZE,
     Arguments,
     AsJson,
     ClusterFile,
     Devices,
     MemoryLimit,
     Microbatch,
-    Minibatch,
+    MinibatchIfGiven,
     ModelDevice,
     Output,
     Recompute,
@@ -75,7 +76,7 @@ def plan(
     sources: Sources,
     cluster: ClusterFile = None,
     devices: Devices = None,
-    minibatch_size: Minibatch = 32,
+    minibatch_size: MinibatchIfGiven = None,
     microbatch_size: Microbatch = None,
     schedule: Annotated[
         str,
@@ -135,8 +136,10 @@ def plan(
     """
     goal = goal_of(least, largest, within, min_throughput)
     check_one_source_of_devices(cluster, devices)
-    if pin is not None and (cluster is not None or devices is not None):
-        raise BapipeError("a pinned plan contains its cluster: leave out --cluster and --devices")
+    if pin is not None and not cluster is devices is minibatch_size is None:
+        raise BapipeError(
+            "a pinned plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size"
+        )
     if objective != "step" and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
     if goal is not None and (pin is not None or explain or pareto):
@@ -146,7 +149,7 @@ def plan(
         raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
     measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     options = PlanOptions(
-        minibatch_size=minibatch_size,
+        minibatch_size=minibatch_size or DEFAULT_MINIBATCH_SIZE,
         microbatch_size=microbatch_size,
         schedules=schedule_names(schedule),
         num_stages=stages,
