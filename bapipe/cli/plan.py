@@ -136,7 +136,7 @@ def plan(
     """
     goal = goal_of(least, largest, within, min_throughput)
     check_one_source_of_devices(cluster, devices)
-    if pin is not None and not cluster is devices is minibatch_size is None:
+    if pin is not None and any(given is not None for given in (cluster, devices, minibatch_size)):
         raise BapipeError(
             "a pinned plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size"
         )

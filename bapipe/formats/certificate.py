@@ -1,5 +1,7 @@
 """How good a plan is: the lower bound of every plan of the searched space."""
 
+import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -48,6 +50,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
+BY_HAND = " (made by hand; bound from the plan that it was changed from)"
+"""How the space of a plan ends that was changed from one which a search had found."""
+
+# How the space of a pinned plan begins, why that plan lies outside, and the space itself.
+_PINNED = re.compile(r"pinned(?P<outside>, which lies outside \(.*?\))?; (?P<space>.*)", flags=re.DOTALL)
+
 GAP_TOLERANCE = 1e-6
 """How far a gap may be from the one that follows from step and bound: other programs write fewer digits."""
 
@@ -68,6 +76,24 @@ def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
         proven_optimal=step_ns == lower_bound_ns,
         space=space,
     )
+
+
+def pinned_beside(space: str, outside: Sequence[str]) -> str:
+    """Returns the space of a plan that a user pinned; `outside` says why it is not one of the space."""
+    which = f", which lies outside ({'; '.join(outside)})" if outside else ""
+    return f"pinned{which}; {space}"
+
+
+def outside_of(certificate: Certificate) -> str | None:
+    """Returns why a pinned plan lies outside the space, as a clause; None if the plan is not pinned."""
+    match = _PINNED.fullmatch(certificate.space)
+    return None if match is None else match["outside"] or ""
+
+
+def searched_space(certificate: Certificate) -> str:
+    """Returns the plans that were searched, in words, without what is said of a pinned plan beside them."""
+    match = _PINNED.fullmatch(certificate.space)
+    return certificate.space if match is None else match["space"]
 
 
 def check_certificate(certificate: Certificate, step_ns: int) -> None:

@@ -8,7 +8,14 @@ from typing import Any, Literal
 import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
-from bapipe.formats.certificate import CHANGED_BY_HAND, NOT_CERTIFIED, Certificate, check_certificate
+from bapipe.formats.certificate import (
+    BY_HAND,
+    CHANGED_BY_HAND,
+    NOT_CERTIFIED,
+    Certificate,
+    check_certificate,
+    outside_of,
+)
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
@@ -168,7 +175,10 @@ class Plan(
         if self.is_judged:
             p = self.prediction
             lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {p.samples_per_s:,.4g} samples/s, bubble {p.bubble:.1%}")
-        gap = "proven optimal over " if self.certificate.proven_optimal else f"gap {percent_up(self.certificate.gap)}: "
+        gap = f"gap {percent_up(self.certificate.gap)}: "
+        if self.certificate.proven_optimal:
+            is_of_space = outside_of(self.certificate) is None and not self.certificate.space.endswith(BY_HAND)
+            gap = "proven optimal over " if is_of_space else "no plan searched is faster: "
         lines.append(f"{gap if self.certificate.lower_bound_ns else ''}{self.certificate.space}")
         return rows_html(lines, self.rows())
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.certificate import Certificate, ReachedGoal
+from bapipe.formats.certificate import BY_HAND, Certificate, ReachedGoal, outside_of, searched_space
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
@@ -104,13 +104,31 @@ def _goal(goal: ReachedGoal) -> str:
 
 def _bound(certificate: Certificate) -> str:
     """Returns in words what is proven about the step time."""
+    if outside_of(certificate) is not None:
+        return _bound_beside_pinned(certificate)
     if certificate.proven_optimal:
+        if certificate.space.endswith(BY_HAND):  # its changes may have led out of the space
+            return f"no plan of this space is faster: {certificate.space}"
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:
         return certificate.space
+    return f"{_within(certificate)}, over {certificate.space}"
+
+
+def _bound_beside_pinned(certificate: Certificate) -> str:
+    """Returns what is proven about the step of a plan that a user pinned, which may lie outside the searched space."""
+    outside, space = outside_of(certificate), searched_space(certificate)
+    if certificate.proven_optimal:
+        return f"no plan of this space is faster than the pinned one{outside}: {space}"
+    pinned = f"the pinned plan{outside}{',' * bool(outside)}"
+    if not certificate.lower_bound_ns:
+        return f"{pinned} is not bounded by this space: {space}"
+    return f"{pinned} is {_within(certificate)}, of this space: {space}"
+
+
+def _within(certificate: Certificate) -> str:
     at_least = number_down(certificate.lower_bound_ns / 1e6)
-    bound = f"within {percent_up(certificate.gap)} of the lower bound, {at_least} ms"
-    return f"{bound}, over {certificate.space}"
+    return f"within {percent_up(certificate.gap)} of the lower bound, {at_least} ms"
 
 
 def stage_table(plan: Plan) -> Table:

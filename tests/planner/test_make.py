@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
+from bapipe.formats.certificate import BY_HAND
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan
 from bapipe.planner.decision import decision_of
-from bapipe.planner.make import BY_HAND, judge
+from bapipe.planner.make import judge
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bapipe.errors import BapipeError
+from bapipe.formats.certificate import outside_of
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -24,6 +25,8 @@ def explain_gap(
     schedules and sizes keep the bound down, and fixing them closes it.
     """
     if plan.certificate.proven_optimal:
+        if outside_of(plan.certificate) is not None:
+            return "Gap: none; no plan of the searched space is faster than the pinned one."
         return "Gap: none; the plan is proven optimal in the searched space."
     return f"Gap: {_shares(plan, profiles, options)} To close it, {_remedy(plan, profiles, options, deadline)}"
 
