@@ -174,7 +174,8 @@ class Plan(
         lines = [f"{self.model}: {len(self.stages)} stages, {self.schedule}, {sizes}"]
         if self.is_judged:
             p = self.prediction
-            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {p.samples_per_s:,.4g} samples/s, bubble {p.bubble:.1%}")
+            samples_per_s = f"{p.samples_per_s:,.4g}" if p.step_ns else "unlimited"
+            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}")
         gap = f"gap {percent_up(self.certificate.gap)}: "
         if self.certificate.proven_optimal:
             is_of_space = outside_of(self.certificate) is None and not self.certificate.space.endswith(BY_HAND)

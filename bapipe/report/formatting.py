@@ -50,6 +50,11 @@ def _num_decimals(value: float) -> int:
     return min(max(0, 2 - floor(log10(abs(value)))), 3)
 
 
+def rate(num_samples: int, time_ns: int) -> str:
+    """Returns how many samples a second are done if some take a time."""
+    return number(num_samples * 1e9 / time_ns) if time_ns else "unlimited"
+
+
 def ms(time_ns: float) -> str:
     """Returns a time in milliseconds."""
     return f"{number(time_ns / 1e6)} ms"

@@ -10,7 +10,7 @@ from bapipe.formats.certificate import BY_HAND, Certificate, ReachedGoal, outsid
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
-from bapipe.report.formatting import add_row, empty_table, mib, ms, number, number_down
+from bapipe.report.formatting import add_row, empty_table, mib, ms, number, number_down, rate
 from bapipe.simulator.timeline import Timeline
 from bapipe.units import percent_up
 
@@ -31,10 +31,14 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield f"{headline}\n{printable(plan.certificate.space, MAX_LINE)}"
         yield stage_table(plan)
         return
-    yield f"{headline}\n{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
+    samples_per_s = rate(plan.minibatch_size, p.step_ns)
+    yield f"{headline}\n{ms(p.step_ns)} per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}"
     if p.load_ns is not msgspec.UNSET:
-        rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
-        yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
+        samples_per_s = rate(plan.minibatch_size, p.load_ns)
+        yield (
+            f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, "
+            f"{samples_per_s} samples/s"
+        )
     yield stage_table(plan)
     if groups := groups_in_words(plan):
         yield printable(groups, MAX_LINE)
@@ -73,6 +77,10 @@ def groups_in_words(plan: Plan) -> str:
 
 def proof(certificate: Certificate) -> str:
     """Returns in words how good a plan is proven to be."""
+    # Spaces are part of plan files, whose texts stay as they are.
+    space = certificate.space.replace("; orders were searched for 0 other cuts too", "")
+    space = space.replace("for 1 other cuts too", "for 1 other cut too")
+    certificate = msgspec.structs.replace(certificate, space=space)
     if certificate.goal is not msgspec.UNSET:
         return f"{_goal(certificate.goal)}; {_bound(certificate)}"
     return _bound(certificate)
@@ -172,8 +180,8 @@ def alternatives_table(plan: Plan) -> Table:
         *((a.name, a.step_ns, a.peak_bytes, a.why_not) for a in plan.alternatives),
     ]
     for name, step_ns, peak_bytes, why in rows:
-        rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
-        add_row(table, name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
+        samples_per_s = rate(plan.minibatch_size, step_ns)
+        add_row(table, name, number(step_ns / 1e6), samples_per_s, number(peak_bytes / 2**20), why)
     return table
 
 

@@ -215,14 +215,20 @@ def _data_parallelism(plan: Plan) -> str:
 
 
 def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
-    now_ns = max(plan.prediction.step_ns, 1)
+    now_ns = plan.prediction.step_ns
     saved = [
         f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.is_replanned else ''}"
         for effect in effects
-        if effect.resource != UNLIMITED_MEMORY and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
+        if effect.resource != UNLIMITED_MEMORY
+        and effect.step_ns < now_ns
+        and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
     ]
     # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
-    delaying = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
+    delaying = [
+        effect.resource
+        for effect in effects
+        if effect.step_ns > now_ns and effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)
+    ]
     num_tried = sum(not effect.is_replanned for effect in effects)
     num_all = len(changes_of_resources(plan))
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)

@@ -78,6 +78,12 @@ def test_of_many_cuts_the_least_and_the_most_bytes_are_named(sizes: list[int], w
     assert _over_cuts(sizes) == words
 
 
+def test_a_step_that_takes_no_time_cannot_be_shortened() -> None:
+    plan, profiles = planned([0, 0], 2)
+    words = explain(plan, profiles, PlanOptions(minibatch_size=4))
+    assert words[7] == "Step time saved by 10 % more of one resource: none."
+
+
 def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:
     plan, profiles = planned([4, 1, 1, 1, 1], 2, replicas=False, schedules=("1f1b",))
     first, second = plan.stages
