@@ -171,8 +171,9 @@ def planning_status() -> Iterator[SearchProgress]:
 
         def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
+            plans = "1 plan" if num_simulated == 1 else f"{num_simulated} plans"
             update(
-                f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, "
+                f"planning: {plans} simulated, best {report.ms(best_ns)}, "
                 f"lower bound {report.number_down(bound_ns / 1e6)} ms, gap {percent_up(gap)}"
             )
 

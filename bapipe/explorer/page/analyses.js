@@ -70,7 +70,7 @@ explorer.Analyses = class {
   }
   async computeBest() {
     const from = this.page.state(), { ms, percent } = explorer;
-    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plans simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percent(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
+    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plan${status.simulated === 1 ? "" : "s"} simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percent(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
     if (found) await this.page.best(found.state, from);
   }
   async computeFront() {
