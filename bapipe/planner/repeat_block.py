@@ -50,8 +50,8 @@ def _range(profile: ModelProfile, block: str, first: str, last: str) -> range:
         found = [names.index(text)] if text in names else _named(names, text)
         if not found:
             raise BapipeError(
-                f"`largest` '{block}': no layer of {profile.model} is named '{text}', nor do names "
-                f"of several begin with it; the first layers are {', '.join(names[:4])}"
+                f"`largest` '{block}': no layer of {profile.model} is named '{text}', and no "
+                f"name begins with it; the first layers are {', '.join(names[:4])}"
             )
         ends.append(found)
     begin, end = ends[0][0], ends[1][-1] + 1
