@@ -110,7 +110,7 @@ def local_processes(
         with TemporaryFile(dir=folder) as job:
             job.write(_encoded_job(function, arguments))
             job.flush()
-            with _blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
+            with blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
                 for index in range(num_processes):
                     processes.append(_start(index, job.fileno(), folder, dict(environment or {}), quiet))
         yield tuple(processes)
@@ -261,7 +261,7 @@ def _start(index: int, job_fd: int, folder: Path, environment: dict[str, str], q
 
 def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
     """Ends the processes that still run; a second signal does not stop it."""
-    with _blocked(signal.SIGINT, *ENDING):
+    with blocked(signal.SIGINT, *ENDING):
         for process in processes:
             if process.exit_code(grace_s) is None:
                 process.popen.kill()
@@ -271,7 +271,8 @@ def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
 
 
 @contextmanager
-def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+def blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Lets some signals wait until the context is left."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield

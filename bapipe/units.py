@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 from functools import lru_cache
+from math import ceil
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,16 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 def round_half_up(value: Fraction) -> int:
     """Returns the nearest integer, the larger one of two equally near."""
     return (2 * value.numerator + value.denominator) // (2 * value.denominator)
+
+
+def percent_up(share: float, num_digits: int = 2) -> str:
+    """Returns a share in percent, rounded up: for what something is at most, such as a gap.
+
+    A gap is a quotient less 1: what rounding may have added to it is left out, so that 3.2 % are `3.20%`.
+    """
+    num_steps = 10 ** (num_digits + 2)
+    steps = max(ceil((share - 2**-52 * (1 + share)) * num_steps), int(share > 0))
+    return f"{steps / num_steps:.{num_digits}%}"
 
 
 def at_speed(time_ns: int, speed: float) -> int:

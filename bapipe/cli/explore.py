@@ -17,7 +17,7 @@ from bapipe.cli.inputs import (
     profiles_of_plan,
     read_or_assume_cluster,
 )
-from bapipe.cli.options import Arguments, AsJson, ClusterFile, Devices
+from bapipe.cli.options import DEFAULT_MINIBATCH_SIZE, Arguments, AsJson, ClusterFile, Devices, MinibatchIfGiven
 from bapipe.cli.progress import note, out
 from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
@@ -29,7 +29,6 @@ from bapipe.report.chrome_trace import read_trace
 from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
-DEFAULT_MINIBATCH_SIZE = 32
 
 
 def explore(
@@ -43,9 +42,7 @@ def explore(
     ] = None,
     cluster: ClusterFile = None,
     devices: Devices = None,
-    minibatch_size: Annotated[
-        int | None, typer.Option("--minibatch-size", min=1, help="Number of samples per optimizer step.")
-    ] = None,
+    minibatch_size: MinibatchIfGiven = None,
     profile: Annotated[
         list[Path] | None,
         typer.Option("--profile", help="With a plan: a profile that it was made from, if the cache has it no more."),

@@ -14,7 +14,12 @@ def share(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d*)?) *(%?)", text.strip())
     if match is None:
         raise typer.BadParameter(f"'{text}' is not a share: want one such as 5% or 0.05")
-    return float(match[1]) / (100 if match[2] else 1)
+    value = float(match[1])
+    if not match[2] and value > 1:
+        raise typer.BadParameter(
+            f"'{text}' would be {value:.0%}: use {value / 100:g} or {value:g}%; more than the whole needs the %"
+        )
+    return value / (100 if match[2] else 1)
 
 
 Least = Annotated[

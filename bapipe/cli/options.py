@@ -21,7 +21,16 @@ Arguments = Annotated[
     list[str] | None,
     typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the model's factory. May be repeated."),
 ]
+DEFAULT_MINIBATCH_SIZE = 32
 Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Number of samples per optimizer step.")]
+MinibatchIfGiven = Annotated[
+    int | None,
+    typer.Option(
+        "--minibatch-size",
+        min=1,
+        help=f"Number of samples per optimizer step. Default: {DEFAULT_MINIBATCH_SIZE}, or that of the plan given.",
+    ),
+]
 Sizes = Annotated[
     str, typer.Option("--microbatch-size", help="Micro-batch sizes to measure, in samples, such as 1,2,4,8.")
 ]
@@ -35,16 +44,21 @@ ClusterFile = Annotated[
 Microbatch = Annotated[
     int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size, in samples.")
 ]
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+UNITS = {"": 1, "b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("b", 10**3), ("ib", 2**10))
+}
 """Bytes in each unit that a size may have."""
 
 
 def num_bytes(text: str) -> int:
     """Returns the bytes in a text such as 2000000000, 2GB or 1.5 GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmg]i?b|b?)", text.strip(), flags=re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]i?b|b?)", text.strip(), flags=re.IGNORECASE)
     size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2].lower()])
     if size < 1:
-        raise typer.BadParameter(f"'{text}' is not a size: want bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
+        units = "KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        raise typer.BadParameter(f"'{text}' is not a size: want bytes, or a number with {units}")
     return size
 
 

@@ -18,13 +18,14 @@ from bapipe.cli.inputs import (
     thread_counts,
 )
 from bapipe.cli.options import (
+    DEFAULT_MINIBATCH_SIZE,
     Arguments,
     AsJson,
     ClusterFile,
     Devices,
     MemoryLimit,
     Microbatch,
-    Minibatch,
+    MinibatchIfGiven,
     ModelDevice,
     Output,
     Recompute,
@@ -62,6 +63,7 @@ from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.validation import named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
+from bapipe.units import percent_up
 
 if TYPE_CHECKING:
     from bapipe.planner.analysis.pareto import ParetoPoint
@@ -74,7 +76,7 @@ def plan(
     sources: Sources,
     cluster: ClusterFile = None,
     devices: Devices = None,
-    minibatch_size: Minibatch = 32,
+    minibatch_size: MinibatchIfGiven = None,
     microbatch_size: Microbatch = None,
     schedule: Annotated[
         str,
@@ -134,8 +136,10 @@ def plan(
     """
     goal = goal_of(least, largest, within, min_throughput)
     check_one_source_of_devices(cluster, devices)
-    if pin is not None and (cluster is not None or devices is not None):
-        raise BapipeError("a pinned plan contains its cluster: leave out --cluster and --devices")
+    if pin is not None and any(given is not None for given in (cluster, devices, minibatch_size)):
+        raise BapipeError(
+            "a pinned plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size"
+        )
     if objective != "step" and (pin is not None or explain or pareto):
         raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
     if goal is not None and (pin is not None or explain or pareto):
@@ -145,7 +149,7 @@ def plan(
         raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
     measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     options = PlanOptions(
-        minibatch_size=minibatch_size,
+        minibatch_size=minibatch_size or DEFAULT_MINIBATCH_SIZE,
         microbatch_size=microbatch_size,
         schedules=schedule_names(schedule),
         num_stages=stages,
@@ -209,9 +213,11 @@ def _say_what_more_time_could_do(made: Plan, deadline: Deadline) -> None:
     gap, goal = made.certificate.gap, made.certificate.goal
     is_reached = goal is UNSET or goal.value == goal.bound
     if deadline.is_over and gap > 0:
+        ended = "interrupted" if deadline.is_stopped else "ended"
+        longer = "in more time" if deadline.is_stopped else "with a longer --time-limit"
         note(
-            f"the search was ended: no plan is more than {gap / (1 + gap):.1%} faster; with a longer --time-limit it "
-            "may find such a plan, or prove that there is none"
+            f"the search was {ended}: the plan is at most {percent_up(gap)} slower than the fastest one of the space "
+            f"searched; {longer} it may find a faster one, or prove that there is none"
         )
     elif deadline.is_stopped and made.certificate.proven_optimal and is_reached:
         note("the search was not cut short: its proof was complete before")

@@ -192,14 +192,18 @@ def cluster(
         Path | None,
         typer.Option("--like", help="Devices that are not here: GPUs like the one in this profile."),
     ] = None,
-    hosts: Annotated[int, typer.Option("--hosts", min=1, help="With --like: number of hosts.")] = 1,
+    hosts: Annotated[
+        int | None, typer.Option("--hosts", min=1, help="With --like: number of hosts. Default: 1.")
+    ] = None,
     within: Annotated[
         str | None,
         typer.Option(
             "--within", help=f"With --like: the link within a host. One of {', '.join(CATALOGUE)}. Default: the GPU's."
         ),
     ] = None,
-    between: Annotated[str, typer.Option("--between", help="With --like: the link between hosts.")] = "eth100",
+    between: Annotated[
+        str | None, typer.Option("--between", help="With --like: the link between hosts. Default: eth100.")
+    ] = None,
     as_json: AsJson = False,
     output: Output = Path("cluster.json"),
 ) -> None:
@@ -208,8 +212,17 @@ def cluster(
     With --like it describes devices that one does not have, with links of a catalogue.
     """
     check_writable(output)
+    for option, value in (("--hosts", hosts), ("--within", within), ("--between", between)):
+        if like is None and value is not None:
+            raise BapipeError(
+                f"{option} goes with --like, which describes devices that are not here: add --like PROFILE, or leave "
+                f"{option} out to measure this machine"
+            )
     if like is not None:
-        measured = cluster_like(read(like, ModelProfile), devices or hosts, hosts, within, between)
+        if probe:
+            raise BapipeError("--probe measures devices, and --like describes some that are not here: leave out either")
+        num_hosts = hosts or 1
+        measured = cluster_like(read(like, ModelProfile), devices or num_hosts, num_hosts, within, between or "eth100")
     elif probe:
         with parts_bar("probing") as progress:
             measured = probed_cluster(devices, device, progress)

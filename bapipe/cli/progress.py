@@ -23,6 +23,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.printable import MAX_LINE, printable
 from bapipe.progress import PartsProgress, SearchProgress
 from bapipe.simulator.timeline import Timeline
+from bapipe.units import percent_up
 
 _columns = os.environ.get("COLUMNS", "")
 _width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
@@ -170,9 +171,10 @@ def planning_status() -> Iterator[SearchProgress]:
 
         def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
+            plans = "1 plan" if num_simulated == 1 else f"{num_simulated} plans"
             update(
-                f"planning: {num_simulated} plans simulated, best {report.ms(best_ns)}, "
-                f"lower bound {report.ms(bound_ns)}, gap {gap:.2%}"
+                f"planning: {plans} simulated, best {report.ms(best_ns)}, "
+                f"lower bound {report.number_down(bound_ns / 1e6)} ms, gap {percent_up(gap)}"
             )
 
         yield progress

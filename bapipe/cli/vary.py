@@ -11,7 +11,7 @@ from bapipe.cli.progress import show_json, show_line, show_parts, status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES
-from bapipe.explorer.vary import FIELDS, Axis, Point, vary
+from bapipe.explorer.vary import FIELDS, Axis, Point, SweepInterrupted, vary
 
 INTEGERS = {"devices", "minibatch"}
 
@@ -74,28 +74,50 @@ def show_points(
 
     Args:
         exact: search every point in full.
+
+    Raises:
+        SweepInterrupted: Ctrl-C came first; the points that were done by then are printed.
     """
     axes = [parse_axis(text) for text in texts]
     names = [axis.name for axis in axes]
     if len(set(names)) < len(names):
         raise BapipeError(f"--vary names '{max(names, key=names.count)}' twice: give all its values at once")
+    interruption: SweepInterrupted | None = None
     with status("planning") as update:
 
         def progress(done: int, total: int) -> None:
             update(f"planning: {done} of {total} points")
 
-        points = vary(session, axes, schedules, progress, exact=exact)
+        try:
+            points = vary(session, axes, schedules, progress, exact=exact)
+        except SweepInterrupted as stop:
+            interruption, points = stop, stop.points
+    if interruption is None:
+        _show(names, points, layout)
+        if layout == "table":
+            _show_worth(names, points, exact=exact)
+        return
+    if points:
+        _show(names, points, layout)
+    raise interruption
+
+
+def _show(names: Sequence[str], points: Sequence[Point], layout: str) -> None:
     if layout == "json":
         show_json([point.row for point in points])
     elif layout == "table":
-        rows = [point.row for point in points]
-        show_parts([report.variations_table(names, rows), "worth the most, each by itself:"])
-        for words in report.worth_words(names, rows):
-            show_line(words)
-        if not exact and any(point.plan is not None and point.plan.certificate.gap for point in points):
-            show_line("the searches were short: each plan is at most its gap above the bound; --exact searches in full")
+        show_parts([report.variations_table(names, [point.row for point in points])])
     else:
         _write_cells(names, points, layout)
+
+
+def _show_worth(names: Sequence[str], points: Sequence[Point], *, exact: bool) -> None:
+    """Prints what the values of each axis are worth, which only all points together tell."""
+    show_parts(["worth the most, each by itself:"])
+    for words in report.worth_words(names, [point.row for point in points]):
+        show_line(words)
+    if not exact and any(point.plan is not None and point.plan.certificate.gap for point in points):
+        show_line("the searches were short: each plan is at most its gap above the bound; --exact searches in full")
 
 
 def _write_cells(names: Sequence[str], points: Sequence[Point], layout: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from bapipe.errors import BapipeError
 from bapipe.explorer.answers import Json, explained, layers_json, model_json, recorded_json, step_json
 from bapipe.explorer.state import State, cluster_of
-from bapipe.formats.certificate import Certificate
+from bapipe.formats.certificate import Certificate, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS, ModelProfile
@@ -195,9 +195,10 @@ class Session:
         made = plan_of(decision, self.profiles, cluster, step, changed_from=self.start)
         with self._lock:
             proven = self._proven.get((cluster, state.minibatch_size))
-        if proven is None or made.certificate.lower_bound_ns >= proven.lower_bound_ns:
+        step_ns = made.prediction.step_ns
+        if proven is None or not made.certificate.lower_bound_ns < proven.lower_bound_ns <= step_ns:
             return made
-        known = msgspec.structs.replace(made, certificate=msgspec.structs.replace(proven, digest=msgspec.UNSET))
+        known = msgspec.structs.replace(made, certificate=certify(step_ns, proven.lower_bound_ns, proven.space))
         return plan_of(decision, self.profiles, cluster, step, changed_from=known)
 
     def try_plan(self, plan: Plan, state: State) -> Plan | None:

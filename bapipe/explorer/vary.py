@@ -50,7 +50,7 @@ class Point:
         values: by the names of the axes.
         plan: None if there is none; `why_not` then says why.
         kind: stages, replicas, recomputation and schedule, in words.
-        is_new_kind: whether the kind is not that of the point before.
+        is_new_kind: whether the kind is not that of the point before, if there is one.
     """
 
     values: dict[str, float]
@@ -77,6 +77,14 @@ class Point:
         }
 
 
+class SweepInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended a sweep; `points` are those that were done by then."""
+
+    def __init__(self, points: list[Point]) -> None:
+        super().__init__()
+        self.points = points
+
+
 def vary(
     session: Session,
     axes: Sequence[Axis],
@@ -92,6 +100,9 @@ def vary(
     Args:
         progress: called with (points done, number of points).
         exact: search each point as `bapipe plan` does; else with `plans_nearby`, which ends near the lower bound.
+
+    Raises:
+        SweepInterrupted: Ctrl-C came before all points were done.
     """
     grid = list(product(*(axis.values for axis in axes)))
     names = [axis.name for axis in axes]
@@ -114,13 +125,16 @@ def vary(
         lambda done: progress(done, len(grid)),
         exact=exact,
     )
-    found: list[Plan | str] = [str(state) for state in states]
+    found: list[Plan | str | None] = [str(state) for state in states]
     for chain, of_chain in zip(chains, plans, strict=True):
         for k, plan in zip(chain, of_chain, strict=True):
             found[places[k]] = plan
     if not exact:
         found = _with_plans_of_neighbours(session, grid, states, found)
-    return _points(names, grid, found)
+    points = _points(names, grid, found)
+    if len(points) < len(grid):
+        raise SweepInterrupted(points)
+    return points
 
 
 def neighbours(axes: Sequence[Axis], grid: Sequence[tuple[float, ...]]) -> list[list[int]]:
@@ -146,8 +160,8 @@ def _with_plans_of_neighbours(
     session: Session,
     grid: Sequence[tuple[float, ...]],
     states: Sequence[State | BapipeError],
-    found: Sequence[Plan | str],
-) -> list[Plan | str]:
+    found: Sequence[Plan | str | None],
+) -> list[Plan | str | None]:
     """Returns the plans, each replaced by that of the point before on an axis if that is faster here.
 
     So the plan for more devices is never slower only because its search ended early.
@@ -173,15 +187,18 @@ def _faster_of(plan: Plan, other: Plan | None) -> Plan:
     return with_certificate(other, certify(step_ns, min(step_ns, proven.lower_bound_ns), proven.space))
 
 
-def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequence[Plan | str]) -> list[Point]:
+def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequence[Plan | str | None]) -> list[Point]:
+    """Returns the points that are done."""
     points, before = [], None
     for values, plan in zip(grid, found, strict=True):
+        if plan is None:
+            continue
         named = dict(zip(names, values, strict=True))
         if isinstance(plan, str):
             points.append(Point(values=named, plan=None, why_not=printable(plan.replace("`", ""), MAX_LINE)))
             continue
         kind = kind_of(plan)
-        points.append(Point(values=named, plan=plan, kind=kind, is_new_kind=kind != before))
+        points.append(Point(values=named, plan=plan, kind=kind, is_new_kind=before not in (None, kind)))
         before = kind
     return points
 

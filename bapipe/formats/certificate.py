@@ -1,9 +1,12 @@
 """How good a plan is: the lower bound of every plan of the searched space."""
 
+import re
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from bapipe.errors import InvalidFile
 from bapipe.units import NonNegative, NonNegativeFloat
 
 
@@ -47,6 +50,15 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
+BY_HAND = " (made by hand; bound from the plan that it was changed from)"
+"""How the space of a plan ends that was changed from one which a search had found."""
+
+# How the space of a pinned plan begins, why that plan lies outside, and the space itself.
+_PINNED = re.compile(r"pinned(?P<outside>, which lies outside \(.*?\))?; (?P<space>.*)", flags=re.DOTALL)
+
+GAP_TOLERANCE = 1e-6
+"""How far a gap may be from the one that follows from step and bound: other programs write fewer digits."""
+
 _MADE_BY_HAND = "made by hand and not judged: simulate it for its times, pin it for a bound"
 NOT_CERTIFIED = Certificate(lower_bound_ns=0, gap=0.0, space=_MADE_BY_HAND, proven_optimal=False)
 """In place of the certificate of a plan whose file holds none."""
@@ -64,3 +76,36 @@ def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
         proven_optimal=step_ns == lower_bound_ns,
         space=space,
     )
+
+
+def pinned_beside(space: str, outside: Sequence[str]) -> str:
+    """Returns the space of a plan that a user pinned; `outside` says why it is not one of the space."""
+    which = f", which lies outside ({'; '.join(outside)})" if outside else ""
+    return f"pinned{which}; {space}"
+
+
+def outside_of(certificate: Certificate) -> str | None:
+    """Returns why a pinned plan lies outside the space, as a clause; None if the plan is not pinned."""
+    match = _PINNED.fullmatch(certificate.space)
+    return None if match is None else match["outside"] or ""
+
+
+def searched_space(certificate: Certificate) -> str:
+    """Returns the plans that were searched, in words, without what is said of a pinned plan beside them."""
+    match = _PINNED.fullmatch(certificate.space)
+    return certificate.space if match is None else match["space"]
+
+
+def check_certificate(certificate: Certificate, step_ns: int) -> None:
+    """Raises InvalidFile if gap and proof are not those that follow from the step time, or load, and its bound."""
+    bound_ns, gap = certificate.lower_bound_ns, certificate.gap
+    of_step = f"the plan's own value is {step_ns:,} ns, and its lower bound {bound_ns:,} ns"
+    if bound_ns > step_ns:
+        raise InvalidFile(f"{of_step}: want a bound that is not larger", "$.certificate.lower_bound_ns")
+    if certificate.proven_optimal and bound_ns < step_ns:
+        raise InvalidFile(f"the plan is said to be optimal, but {of_step}: want false", "$.certificate.proven_optimal")
+    if not certificate.proven_optimal and 0 < bound_ns == step_ns:
+        raise InvalidFile(f"the plan is said to be unproven, but {of_step}: want true", "$.certificate.proven_optimal")
+    derived = certify(step_ns, bound_ns, certificate.space).gap
+    if abs(gap - derived) > GAP_TOLERANCE * (1 + derived):
+        raise InvalidFile(f"a gap of {gap:.6g}, but {of_step}: want {derived:.6g}", "$.certificate.gap")

@@ -83,9 +83,21 @@ def _kind(text: bytes) -> str:
             decode_fields(text, _TraceHeader)
             return TRACE
         raise
+    if (own := _older_version(header.bapipe)) is not None:
+        message = f"'{header.bapipe}' is of a newer version of bapipe: this one reads {own}; update bapipe"
+        raise InvalidFile(message, "$.bapipe")
     if header.bapipe not in KINDS:
         raise InvalidFile(f"unknown file kind '{header.bapipe}'; want one of {', '.join(KINDS)}", "$.bapipe")
     return header.bapipe
+
+
+def _older_version(kind: str) -> str | None:
+    """Returns the version that is read of a kind of file, if the file is of a later one."""
+    noun, _, version = kind.partition("/")
+    own = {name.partition("/")[0]: name for name in KINDS}.get(noun)
+    if own is None or not (version.isascii() and version.isdecimal() and len(version) < 10):
+        return None
+    return own if int(version) > int(own.partition("/")[2]) else None
 
 
 def _in_words(kind: str) -> str:

@@ -8,7 +8,14 @@ from typing import Any, Literal
 import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
-from bapipe.formats.certificate import CHANGED_BY_HAND, NOT_CERTIFIED, Certificate
+from bapipe.formats.certificate import (
+    BY_HAND,
+    CHANGED_BY_HAND,
+    NOT_CERTIFIED,
+    Certificate,
+    check_certificate,
+    outside_of,
+)
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
@@ -16,7 +23,7 @@ from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
-from bapipe.units import NonNegative, Positive
+from bapipe.units import NonNegative, Positive, percent_up
 
 Objective = Literal["step", "throughput"]
 """What a plan minimizes: the time of one step, or the largest load of a device."""
@@ -66,7 +73,7 @@ class Plan(
 
     Raises:
         InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, an unreadable
-            action, or no order and a schedule that does not name one.
+            action, no order and a schedule that does not name one, or a certificate that contradicts the step.
     """
 
     model: str
@@ -107,7 +114,9 @@ class Plan(
                 raise InvalidFile(f"'{rank.device}' is not a device of the plan's cluster", where)
         if self.certificate.digest not in (msgspec.UNSET, self.digest):
             self._drop_judgement(CHANGED_BY_HAND)
-        elif not self.is_judged and self.certificate.lower_bound_ns:
+        elif self.is_judged:
+            check_certificate(self.certificate, self.prediction.objective_ns)
+        elif self.certificate.lower_bound_ns or self.certificate.proven_optimal:
             self._drop_judgement(NOT_CERTIFIED)  # it compares the bound with a step time that is not there
 
     def _named_order(self) -> tuple[tuple[str, ...], ...]:
@@ -165,8 +174,12 @@ class Plan(
         lines = [f"{self.model}: {len(self.stages)} stages, {self.schedule}, {sizes}"]
         if self.is_judged:
             p = self.prediction
-            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {p.samples_per_s:,.4g} samples/s, bubble {p.bubble:.1%}")
-        gap = "proven optimal over " if self.certificate.proven_optimal else f"gap {self.certificate.gap:.2%}: "
+            samples_per_s = f"{p.samples_per_s:,.4g}" if p.step_ns else "unlimited"
+            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}")
+        gap = f"gap {percent_up(self.certificate.gap)}: "
+        if self.certificate.proven_optimal:
+            is_of_space = outside_of(self.certificate) is None and not self.certificate.space.endswith(BY_HAND)
+            gap = "proven optimal over " if is_of_space else "no plan searched is faster: "
         lines.append(f"{gap if self.certificate.lower_bound_ns else ''}{self.certificate.space}")
         return rows_html(lines, self.rows())
 

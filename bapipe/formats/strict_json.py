@@ -133,7 +133,7 @@ def decode_fields(text: bytes, want: type[T] | Any) -> T:
     except msgspec.ValidationError as error:
         raise _with_path(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidFile(f"not JSON: {error}") from None
+        raise _not_json(text, error) from None
     except RecursionError:
         raise InvalidFile("nested too deeply") from None
     return value
@@ -164,7 +164,18 @@ def _check_keys(text: bytes) -> None:
     try:
         json.loads(text.decode(), object_pairs_hook=check)
     except ValueError as error:  # where msgspec skips what it does not decode, it accepts some text that is not JSON
-        raise error if isinstance(error, InvalidFile) else InvalidFile(f"not JSON: {error}") from None
+        raise error if isinstance(error, InvalidFile) else _not_json(text, error) from None
+
+
+def _not_json(text: bytes, error: ValueError | msgspec.DecodeError) -> InvalidFile:
+    """Returns the error for a text that could not be decoded; msgspec counts bytes from the begin of a string."""
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            text.decode()
+        except UnicodeDecodeError as found:
+            at, line = found.start, text.count(b"\n", 0, found.start) + 1
+            return InvalidFile(f"not text in UTF-8: byte 0x{text[at]:02x} at position {at}, line {line}")
+    return InvalidFile(f"not JSON: {error}")
 
 
 def _with_path(error: msgspec.ValidationError) -> InvalidFile:

@@ -18,6 +18,11 @@ from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
 
+BASELINES = ("one-device", "data-parallel", "equal-layers")
+
+Planned = Solution | Plan
+"""What baselines are compared with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -43,7 +48,7 @@ class SimulatedCandidate:
 
 
 def baseline_alternatives(
-    plan: Solution,
+    plan: Planned,
     profiles: Mapping[str, ModelProfile],
     microbatch_sizes: Sequence[int],
     schedules: Sequence[str],
@@ -57,13 +62,13 @@ def baseline_alternatives(
         deadline: baselines for which no time is left are left out.
     """
     layers = next(iter(profiles.values())).layers
-    kinds = {
-        "one-device": _one_device(plan, microbatch_sizes, limits),
-        "data-parallel": _data_parallel(plan, microbatch_sizes, layers),
-        "equal-layers": _equal_layers(plan, microbatch_sizes, layers, schedules),
-    }
+    kinds = (
+        _one_device(plan, microbatch_sizes, limits),
+        _data_parallel(plan, microbatch_sizes, layers),
+        _equal_layers(plan, microbatch_sizes, layers, schedules),
+    )
     alternatives = []
-    for name, candidates in kinds.items():
+    for name, candidates in zip(BASELINES, kinds, strict=True):
         simulated = [
             _simulate_candidate(candidate, plan, profiles, limits)
             for candidate in takewhile(lambda _: not deadline.is_over, candidates)
@@ -83,7 +88,7 @@ def baseline_alternatives(
     return tuple(alternatives)
 
 
-def _one_device(plan: Solution, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> list[Candidate]:
+def _one_device(plan: Planned, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> list[Candidate]:
     """Returns all layers on a single device, of those that are alike only on the first."""
     distinct_devices: dict[object, str] = {}
     for device, limit in zip(plan.cluster.devices, limits, strict=True):
@@ -97,7 +102,7 @@ def _one_device(plan: Solution, microbatch_sizes: Sequence[int], limits: Sequenc
     ]
 
 
-def _data_parallel(plan: Solution, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile]) -> list[Candidate]:
+def _data_parallel(plan: Planned, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile]) -> list[Candidate]:
     """Returns all layers on a replica on each device; none with one device, or if some layer cannot be replicated."""
     devices = plan.cluster.devices
     are_alike = len({device.num_members for device in devices}) == 1  # as the replicas of a stage must be
@@ -108,7 +113,7 @@ def _data_parallel(plan: Solution, microbatch_sizes: Sequence[int], layers: Sequ
 
 
 def _equal_layers(
-    plan: Solution, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile], schedules: Sequence[str]
+    plan: Planned, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile], schedules: Sequence[str]
 ) -> list[Candidate]:
     """Returns stages with equal numbers of layers on as many devices as the plan uses, but two at least.
 
@@ -128,12 +133,12 @@ def _equal_layers(
     ]
 
 
-def _layer_names(plan: Solution) -> tuple[str, ...]:
+def _layer_names(plan: Planned) -> tuple[str, ...]:
     return tuple(name for stage in plan.stages for name in stage.layers)
 
 
 def _simulate_candidate(
-    candidate: Candidate, plan: Solution, profiles: Mapping[str, ModelProfile], limits: Sequence[int]
+    candidate: Candidate, plan: Planned, profiles: Mapping[str, ModelProfile], limits: Sequence[int]
 ) -> SimulatedCandidate:
     index = plan.cluster.index
     table = distribute_replicas(
@@ -151,14 +156,15 @@ def _simulate_candidate(
     )
 
 
-def _why_not(simulated: SimulatedCandidate, plan: Solution) -> str:
+def _why_not(simulated: SimulatedCandidate, plan: Planned) -> str:
     if simulated.shortfall_bytes > 0:
         return f"does not fit: a device lacks {simulated.shortfall_bytes:,} bytes"
     if simulated.step_ns == plan.prediction.step_ns:
         return "as fast as this plan"
     if simulated.step_ns > plan.prediction.step_ns:
         return slowdown_text(simulated.step_ns, plan.prediction.step_ns)
-    stopped = "" if simulated.step_ns < plan.lower_bound_ns else ", or not reached before the search ended"
+    bound_ns = plan.certificate.lower_bound_ns if isinstance(plan, Plan) else plan.lower_bound_ns
+    stopped = "" if simulated.step_ns < bound_ns else ", or not reached before the search ended"
     return f"{1 - simulated.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
 
 

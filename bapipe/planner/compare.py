@@ -7,16 +7,24 @@ from typing import Any, cast
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
+from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
+from bapipe.planner.baselines import BASELINES, baseline_alternatives
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
+from bapipe.planner.solution import sort_alternatives
+from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.tables import data_frame, rows_html
 
 WITH_REPLICAS = "any of them, with replicas"
 
 NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"
+INTERRUPTED = "the comparison was interrupted before its turn"
+
+BASELINES_S = 2.0
+"""How long baselines are simulated where the time of the searches was over; they need no search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +100,48 @@ def compare(
     if options.replicas:
         searches[WITH_REPLICAS] = options
     plans: dict[str, Plan] = {}
+    was_ended: dict[str, bool] = {}
     failed: dict[str, str] = {}
     deadline = deadline or deadline_of(options.time_limit_s)
     # With replicas any schedule may be better than all without: this search comes first, with half of the time.
     order = sorted(searches, key=lambda name: name != WITH_REPLICAS)
     for number, name in enumerate(order):
         if deadline.is_over and plans:
-            failed[name] = NO_TIME_LEFT
+            failed[name] = _why_left_out(deadline)
             continue
         if progress:
             progress(name)
         try:
             share = deadline.share(2 if name == WITH_REPLICAS else len(searches) - number)
             plans[name] = plan_once(profiles, cluster, searches[name], deadline=share)
+            was_ended[name] = share.is_over
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:
         raise last
     plans = {name: plans[name] for name in searches if name in plans}
     failed = {name: failed[name] for name in searches if name in failed}
-    best = min(plans.values(), key=lambda plan: plan.prediction.step_ns)
-    return Comparison(plans=plans, others=best.alternatives, failed=failed)
+    best = min(plans, key=lambda name: plans[name].prediction.step_ns)
+    if not was_ended[best]:
+        return Comparison(plans=plans, others=plans[best].alternatives, failed=failed)
+    time_left = Deadline(BASELINES_S)
+    others = _baselines(plans[best], profiles, searches[best], time_left)
+    if time_left.is_over:
+        known = {other.name for other in others}
+        failed |= {name: _why_left_out(deadline) for name in BASELINES if name not in known}
+    return Comparison(plans=plans, others=others, failed=failed)
+
+
+def _why_left_out(deadline: Deadline) -> str:
+    return INTERRUPTED if deadline.is_stopped else NO_TIME_LEFT
+
+
+def _baselines(
+    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline
+) -> tuple[Alternative, ...]:
+    """Returns the alternatives of a plan whose search was ended, with the baselines that it did not come to."""
+    sizes, schedules = microbatch_sizes(profiles, plan.cluster, options), named_schedules(options)
+    limits = options.limits(plan.cluster)
+    baselines = baseline_alternatives(plan, profiles, sizes, schedules, limits, deadline)
+    others = (other for other in plan.alternatives if other.name not in BASELINES)
+    return sort_alternatives((*others, *baselines))

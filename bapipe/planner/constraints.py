@@ -13,6 +13,7 @@ import numpy as np
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.devices import DeviceClass
 from bapipe.planner.branch_and_bound.intervals import IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.placements import StagePlacement
@@ -49,6 +50,19 @@ class Constraints:
                     f"a constraint names the layer '{name}', which {profile.model} does not have; "
                     f"its {len(names)} layers are '{names[0]}' to '{names[-1]}'"
                 )
+
+    def broken_by(self, stages: Sequence[StagePlan]) -> list[str]:
+        """Returns those that some stages do not keep, as a user writes them."""
+        stage_of = {layer: s for s, stage in enumerate(stages) for layer in stage.layers}
+        return [
+            *(f"{a} with {b}" for a, b in self.together if stage_of[a] != stage_of[b]),
+            *(f"{a} without {b}" for a, b in self.separate if stage_of[a] == stage_of[b]),
+            *(
+                f"{layer} on {','.join(devices)}"
+                for layer, devices in self.on
+                if not set(stages[stage_of[layer]].devices) <= set(devices)
+            ),
+        ]
 
     def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
         """Returns for each device which layers of `on` it may run; only equal devices may share a class. [ranks]"""

@@ -68,7 +68,14 @@ class Deadline:
     def check(self) -> None:
         """Raises OutOfTime if the deadline has passed."""
         if self.is_over:
-            raise OutOfTime("the search ended before it had a plan that fits: choose a longer `time_limit_s`")
+            raise OutOfTime(f"the search ended before it had a plan that fits: {self.advice}")
+
+    @property
+    def advice(self) -> str:
+        """What to try where a search that it ended has found too little."""
+        if self.is_stopped:
+            return "let it go on for longer (it was interrupted)"
+        return "choose a longer `time_limit_s`"
 
     def stop(self) -> None:
         """Makes the deadline be over now."""

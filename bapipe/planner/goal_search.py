@@ -138,7 +138,7 @@ def reach_goal(
     fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest))
     if fastest.prediction.objective_ns > setting.limit_ns:
-        raise _too_slow(goal, fastest)
+        raise _too_slow(goal, fastest, deadline)
     if goal.least == "memory":
         return _least_memory(setting, fastest)
     if goal.least == "devices":
@@ -283,15 +283,16 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, fastest: Plan) -> BapipeError:
+def _too_slow(goal: Goal, fastest: Plan, deadline: Deadline) -> BapipeError:
     num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
+    most *= 1 + 5e-6  # so that six digits do not round it down
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
     if fastest.certificate.proven_optimal:
         return Infeasible(f"{message}, which is proven to be the most; ask for less, or plan for more devices")
-    return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or choose a longer `time_limit_s`")
+    return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or {deadline.advice}")
 
 
 def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -> Grouping:

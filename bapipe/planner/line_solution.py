@@ -134,7 +134,7 @@ def naive_solution(request: SearchRequest, bound_ns: int) -> Solution:
     if best is None:
         raise OutOfTime(
             "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
-            "not prove that there is none: choose a longer `time_limit_s`",
+            f"not prove that there is none: {request.deadline.advice}",
             bound_ns,
         )
     return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))

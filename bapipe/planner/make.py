@@ -7,7 +7,7 @@ from itertools import accumulate
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import NOT_CERTIFIED, Certificate, certify
+from bapipe.formats.certificate import BY_HAND, NOT_CERTIFIED, Certificate, certify, searched_space
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
@@ -21,7 +21,6 @@ from bapipe.schedules import ALL, LOOPED
 from bapipe.simulator.tied_weights import inseparable_layers
 from bapipe.simulator.timeline import StepColumns, Timeline
 
-BY_HAND = " (made by hand; bound from the plan that it was changed from)"
 ANY_PLAN = f"any plan for this cluster and mini-batch (made by hand; bound from {WORK_BOUND})"
 
 
@@ -143,7 +142,7 @@ def certificate_by_hand(
     if changed_from is not None and _same_inputs(plan, changed_from):
         proven = changed_from.certificate
         if bound_ns < proven.lower_bound_ns <= step_ns:
-            return certify(step_ns, proven.lower_bound_ns, proven.space.removesuffix(BY_HAND) + BY_HAND)
+            return certify(step_ns, proven.lower_bound_ns, searched_space(proven).removesuffix(BY_HAND) + BY_HAND)
     return certify(step_ns, bound_ns, ANY_PLAN)
 
 

@@ -37,8 +37,8 @@ MAX_NODES = 300
 MAX_MOVES = 100
 """Maximum number of plans with moved cuts that are timed per point."""
 
-Progress = Callable[[], None]
-"""Called when another point has been searched."""
+Progress = Callable[[int, Callable[[], Plan | None]], None]
+"""Called when another point has been searched, with its number and what returns its plan so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,11 @@ def plans_nearby(
     found = [_begin(profiles, point) for point in points]
     begun = [each for each in found if isinstance(each, _PointSearch)]
     _try_plans_of_neighbours(begun)
-    for search in begun:
-        search.move_cuts()
-        search.search()
-        progress()
+    for number, search in enumerate(found):
+        if isinstance(search, _PointSearch):
+            search.move_cuts()
+            search.search()
+            progress(number, search.plan)
     _try_plans_of_neighbours(begun)
     return [each if isinstance(each, BapipeError) else each.plan() for each in found]
 

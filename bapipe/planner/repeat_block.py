@@ -1,6 +1,6 @@
 """The profile of a model in which a block of layers occurs several times in a row."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,17 +15,17 @@ def block_layers(profile: ModelProfile, block: str) -> range:
     """Returns the numbers of the layers of a block, which lie next to each other.
 
     Args:
-        block: the name of a layer, what names begin with (`h.3` for `h.3.attn` and `h.3.mlp`), or `FIRST..LAST`.
+        block: the name of a layer, what names begin with (`h.3` for `h.3.attn` and `h.3.mlp`), or `FIRST..LAST`, where
+            both ends may be either.
 
     Raises:
-        BapipeError: no such layers, or others between them.
+        BapipeError: no such layers, others between them, or a range that ends before it begins.
     """
     names = [layer.name for layer in profile.layers]
     first, dots, last = block.partition("..")
-    if dots and first in names and last in names:
-        found = list(range(names.index(first), names.index(last) + 1))
-    else:
-        found = [i for i, name in enumerate(names) if name == block or name.startswith((f"{block}.", f"{block}_"))]
+    found = _named(names, block)
+    if dots and not found:
+        return _range(profile, block, first, last)
     if not found:
         raise BapipeError(
             f"`largest` '{block}': no layers of {profile.model} have this name; want that of a layer, what the names "
@@ -35,6 +35,32 @@ def block_layers(profile: ModelProfile, block: str) -> range:
         other = next(names[i] for i in range(found[0], found[-1]) if i not in found)
         raise BapipeError(f"`largest` '{block}': layer '{other}' lies between its layers; name them as FIRST..LAST")
     return range(found[0], found[-1] + 1)
+
+
+def _named(names: Sequence[str], text: str) -> list[int]:
+    """Returns the numbers of the layers that have a name, or whose names begin with it."""
+    return [i for i, name in enumerate(names) if name == text or name.startswith((f"{text}.", f"{text}_"))]
+
+
+def _range(profile: ModelProfile, block: str, first: str, last: str) -> range:
+    """Returns the layers from the first one of an end to the last one of the other."""
+    names = [layer.name for layer in profile.layers]
+    ends = []
+    for text in (first, last):
+        found = [names.index(text)] if text in names else _named(names, text)
+        if not found:
+            raise BapipeError(
+                f"`largest` '{block}': no layer of {profile.model} is named '{text}', and no "
+                f"name begins with it; the first layers are {', '.join(names[:4])}"
+            )
+        ends.append(found)
+    begin, end = ends[0][0], ends[1][-1] + 1
+    if begin >= end:
+        raise BapipeError(
+            f"`largest` '{block}' ends before it begins: layer '{names[end - 1]}' comes before '{names[begin]}'; want "
+            f"'{last}..{first}'"
+        )
+    return range(begin, end)
 
 
 def repeat_block(profile: ModelProfile, block: str, copies: int) -> ModelProfile:

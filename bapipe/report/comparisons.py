@@ -7,8 +7,9 @@ from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.printable import MAX_LINE, printable
-from bapipe.report.formatting import add_row, empty_table, number
+from bapipe.report.formatting import add_row, empty_table, number, rate
 from bapipe.report.plans import replica_counts
+from bapipe.units import percent_up
 
 
 def render_comparison(
@@ -22,16 +23,16 @@ def render_comparison(
     fastest = min(plan.prediction.step_ns for plan in plans.values())
 
     def row(name: str, step_ns: int, peak_bytes: int, bubble: str, gap: str, stages: str, sizes: str) -> list[str]:
-        against = f"{step_ns / fastest - 1:+.1%}" if step_ns != fastest else ""
-        rate = number(first.minibatch_size * 1e9 / step_ns)
-        return [name, number(step_ns / 1e6), against, rate, bubble, number(peak_bytes / 2**20), gap, stages, sizes]
+        against = f"{step_ns / fastest - 1:+.1%}" if step_ns != fastest > 0 else ""
+        figures = number(step_ns / 1e6), against, rate(first.minibatch_size, step_ns)
+        return [name, *figures, bubble, number(peak_bytes / 2**20), gap, stages, sizes]
 
     rows = [(other.step_ns, row(other.name, other.step_ns, other.peak_bytes, "", "", "", "")) for other in others]
     rows = [(step_ns, cells) for (step_ns, cells), other in zip(rows, others, strict=True) if other.feasible]
     for name, plan in plans.items():
         p = plan.prediction
         sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
-        bubble, gap = f"{p.bubble:.1%}", f"{plan.certificate.gap:.2%}"
+        bubble, gap = f"{p.bubble:.1%}", percent_up(plan.certificate.gap)
         cells = row(name, p.step_ns, p.peak_bytes, bubble, gap, replica_counts(plan), sizes)
         rows.append((p.step_ns, cells))
     for _, cells in sorted(rows, key=lambda timed: timed[0]):

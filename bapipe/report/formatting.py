@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from decimal import ROUND_FLOOR, Decimal
 from html import escape
 from math import floor, log10
 
@@ -34,7 +35,24 @@ def number(value: float) -> str:
     """Returns a number with three significant digits: all digits before the point, at most three after it."""
     if value == 0:
         return "0"
-    return f"{value:,.{min(max(0, 2 - floor(log10(abs(value)))), 3)}f}"
+    return f"{value:,.{_num_decimals(value)}f}"
+
+
+def number_down(value: float) -> str:
+    """Returns a positive number as `number` does, but rounded down: for what something is at least."""
+    if value == 0:
+        return "0"
+    decimals = _num_decimals(value)
+    return f"{Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), ROUND_FLOOR):,.{decimals}f}"
+
+
+def _num_decimals(value: float) -> int:
+    return min(max(0, 2 - floor(log10(abs(value)))), 3)
+
+
+def rate(num_samples: int, time_ns: int) -> str:
+    """Returns how many samples a second are done if some take a time."""
+    return number(num_samples * 1e9 / time_ns) if time_ns else "unlimited"
 
 
 def ms(time_ns: float) -> str:

@@ -8,7 +8,7 @@ import msgspec
 from bapipe.formats.plan import Plan
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.printable import MAX_LINE, printable
-from bapipe.report.formatting import mib, ms, number
+from bapipe.report.formatting import mib, ms, rate
 from bapipe.report.plans import proof
 
 MAX_DEVICES_NAMED = 8
@@ -42,7 +42,8 @@ def _step(before: Plan, after: Plan) -> Iterator[str]:
         share = f" ({new.step_ns / old.step_ns - 1:+.1%})" if old.step_ns else ""
         yield f"step: {ms(old.step_ns)} -> {ms(new.step_ns)}{share}"
     if old.samples_per_s != new.samples_per_s:
-        yield f"samples/s: {number(old.samples_per_s)} -> {number(new.samples_per_s)}"
+        old_rate, new_rate = (rate(plan.minibatch_size, plan.prediction.step_ns) for plan in (before, after))
+        yield f"samples/s: {old_rate} -> {new_rate}"
     if f"{old.bubble:.1%}" != f"{new.bubble:.1%}":
         yield f"bubble: {old.bubble:.1%} -> {new.bubble:.1%}"
     longest = _longest_stage(after)

@@ -6,12 +6,13 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.certificate import Certificate, ReachedGoal
+from bapipe.formats.certificate import BY_HAND, Certificate, ReachedGoal, outside_of, searched_space
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
-from bapipe.report.formatting import add_row, empty_table, mib, ms, number
+from bapipe.report.formatting import add_row, empty_table, mib, ms, number, number_down, rate
 from bapipe.simulator.timeline import Timeline
+from bapipe.units import percent_up
 
 MAX_GROUPS = 4
 """Groups whose members a plan's tables name: others of the cluster are alike."""
@@ -30,10 +31,14 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield f"{headline}\n{printable(plan.certificate.space, MAX_LINE)}"
         yield stage_table(plan)
         return
-    yield f"{headline}\n{ms(p.step_ns)} per step, {number(p.samples_per_s)} samples/s, bubble {p.bubble:.1%}"
+    samples_per_s = rate(plan.minibatch_size, p.step_ns)
+    yield f"{headline}\n{ms(p.step_ns)} per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}"
     if p.load_ns is not msgspec.UNSET:
-        rate = number(plan.minibatch_size * 1e9 / p.load_ns) if p.load_ns else "0"
-        yield f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, {rate} samples/s"
+        samples_per_s = rate(plan.minibatch_size, p.load_ns)
+        yield (
+            f"once the pipeline is full: {ms(p.load_ns)} of work per step on the busiest device, "
+            f"{samples_per_s} samples/s"
+        )
     yield stage_table(plan)
     if groups := groups_in_words(plan):
         yield printable(groups, MAX_LINE)
@@ -72,6 +77,10 @@ def groups_in_words(plan: Plan) -> str:
 
 def proof(certificate: Certificate) -> str:
     """Returns in words how good a plan is proven to be."""
+    # Spaces are part of plan files, whose texts stay as they are.
+    space = certificate.space.replace("; orders were searched for 0 other cuts too", "")
+    space = space.replace("for 1 other cuts too", "for 1 other cut too")
+    certificate = msgspec.structs.replace(certificate, space=space)
     if certificate.goal is not msgspec.UNSET:
         return f"{_goal(certificate.goal)}; {_bound(certificate)}"
     return _bound(certificate)
@@ -87,7 +96,7 @@ def _goal(goal: ReachedGoal) -> str:
             return f"{found} (proven: no plan needs less)"
         if goal.bound < LEAST_BYTES_SAID:
             return f"{found} (it is not known whether one needs less)"
-        return f"{found} (proven: none needs less than {mib(goal.bound)})"
+        return f"{found} (proven: none needs less than {number_down(goal.bound / 2**20)} MiB)"
     if goal.quantity == "devices":
         among = f" among {goal.of}" if goal.of else ""
         found = f"fewest devices{fast}: {goal.value}"
@@ -103,12 +112,31 @@ def _goal(goal: ReachedGoal) -> str:
 
 def _bound(certificate: Certificate) -> str:
     """Returns in words what is proven about the step time."""
+    if outside_of(certificate) is not None:
+        return _bound_beside_pinned(certificate)
     if certificate.proven_optimal:
+        if certificate.space.endswith(BY_HAND):  # its changes may have led out of the space
+            return f"no plan of this space is faster: {certificate.space}"
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:
         return certificate.space
-    bound = f"within {certificate.gap:.2%} of the lower bound, {ms(certificate.lower_bound_ns)}"
-    return f"{bound}, over {certificate.space}"
+    return f"{_within(certificate)}, over {certificate.space}"
+
+
+def _bound_beside_pinned(certificate: Certificate) -> str:
+    """Returns what is proven about the step of a plan that a user pinned, which may lie outside the searched space."""
+    outside, space = outside_of(certificate), searched_space(certificate)
+    if certificate.proven_optimal:
+        return f"no plan of this space is faster than the pinned one{outside}: {space}"
+    pinned = f"the pinned plan{outside}{',' * bool(outside)}"
+    if not certificate.lower_bound_ns:
+        return f"{pinned} is not bounded by this space: {space}"
+    return f"{pinned} is {_within(certificate)}, of this space: {space}"
+
+
+def _within(certificate: Certificate) -> str:
+    at_least = number_down(certificate.lower_bound_ns / 1e6)
+    return f"within {percent_up(certificate.gap)} of the lower bound, {at_least} ms"
 
 
 def stage_table(plan: Plan) -> Table:
@@ -152,8 +180,8 @@ def alternatives_table(plan: Plan) -> Table:
         *((a.name, a.step_ns, a.peak_bytes, a.why_not) for a in plan.alternatives),
     ]
     for name, step_ns, peak_bytes, why in rows:
-        rate = plan.minibatch_size * 1e9 / step_ns if step_ns else 0.0
-        add_row(table, name, number(step_ns / 1e6), number(rate), number(peak_bytes / 2**20), why)
+        samples_per_s = rate(plan.minibatch_size, step_ns)
+        add_row(table, name, number(step_ns / 1e6), samples_per_s, number(peak_bytes / 2**20), why)
     return table
 
 
@@ -188,7 +216,7 @@ def pareto_table(front: Sequence[FrontPoint]) -> Table:
         plan = point.plan
         figures = number(point.step_ns / 1e6), number(point.peak_bytes / 2**20), str(point.num_devices)
         sizes = f"{plan.num_microbatches} of {plan.microbatch_size}"
-        add_row(table, *figures, f"{point.gap:.2%}", replica_counts(plan), plan.schedule, sizes)
+        add_row(table, *figures, percent_up(point.gap), replica_counts(plan), plan.schedule, sizes)
     return table
 
 

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from rich.table import Table
 
 from bapipe.report.formatting import add_row, empty_table, number
+from bapipe.units import percent_up
 
 
 def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -25,9 +27,9 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
             add_row(table, *values, "", "", "", "", "", reason, "")
             continue
         change = f"{row['step_ns'] / first - 1:+.1%}" if first and row["step_ns"] != first else ""
-        figures = number(row["step_ns"] / 1e6), change, number(row["samples_per_s"]), number(row["peak_bytes"] / 2**20)
+        figures = number(row["step_ns"] / 1e6), change, _rate_in_words(row), number(row["peak_bytes"] / 2**20)
         kind = f"{'* ' if row['is_new_kind'] else ''}{row['plan']}"
-        add_row(table, *values, *figures, f"{row['gap']:.2%}", kind, str(row["microbatch_size"]))
+        add_row(table, *values, *figures, percent_up(row["gap"]), kind, str(row["microbatch_size"]))
     return table
 
 
@@ -39,13 +41,22 @@ def worth_words(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list
     for name in names:
         others = {other: rows[0][other] for other in names if other != name}
         line = [row for row in rows if "step_ns" in row and others.items() <= row.items()]
-        first, best = line[0], max(line, key=lambda row: row["samples_per_s"])
-        factor = best["samples_per_s"] / first["samples_per_s"]
+        first, best = line[0], max(line, key=_rate)
+        factor = _rate(best) / _rate(first)  # not a number if both are unlimited
         if factor > 1.005:
             values = f"{_axis_value(name, best[name])} instead of {_axis_value(name, first[name])}"
             found.append((factor, f"{name} {values}: {factor:.2f} times the samples/s"))
     found.sort(key=lambda each: -each[0])
     return [words for _, words in found] or ["no other value is worth more than 0.5 %, by itself"]
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    """Returns the samples per second; those of a step that takes no time are unlimited."""
+    return float(row["samples_per_s"]) if row["step_ns"] else inf
+
+
+def _rate_in_words(row: Mapping[str, Any]) -> str:
+    return number(row["samples_per_s"]) if row["step_ns"] else "unlimited"
 
 
 def _axis_value(name: str, value: float) -> str:

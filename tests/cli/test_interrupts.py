@@ -8,7 +8,10 @@ import pytest
 
 import bapipe
 from bapipe.cli import main
-from bapipe.formats.plan import Plan
+from bapipe.cli.plan import _say_what_more_time_could_do
+from bapipe.formats.certificate import certify
+from bapipe.formats.plan import Plan, with_certificate
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.plan import plan_cached
 from tests.builders import chain, devices
 
@@ -36,3 +39,19 @@ def test_a_proof_that_is_complete_is_not_said_to_be_cut_short(
     assert "the search was not cut short: its proof was complete before" in said.err
     assert "so far" not in said.err
     assert "the search was ended" not in said.err
+
+
+def test_what_more_time_could_do_is_said_with_the_reason_for_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    made = bapipe.make(chain([1, 2, 3]), devices(2), minibatch_size=4)
+    step_ns = made.prediction.step_ns
+    loose = with_certificate(made, certify(step_ns, step_ns * 10_000 // 10_045, "some plans"))
+    _say_what_more_time_could_do(loose, Deadline(0.0))
+    at_limit = capsys.readouterr().err
+    assert "at most 0.46% slower than the fastest one" in at_limit
+    assert "with a longer --time-limit it may find" in at_limit
+    stopped = Deadline(None)
+    stopped.stop()
+    _say_what_more_time_could_do(loose, stopped)
+    interrupted = capsys.readouterr().err
+    assert "the search was interrupted: " in interrupted
+    assert "--time-limit" not in interrupted

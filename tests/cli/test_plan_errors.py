@@ -239,3 +239,39 @@ def test_any_micro_batch_size_between_two_measured_ones_is_found_quickly() -> No
     huge = msgspec.convert(changed(PROFILE, ("measurements", 2, "microbatch_size"), 2**62), ModelProfile)
     plan = plan_step_time({"a": huge}, msgspec.convert(CLUSTER, Cluster), PlanOptions(minibatch_size=6))
     assert plan.certificate.space.count("micro-batches of 1, 2, 3, 6;") == 1
+
+
+def said_before_work(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line in which a command refuses its options."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("sys.argv", ["bapipe", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--devices", "--minibatch-size"])
+def test_a_pinned_plan_goes_without_options_that_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert said_before_work(tmp_path, capsys, "plan", "p.json", "--pin", "plan.json", option, "2") == (
+        "error: a pinned plan holds its cluster and its mini-batch: leave out --cluster, --devices and "
+        "--minibatch-size\n"
+    )
+
+
+@pytest.mark.parametrize("option", [["--hosts", "2"], ["--within", "nvlink"], ["--between", "eth100"]])
+def test_options_of_a_cluster_that_is_not_here_are_refused_without_its_profile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    assert said_before_work(tmp_path, capsys, "cluster", *option) == (
+        f"error: {option[0]} goes with --like, which describes devices that are not here: add --like PROFILE, or leave "
+        f"{option[0]} out to measure this machine\n"
+    )
+
+
+def test_devices_that_are_not_here_cannot_be_probed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_before_work(tmp_path, capsys, "cluster", "--like", "p.json", "--probe")
+    assert said == "error: --probe measures devices, and --like describes some that are not here: leave out either\n"

@@ -25,6 +25,17 @@ def test_without_a_terminal_a_status_is_a_line_every_two_seconds(
     assert capsys.readouterr().err.splitlines() == ["planning: 1f1b", "planning: zb-v"]
 
 
+def test_one_plan_is_no_plans(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.planning_status() as show:
+        for num_simulated in (1, 2):
+            clock[0] += 3
+            show(num_simulated, 182_445_000, 181_636_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "planning: 1 plan simulated, best 182 ms, lower bound 181 ms, gap 0.45%",
+        "planning: 2 plans simulated, best 182 ms, lower bound 181 ms, gap 0.45%",
+    ]
+
+
 def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,7 +45,7 @@ def only_empty_files() -> None:
     ("stdout", "home", "limit", "code", "said"),
     [
         ("/dev/null", None, only_empty_files, 1, "error: plan.json: cannot be written: File too large"),
-        ("/dev/full", None, None, 1, "error: No space left on device: free some space"),
+        ("/dev/full", None, None, 1, "error: the output cannot be written: No space left on device: send it elsewhere"),
         ("/dev/null", "/proc", None, 0, "WARNING: the plan is not cached: /proc/.cache/bapipe: cannot be made"),
     ],
     ids=["a full disk", "a full disk behind stdout", "a home folder that cannot be written"],

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import signal
 from io import StringIO
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +13,10 @@ import pytest
 import bapipe
 from bapipe.cli.vary import parse_axis, show_points
 from bapipe.errors import BapipeError
+from bapipe.explorer import sweep_processes
 from bapipe.explorer.session import Session
 from bapipe.explorer.sweep_processes import plan_chains
-from bapipe.explorer.vary import Axis, neighbours, vary
+from bapipe.explorer.vary import Axis, SweepInterrupted, neighbours, vary
 from bapipe.formats.cache import cache_folder
 from bapipe.planner import nearby
 from bapipe.planner.nearby import Point
@@ -36,7 +39,7 @@ def test_every_point_has_the_best_plan_of_its_cluster() -> None:
     axes = [Axis(name="devices", values=(1, 2)), Axis(name="link", values=(0.5, 2.0))]
     points = vary(session, axes, ["1f1b"], lambda done, total: None, exact=True)
     assert [point.values for point in points] == [{"devices": d, "link": link} for d in (1, 2) for link in (0.5, 2.0)]
-    assert [point.is_new_kind for point in points][:2] == [True, False]
+    assert [point.is_new_kind for point in points][:2] == [False, False]  # none is before the first one
     for point in points:
         link = msgspec.structs.replace(CLUSTER.intra_host, bytes_per_s=round(10**6 * point.values["link"]))
         cluster = msgspec.structs.replace(
@@ -81,6 +84,53 @@ def test_more_of_a_resource_never_makes_the_plan_of_a_sweep_slower() -> None:
         assert steps[1, memory] >= steps[2, memory] >= steps[3, memory] >= steps[4, memory]  # type: ignore[operator]
     for number in axes[0].values:
         assert steps[number, 10**3] >= steps[number, 10**6]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_ctrl_c_keeps_the_points_that_are_done(
+    exact: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    in_full = vary(session, [Axis(name="link", values=(0.01, 0.5, 2.0))], ["1f1b"], lambda *_: None, exact=exact)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder() / "other"))
+    num_searched = 0
+    where, name = (sweep_processes, "plan_cached") if exact else (nearby._PointSearch, "search")
+    search = getattr(where, name)
+
+    def search_two(*given: Any) -> Any:
+        nonlocal num_searched
+        num_searched += 1
+        if num_searched > 2:
+            raise KeyboardInterrupt
+        return search(*given)
+
+    monkeypatch.setattr(where, name, search_two)
+    with pytest.raises(SweepInterrupted) as ended:
+        show_points(session, ["link=0.01,0.5,2"], ["1f1b"], "json", exact=exact)
+    assert [point.values["link"] for point in ended.value.points] == [0.01, 0.5]
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["step_ns"] for row in printed] == [point.row["step_ns"] for point in in_full[:2]]
+
+
+def test_ctrl_c_keeps_what_processes_have_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiles = {"a": random_profile(Random(3), 8)}
+    points = [
+        [Point(cluster=devices(num), options=PlanOptions(minibatch_size=size, schedules=["1f1b"]))]
+        for size in (4, 8, 16)
+        for num in (1, 2, 3, 4, 5, 6)
+    ]
+    num_done = 0
+
+    def interrupt_third(done: int) -> None:
+        nonlocal num_done
+        num_done = done
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    plans = plan_chains(profiles, points, interrupt_third, exact=True, max_processes=2)
+    assert len(plans) == len(points)
+    assert sum(plan is not None for (plan,) in plans) >= 2
+    assert num_done >= 3
 
 
 def test_a_point_where_nothing_fits_says_so() -> None:

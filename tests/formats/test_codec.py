@@ -83,7 +83,9 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
 @pytest.mark.parametrize(
     ("path", "new", "message"),
     [
-        (("bapipe",), "profile/2", "unknown file kind 'profile/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
+        (("bapipe",), "profile/2", "'profile/2' is of a newer version of bapipe: this one reads profile/1; update bapipe - at `$.bapipe`"),
+        (("bapipe",), "profile/0", "unknown file kind 'profile/0'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
+        (("bapipe",), "table/2", "unknown file kind 'table/2'; want one of profile/1, cluster/1, plan/1 - at `$.bapipe`"),
         (("bapipe",), ..., "Object missing required field 'bapipe' - at `$`"),
         (("layers", 3, "param_bytes"), -1, "Expected `int` >= 0 - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), "x", "Expected `int`, got `str` - at `$.layers[3].param_bytes`"),

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
+from bapipe.planner.baselines import BASELINES
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import best_first
-from bapipe.planner.compare import NO_TIME_LEFT, compare
+from bapipe.planner.compare import INTERRUPTED, NO_TIME_LEFT, compare
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import naive_plans
@@ -186,6 +187,26 @@ def test_a_comparison_and_a_front_end_with_their_deadline() -> None:
     assert [*compared.failed] == [*options.schedules]
     assert set(compared.failed.values()) == {NO_TIME_LEFT}
     assert pareto(PROFILES, devices(3), options, deadline=Deadline(0.0)) == ()
+
+
+def test_a_comparison_without_time_has_the_rows_that_need_no_search() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "gpipe"])
+    in_full = {other.name: other for other in compare(PROFILES, devices(3), options).others}
+    ended = {other.name: other for other in compare(PROFILES, devices(3), options, deadline=Deadline(0.0)).others}
+    assert ended.keys() == in_full.keys() == {*BASELINES}
+    for name in ("one-device", "data-parallel"):  # equal layers are on as many devices as the best plan
+        assert ended[name].step_ns == in_full[name].step_ns
+
+
+def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "gpipe"])
+    stopped = Deadline(None, is_given=False)
+    stopped.stop()
+    assert set(compare(PROFILES, devices(3), options, deadline=stopped).failed.values()) == {INTERRUPTED}
+    with pytest.raises(OutOfTime, match=r"let it go on for longer \(it was interrupted\)"):
+        stopped.share(2).check()
+    with pytest.raises(OutOfTime, match=r"choose a longer `time_limit_s`"):
+        Deadline(0.0).check()
 
 
 def test_a_deadline_ends_the_search_for_an_order() -> None:

@@ -125,6 +125,26 @@ def test_a_model_with_a_repeated_block_is_planned_like_one_written_out() -> None
     assert block_layers(written, "l1..l3") == range(1, 4)
 
 
+def test_the_ends_of_a_block_may_be_what_names_begin_with() -> None:
+    profile = chain([1] * 7)
+    names = ["embed", "b0.l0", "b0.l1", "b1.l0", "b1.l1", "b10", "head"]
+    layers = zip(profile.layers, names, strict=True)
+    profile = msgspec.structs.replace(
+        profile, layers=tuple(msgspec.structs.replace(x, name=name) for x, name in layers)
+    )
+    for block, wanted in {
+        "b0": range(1, 3),
+        "b0..b1": range(1, 5),
+        "b0..b0": range(1, 3),
+        "b0.l1..b1": range(2, 5),
+        "embed..b1.l0": range(4),
+        "b1..b10": range(3, 6),
+    }.items():
+        assert block_layers(profile, block) == wanted
+    with pytest.raises(BapipeError, match=r"ends before it begins: layer 'b0.l1' comes before 'b1.l0'; want 'b0..b1'"):
+        block_layers(profile, "b1..b0")
+
+
 def test_a_fast_enough_model_is_the_largest_by_the_work_that_it_adds() -> None:
     # One device: a step is the sum of all layers' F and B, 3 ms for each millisecond of F, four times.
     profile = chain([1, 2, 1])
@@ -235,6 +255,11 @@ def test_of_too_many_choices_the_fastest_devices_are_tried() -> None:
         (lambda: Goal(least="memory", within=-1), "`within` -1: want a share from 0 to 100"),
         (lambda: Goal(least="memory", min_throughput=0), "`min_throughput` 0: want a positive number"),
         (lambda: block_layers(chain([1, 2]), "x"), "no layers of chain have this name"),
+        (lambda: block_layers(chain([1, 2]), "l0..x"), "no layer of chain is named 'x', and no name begins with it"),
+        (
+            lambda: block_layers(chain([1, 2]), "l1..l0"),
+            "ends before it begins: layer 'l0' comes before 'l1'; want 'l0..l1'",
+        ),
         (lambda: repeat_block(chain([1, 2]), "l1", 2), "gives one tensor to later layers; it gives 0"),
         (lambda: repeat_block(chain([1, 2]), "l0", 2), "reads no tensor as large as the one it gives"),
     ],

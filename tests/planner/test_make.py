@@ -10,11 +10,12 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
+from bapipe.formats.certificate import BY_HAND
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan
 from bapipe.planner.decision import decision_of
-from bapipe.planner.make import BY_HAND, judge
+from bapipe.planner.make import judge
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule
@@ -267,6 +268,42 @@ def test_a_plan_changed_in_its_file_is_not_proven_any_more() -> None:
         assert changed.alternatives == ()
     factory = changed_file(plan, factory="my.module:model")
     assert factory.certificate == plan.certificate
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"certificate": {"proven_optimal": True}},
+            r"said to be optimal, but.*want false.*\$\.certificate\.proven_optimal",
+        ),
+        ({"certificate": {"gap": 0.0}}, r"a gap of 0, but.*\$\.certificate\.gap"),
+        ({"certificate": {"lower_bound_ns": 1}}, r"a gap of .*, but.*lower bound 1 ns.*\$\.certificate\.gap"),
+        ({"prediction": {"step_ns": 1}}, r"is 1 ns, and its lower bound.*\$\.certificate\.lower_bound_ns"),
+        ({"prediction": {"step_ns": 10**12}}, r"a gap of .*, but.*1,000,000,000,000 ns.*\$\.certificate\.gap"),
+    ],
+)
+def test_a_file_whose_step_bound_gap_and_proof_contradict_one_another_is_refused(
+    changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    plan = bapipe.edit(planned(), PROFILE, moves=["stage 0 -1"])
+    assert plan.certificate.lower_bound_ns
+    assert plan.certificate.gap > 0
+    content = json.loads(encode(plan))
+    changed = {part: content[part] | fields for part, fields in changes.items()}
+    with pytest.raises(InvalidFile, match=message):
+        changed_file(plan, **changed)
+    del content["certificate"]["digest"]
+    unsigned = {part: content[part] | fields for part, fields in changes.items()}
+    with pytest.raises(InvalidFile, match=message):
+        changed_file(plan, **{"certificate": content["certificate"]} | unsigned)
+
+
+def test_a_file_of_a_proven_plan_cannot_say_that_it_is_not() -> None:
+    plan = planned()
+    certificate = msgspec.to_builtins(plan.certificate) | {"proven_optimal": False}
+    with pytest.raises(InvalidFile, match=r"said to be unproven, but.*want true"):
+        changed_file(plan, certificate=certificate)
 
 
 def test_older_files_without_a_digest_are_read_as_they_are() -> None:

@@ -34,7 +34,7 @@ def test_plans_and_bounds_enclose_the_optimum(monkeypatch: pytest.MonkeyPatch) -
         best_ns = [_best_ns(profiles, point) for point in points]
         for max_nodes in (0, 3, 10_000):
             monkeypatch.setattr(nearby, "MAX_NODES", max_nodes)
-            for best, plan in zip(best_ns, plans_nearby(profiles, points, lambda: None), strict=True):
+            for best, plan in zip(best_ns, plans_nearby(profiles, points, lambda number, plan: None), strict=True):
                 if plan is None:
                     assert best is None or max_nodes < 10_000
                     continue
@@ -64,7 +64,7 @@ def test_why_a_point_has_no_plan_is_said_beside_the_plans_of_the_others() -> Non
     unknown = replace(cluster, devices=(replace(cluster.devices[0], kind="b"),))
     options = PlanOptions(minibatch_size=8)
     points = [Point(cluster=each, options=options) for each in (cluster, unknown, cluster)]
-    first, refused, second = plans_nearby(profiles, points, lambda: None)
+    first, refused, second = plans_nearby(profiles, points, lambda number, plan: None)
     assert isinstance(first, Plan)
     assert first == second
     assert isinstance(refused, BapipeError)

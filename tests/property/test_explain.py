@@ -69,12 +69,13 @@ def test_replicas_on_the_convolutions_win_for_vgg_16() -> None:
     assert all("Linear" not in kind[name] for name in convolutions.layers)
     assert sum("Linear" in kind[name] for name in dense.layers) == 3
     assert words == (
-        "A pipeline of 2 stages with replicas: stage 0 ('node2' to 'node18') on 3 devices.",
+        "A pipeline of 2 stages with replicas: stage 0 ('node2' to 'node18') on 3 devices, the other stage on one "
+        "device.",
         "Critical path of a step: compute of stage 0 (98%).",
         "Inter-layer partition: the devices of stage 0 are busy longest (687.0 ms per step), those of stage 1 shortest "
         "(633.2 ms).",
         "Coarse-grained cuts: used; each micro-batch sends 0.803 MB over the cuts. Cuts that balance compute alone would "
-        "send 3.21 MB, and a step would be 30.7% slower.",
+        "send 3.21 MB over the cuts, and a step would be 30.7% slower.",
         "Memory fine-tuning: not needed; no plan found is faster with more memory. gpu3 is the fullest device, with 12% of "
         "its limit.",
         INTRA_LAYER,
@@ -93,7 +94,7 @@ def test_a_pipeline_wins_for_gnmt_8() -> None:
         "Inter-layer partition: the devices of stage 3 are busy longest (417.9 ms per step), those of stage 2 shortest "
         "(277.7 ms).",
         "Coarse-grained cuts: used; each micro-batch sends 0.197, 0.197, 0.197 MB over the cuts. Cuts that balance compute "
-        "alone would send 0.393, 0.197, 0.389 MB, and a step would be 6.6% slower.",
+        "alone would send 0.393, 0.197, 0.389 MB over the cuts, and a step would be 6.6% slower.",
         "Memory fine-tuning: not needed; no plan found is faster with more memory. gpu3 is the fullest device, with 25% of "
         "its limit.",
         INTRA_LAYER,

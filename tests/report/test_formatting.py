@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.cli import progress
-from bapipe.report.formatting import add_row, empty_table, fit_table
+from bapipe.report.formatting import add_row, empty_table, fit_table, number, number_down
 
 
 def printed(table: Table, width: int) -> list[str]:
@@ -74,3 +74,17 @@ def test_long_tables_look_as_rich_prints_them(width: int, monkeypatch: pytest.Mo
         found.append(console.file.getvalue())
     assert found[0] == found[1]
     assert ("left out at this width" in found[0]) == (width < 120)
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest", "below"),
+    [
+        (0, "0", "0"),
+        (181.6, "182", "181"),
+        (18.16, "18.2", "18.1"),
+        (0.29, "0.290", "0.290"),
+        (1999.9, "2,000", "1,999"),
+    ],
+)
+def test_what_something_is_at_least_is_rounded_down(value: float, nearest: str, below: str) -> None:
+    assert (number(value), number_down(value)) == (nearest, below)

@@ -2,9 +2,15 @@
 
 from rich.table import Table
 
+from bapipe.formats.certificate import certify
+from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
-from bapipe.report.plans import memory_table, render_plan
+from bapipe.report.comparisons import render_comparison
+from bapipe.report.plan_changes import render_changes
+from bapipe.report.plans import memory_table, proof, render_plan
+from bapipe.report.remarks import plan_remarks
+from bapipe.report.variations import variations_table, worth_words
 from tests.builders import chain, devices
 
 
@@ -16,3 +22,40 @@ def test_of_many_devices_without_a_stage_a_few_have_a_row() -> None:
     few = plan_step_time({"a": chain([1, 1])}, devices(6), options)
     assert memory_table(few).row_count == 6
     assert all(isinstance(part, Table) or "more devices" not in part for part in render_plan(few))
+
+
+def test_a_proof_does_not_promise_more_than_is_proven() -> None:
+    certificate = certify(182_445_000, 181_636_000, "some plans")
+    assert f"{certificate.gap:.4%}" == "0.4454%"
+    assert proof(certificate) == "within 0.45% of the lower bound, 181 ms, over some plans"
+
+
+def test_numbers_of_other_cuts_are_in_the_right_number_when_they_are_shown() -> None:
+    """The texts of plan files, which stay as they are, say `1 other cuts` and `0 other cuts`."""
+    space = "every order; orders were searched for {} other cuts too"
+    shown = {num: proof(certify(5, 5, space.format(num))) for num in (0, 1, 2, 10, 11)}
+    assert shown[0] == "proven optimal over every order"
+    assert shown[1].endswith("; orders were searched for 1 other cut too")
+    assert all(shown[num].endswith(f"; orders were searched for {num} other cuts too") for num in (2, 10, 11))
+
+
+def test_a_step_that_takes_no_time_has_an_unlimited_rate() -> None:
+    """In a profile without times, which nothing divides by."""
+    profiles = {"a": chain([0, 0])}
+    plan = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4))
+    slow = plan_step_time({"a": chain([1, 1])}, devices(2), PlanOptions(minibatch_size=4))
+    first, *_, alternatives = render_plan(plan)
+    assert "0 ms per step, unlimited samples/s" in str(first)
+    assert isinstance(alternatives, Table)
+    assert {*alternatives.columns[2].cells} == {"unlimited"}
+    assert "unlimited samples/s" in plan._repr_html_()
+    _, compared, *_ = render_comparison({"1f1b": plan}, slow.alternatives, {})
+    assert isinstance(compared, Table)
+    assert next(iter(compared.columns[3].cells)) == "unlimited"
+    assert any("-> unlimited" in line for line in render_changes(slow, plan))
+    ties = near_ties(plan, profiles, ["1f1b", "gpipe"])
+    assert all("as fast" in words for words in plan_remarks(plan, profiles, ["1f1b"], ties) if "near-tie" in words)
+    figures = {"peak_bytes": 0, "gap": 0.0, "plan": "1", "microbatch_size": 1, "is_new_kind": False}
+    rows = [{"link": n, "step_ns": 0, "samples_per_s": 0.0, **figures} for n in (1, 2)]
+    assert "unlimited" in [*variations_table(["link"], rows).columns[3].cells]
+    assert worth_words(["link"], rows) == ["no other value is worth more than 0.5 %, by itself"]

@@ -70,7 +70,7 @@ explorer.Analyses = class {
   }
   async computeBest() {
     const from = this.page.state(), { ms, percent } = explorer;
-    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plans simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percent(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
+    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plan${status.simulated === 1 ? "" : "s"} simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percent(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
     if (found) await this.page.best(found.state, from);
   }
   async computeFront() {
@@ -103,18 +103,18 @@ explorer.Analyses = class {
     return { cell: explorer.make("button", { type: "button", disabled: !canBeChosen, onclick: () => this.page.choose(point.state, name) }, text), className: "name", title: name };
   }
   drawFront() {
-    const { ms, mib, percent } = explorer, points = this.kept.front ? this.kept.front.points : [];
+    const { ms, mib } = explorer, points = this.kept.front ? this.kept.front.points : [];
     this.front.element.hidden = !points.length;
     if (!points.length) return;
     const named = points.map((point) => ({ ...point, name: `${point.devices} device${point.devices > 1 ? "s" : ""}, ${point.kind}` }));
     const shown = named.map((point) => ({ x: point.peak, y: point.step, label: String(point.devices), state: point.state, name: point.name, canBeChosen: this.page.canShow(point.state), text: `${point.name}\n${ms(point.step)}, ${mib(point.peak)} a device\nat most ${percent(point.gap)} above the best for them` }));
     this.front.update([{ points: shown, colour: "B" }],
       { x: { name: "peak memory of a device; labels: number of devices", words: mib, unit: 2 ** 20 }, y: { words: ms } }, `Pareto front of ${points.length} plans.`);
-    const rows = named.map((point) => ({ cells: [this.choice(point, point.name), ms(point.step), mib(point.peak), String(point.devices), percent(point.gap)] }));
+    const rows = named.map((point) => ({ cells: [this.choice(point, point.name), ms(point.step), mib(point.peak), String(point.devices), explorer.percentUp(point.gap)] }));
     this.frontTable.replaceChildren(...explorer.table("Plans on the front", ["plan", "step>", "peak of a device>", "devices>", "gap at most>"], rows));
   }
   drawCurve() {
-    const { ms, mib, number, percent } = explorer, name = this.axis.value || "link", axis = explorer.AXES[name], points = this.kept[name] ? this.kept[name].points : [];
+    const { ms, mib, number } = explorer, name = this.axis.value || "link", axis = explorer.AXES[name], points = this.kept[name] ? this.kept[name].points : [];
     const found = points.filter((point) => point.step);
     this.curve.element.hidden = !found.length;
     this.curveTable.replaceChildren();
@@ -126,7 +126,7 @@ explorer.Analyses = class {
     this.curve.update([{ points: same, line: true, dash: [4, 3], colour: "transfer" }, { points: best, line: true, colour: "B" }],
       { x: { name: axis.name, words: axis.words, log: axis.log, values: found.map((point) => point.value) }, y: { words: (value) => `${number(value)}/s`, fromZero: true } }, `Samples per second of the best plan at ${found.length} values of the ${axis.short}.`);
     const rows = points.map((point) => ({ cells: point.step
-      ? [choice(point), ms(point.step), number(point.rate), point.same ? ms(point.same) : "", mib(point.peak), point.kind + (point.isNewKind ? " ∗" : ""), percent(point.gap)]
+      ? [choice(point), ms(point.step), number(point.rate), point.same ? ms(point.same) : "", mib(point.peak), point.kind + (point.isNewKind ? " ∗" : ""), explorer.percentUp(point.gap)]
       : [axis.words(point.value), "", "", "", "", { cell: point.whyNot, className: "name", title: point.whyNot }, ""] }));
     this.curveTable.replaceChildren(...explorer.table(`Best plans over the ${axis.short}; ∗: another kind than before`, [axis.short, "step>", "samples/s>", "this plan>", "peak>", "devices of each stage, schedule", "gap at most>"], rows));
   }

@@ -50,7 +50,7 @@ explorer.Compared = class {
     const { ms, mib, number, percent } = explorer, peak = (one) => Math.max(...one.answer.ranks.map((rank) => rank.peak));
     const lines = [
       ["step", ms, (one) => one.answer.step], ["samples/s", number, (one) => one.answer.rate], ["bubble", percent, (one) => one.answer.bubble],
-      ["largest peak", mib, peak], ["above the bound", percent, (one) => (one.answer.bound.ns ? one.answer.step / one.answer.bound.ns - 1 : 0)],
+      ["largest peak", mib, peak], ["above the bound", explorer.percentUp, (one) => (one.answer.bound.ns ? one.answer.step / one.answer.bound.ns - 1 : 0)],
       ["devices used", String, (one) => new Set(one.state.devices.flat()).size],
     ].map(([name, words, value]) => {
       const [x, y] = [value(a), value(b)], share = x ? y / x - 1 : 0;

@@ -87,7 +87,7 @@ explorer.begin = async () => {
     at("figures").replaceChildren(
       entry("step", ms(found.step)), entry("samples/s", number(answer.rate)), entry("bubble", percent(answer.bubble), { share: answer.bubble }),
       entry("peak memory", mib(found.peak) + (found.fits ? "" : ", does not fit"), { alarm: !found.fits, share: found.full, title: `the fullest device uses ${percent(found.full)} of its memory` }),
-      entry("above the bound", answer.bound.ns ? (found.gap > 0 ? percent(found.gap) : "nothing: optimal") : "unknown", { share: answer.bound.ns ? found.gap : undefined, title: bound }));
+      entry("above the bound", answer.bound.ns ? (found.gap > 0 ? explorer.percentUp(found.gap) : "nothing: optimal") : "unknown", { share: answer.bound.ns ? found.gap : undefined, title: bound }));
     at("figures").dataset.step = answer.step;
     at("bound").textContent = at("bound").title = bound;
     document.body.classList.toggle("order", !!answer.orderOnly);

@@ -11,6 +11,10 @@ explorer.number = (value) => {
 explorer.ms = (ns) => `${explorer.number(ns / 1e6)} ms`;
 explorer.mib = (bytes) => (bytes >= 2 ** 40 ? `${explorer.number(bytes / 2 ** 30)} GiB` : `${explorer.number(bytes / 2 ** 20)} MiB`);
 explorer.percent = (share) => `${(100 * share).toFixed(1)}%`;
+
+// Of what something is at most, such as a gap.
+explorer.percentUp = (share) => explorer.percent(Math.ceil(1000 * share - 1e-9) / 1000);
+
 explorer.signed = (text, value) => (value > 0 ? `+${text}` : text);
 
 explorer.make = (tag, attributes = {}, ...children) => {

@@ -25,6 +25,9 @@ from bapipe.simulator.timeline import Timeline
 MAX_RESOURCES_NAMED = 5
 """Maximum number of resources that are listed as shortening the step."""
 
+MAX_CUTS_NAMED = 8
+"""Of more cuts the bytes are not listed one by one."""
+
 MIN_TIME_SHARE_NAMED = 0.0005
 """A smaller difference, as a share of the step, is not mentioned."""
 
@@ -84,14 +87,25 @@ def _strategy(plan: Plan) -> str:
             "one device each" if num_devices == len(counts) else f"several on each of {num_devices} devices"
         )
     else:
-        replicated = [
-            f"stage {s} ('{stage.layers[0]}' to '{stage.layers[-1]}') on {len(stage.devices)} devices"
-            for s, stage in enumerate(plan.stages)
-            if len(stage.devices) > 1
-        ]
-        text = f"A pipeline of {len(counts)} stages with replicas: {', '.join(replicated)}"
+        text = f"A pipeline of {len(counts)} stages with replicas: {_replicas(plan)}"
     unused = and_others([*plan.unused_devices], "devices")
     return f"{text}; unused: {', '.join(unused)}." if unused else f"{text}."
+
+
+def _replicas(plan: Plan) -> str:
+    """Returns on how many devices the stages are, of which some have replicas."""
+    replicated = [
+        f"stage {s} ('{stage.layers[0]}' to '{stage.layers[-1]}') on {len(stage.devices)} devices"
+        for s, stage in enumerate(plan.stages)
+        if len(stage.devices) > 1
+    ]
+    num_others = len(plan.stages) - len(replicated)
+    named = and_others(replicated, "stages with replicas")
+    if num_others == 1:
+        named.append("the other stage on one device")
+    elif num_others:
+        named.append(f"the other {num_others} stages on one device each")
+    return ", ".join(named)
 
 
 def _critical_path(timeline: Timeline) -> str:
@@ -120,7 +134,7 @@ def _cuts(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none; all layers are in one stage."
     sent = _sent_bytes(plan, profiles)
-    sends = f"each micro-batch sends {_megabytes(sent)} over the cuts"
+    sends = f"each micro-batch sends {_over_cuts(sent)}"
     try:
         other = time_balanced_plan(plan, profiles, deadline)
         deadline.check()
@@ -139,8 +153,8 @@ def _cuts(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions
     change = f"a device would lack {lack:,} bytes" if lack > 0 else f"a step would be {change}"
     used = "used" if (is_slower or lack > 0) and sum(sent) < sum(other_sent) else "not needed"
     return (
-        f"Coarse-grained cuts: {used}; {sends}. Cuts that balance compute alone would send {_megabytes(other_sent)}, "
-        f"and {change}."
+        f"Coarse-grained cuts: {used}; {sends}. Cuts that balance compute alone would send "
+        f"{_over_cuts(other_sent)}, and {change}."
     )
 
 
@@ -150,8 +164,19 @@ def _sent_bytes(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
     return [stage.send_bytes for stage in stages[:-1]]
 
 
-def _megabytes(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{num_bytes / 1e6:,.3g}" for num_bytes in sizes) + " MB"
+def _over_cuts(sizes: Sequence[int]) -> str:
+    """Returns in words how many bytes the cuts send: each, or of many the least and the most."""
+    if len(sizes) <= MAX_CUTS_NAMED:
+        return f"{', '.join(map(_megabytes, sizes))} MB over the cuts"
+    most = max(range(len(sizes)), key=sizes.__getitem__)
+    least_sent, most_sent = _megabytes(min(sizes)), _megabytes(sizes[most])
+    if least_sent == most_sent:
+        return f"{most_sent} MB over each of {len(sizes)} cuts"
+    return f"{least_sent} to {most_sent} MB over each of {len(sizes)} cuts (most behind stage {most})"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.3g}"
 
 
 def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
@@ -165,7 +190,7 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     # The device closest to its own limit, not the one that holds most.
     fullest = max(shares, key=lambda name: shares[name])
     recomputed = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
-    numbers = f"s {', '.join(recomputed)}" if len(recomputed) > 1 else f" {''.join(recomputed)}"
+    numbers = f"s {', '.join(and_others(recomputed, 'stages'))}" if len(recomputed) > 1 else f" {''.join(recomputed)}"
     recompute = f"Recomputed to fit: stage{numbers}. " if recomputed else ""
     usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit"
     unlimited_ns = next((effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY), None)
@@ -190,17 +215,26 @@ def _data_parallelism(plan: Plan) -> str:
 
 
 def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
-    now_ns = max(plan.prediction.step_ns, 1)
+    now_ns = plan.prediction.step_ns
     saved = [
         f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.is_replanned else ''}"
         for effect in effects
-        if effect.resource != UNLIMITED_MEMORY and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
+        if effect.resource != UNLIMITED_MEMORY
+        and effect.step_ns < now_ns
+        and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
     ]
     # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
-    delaying = [effect.resource for effect in effects if effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)]
+    delaying = [
+        effect.resource
+        for effect in effects
+        if effect.step_ns > now_ns and effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)
+    ]
     num_tried = sum(not effect.is_replanned for effect in effects)
     num_all = len(changes_of_resources(plan))
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)
     named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or ("none" if num_tried else "not known")
     text = f"Step time saved by 10 % more of one resource: {named}{left_out}."
-    return text + (f" It would be longer, in the same order, with more of: {', '.join(delaying)}." if delaying else "")
+    if not delaying:
+        return text
+    longer = ", ".join(and_others(delaying, "resources"))
+    return f"{text} It would be longer, in the same order, with more of: {longer}."

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from bapipe.errors import BapipeError
+from bapipe.formats.certificate import outside_of
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -12,6 +13,7 @@ from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.planner.work_bound import work_bound_ns
+from bapipe.units import percent_up
 
 
 def explain_gap(
@@ -23,6 +25,8 @@ def explain_gap(
     schedules and sizes keep the bound down, and fixing them closes it.
     """
     if plan.certificate.proven_optimal:
+        if outside_of(plan.certificate) is not None:
+            return "Gap: none; no plan of the searched space is faster than the pinned one."
         return "Gap: none; the plan is proven optimal in the searched space."
     return f"Gap: {_shares(plan, profiles, options)} To close it, {_remedy(plan, profiles, options, deadline)}"
 
@@ -67,7 +71,7 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
     faster = f", and finds a step of {_ms(best_ns)} ms" if best_ns < plan.prediction.step_ns else ""
     return (
         f"{longer}. With {plan.schedule} and micro-batches of {plan.microbatch_size} alone, it leaves "
-        f"{best_ns / max(found.lower_bound_ns, 1) - 1:.1%}{faster}."
+        f"{percent_up(best_ns / max(found.lower_bound_ns, 1) - 1, 1)}{faster}."
     )
 
 

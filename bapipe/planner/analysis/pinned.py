@@ -5,17 +5,18 @@ from collections.abc import Mapping
 import msgspec
 
 from bapipe.errors import Infeasible
-from bapipe.formats.certificate import NOT_CERTIFIED, certify
+from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.decision import decision_of
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import Solution
-from bapipe.planner.validation import check_inputs
+from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.printable import and_others
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
@@ -64,7 +65,31 @@ def certify_pinned(
     )
     # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
     bound_ns = min(timeline.step_ns, bound_ns)
-    return with_certificate(judged, certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}"))
+    words = pinned_beside(in_words(space), _reasons_outside(plan, profiles, options))
+    return with_certificate(judged, certify(timeline.step_ns, bound_ns, words))
+
+
+def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:
+    """Returns what a plan decides otherwise than the options allow."""
+    from bapipe.planner.constraints import parse_constraints  # loads numpy
+
+    rules, sizes = parse_constraints(options.constraints), microbatch_sizes(profiles, plan.cluster, options)
+    rules.check_layers(next(iter(profiles.values())))
+    num_stages, size = len(plan.stages), plan.microbatch_size
+    reasons = [f"it breaks '{text}'" for text in rules.broken_by(plan.stages)]
+    if options.num_stages not in (None, num_stages):
+        reasons.append(f"{num_stages} stage{'s' * (num_stages > 1)}, not {options.num_stages}")
+    if size not in sizes:
+        reasons.append(f"micro-batches of {size}")
+    if plan.schedule not in named_schedules(options):
+        reasons.append(f"schedule {plan.schedule}")
+    elif decision_of(plan).own_table is not None:
+        reasons.append(f"an order of its own, not that of {plan.schedule}")
+    if not options.replicas and any(len(stage.devices) > 1 for stage in plan.stages):
+        reasons.append("replicas")
+    if not options.recompute and any(stage.recompute for stage in plan.stages):
+        reasons.append("recomputation")
+    return reasons
 
 
 def _best_found(found: Solution, pinned_ns: int) -> Alternative:

@@ -6,11 +6,12 @@ from msgspec.structs import replace
 from bapipe.formats.certificate import certify
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.explain import TOPICS
+from bapipe.planner.analysis.explain import TOPICS, _over_cuts, _strategy
 from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.time_balanced import time_balanced_plan
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
 from bapipe.planner.plan_step import plan_step_time
@@ -41,6 +42,46 @@ def planned(forward_ms: list[int], num_devices: int, **options: object) -> tuple
 def test_the_first_sentence_names_the_strategy(num_devices: int, options: dict[str, object], strategy: str) -> None:
     plan, profiles = planned([1, 1, 1, 1], num_devices, **options)
     assert explain(plan, profiles, PlanOptions(minibatch_size=4))[0] == strategy
+
+
+def strategy_of(counts: list[int]) -> str:
+    """The first sentence about stages of a layer each, on so many devices each."""
+    names = iter(f"d{i}" for i in range(sum(counts)))
+    groups = [[next(names) for _ in range(count)] for count in counts]
+    cuts = list(range(1, len(counts)))
+    profile = chain([1] * len(counts))
+    return _strategy(make(profile, devices(sum(counts)), minibatch_size=8, cuts=cuts, devices=groups))
+
+
+def test_all_stages_of_a_pipeline_with_replicas_are_counted() -> None:
+    named = "stage 0 ('l0' to 'l0') on 2 devices"
+    assert strategy_of([2, 1]) == f"A pipeline of 2 stages with replicas: {named}, the other stage on one device."
+    assert strategy_of([2, 1, 1]) == (
+        f"A pipeline of 3 stages with replicas: {named}, the other 2 stages on one device each."
+    )
+    assert strategy_of([2, 4]) == f"A pipeline of 2 stages with replicas: {named}, stage 1 ('l1' to 'l1') on 4 devices."
+    many = strategy_of([2] * 7 + [1])
+    assert many.endswith(
+        "stage 3 ('l3' to 'l3') on 2 devices, 3 other stages with replicas, the other stage on one device."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([2_000_000, 1_000_000], "2, 1 MB over the cuts"),
+        ([1_000_000] * 4 + [3_500_000] + [2_000_000] * 506, "1 to 3.5 MB over each of 511 cuts (most behind stage 4)"),
+        ([1_000_000] * 9, "1 MB over each of 9 cuts"),
+    ],
+)
+def test_of_many_cuts_the_least_and_the_most_bytes_are_named(sizes: list[int], words: str) -> None:
+    assert _over_cuts(sizes) == words
+
+
+def test_a_step_that_takes_no_time_cannot_be_shortened() -> None:
+    plan, profiles = planned([0, 0], 2)
+    words = explain(plan, profiles, PlanOptions(minibatch_size=4))
+    assert words[7] == "Step time saved by 10 % more of one resource: none."
 
 
 def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:

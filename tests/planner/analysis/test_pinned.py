@@ -1,14 +1,21 @@
 """A pinned plan keeps its stages, and gets the bound of the whole space."""
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
+from bapipe.formats.certificate import outside_of, searched_space
+from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.pinned import BEST_FOUND, certify_pinned
+from bapipe.planner.edit import edit
+from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
+from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 
@@ -22,6 +29,14 @@ def best_and_unbalanced(profiles: dict[str, ModelProfile]) -> tuple[Plan, Plan]:
     first, second = best.stages
     stages = (replace(first, layers=names[:1]), replace(second, layers=names[1:]))
     return best, replace(best, stages=stages)
+
+
+def twice(profile: ModelProfile) -> Measurement:
+    """Returns the times of micro-batches of two, twice those of one."""
+    (one,) = profile.measurements
+    names = "forward_ns", "input_grad_ns", "weight_grad_ns"
+    layers = (replace(layer, **{name: 2 * getattr(layer, name) for name in names}) for layer in one.layers)
+    return replace(one, microbatch_size=2, layers=tuple(layers))
 
 
 def test_the_gap_of_a_pinned_plan_is_to_the_best_plan() -> None:
@@ -56,3 +71,46 @@ def test_a_pinned_plan_that_does_not_fit_is_refused_with_the_bytes_it_lacks() ->
     message = rf"d1 needs {needed:,} bytes and has {needed - 1:,} \(1 bytes short\)"
     with pytest.raises(Infeasible, match=message):
         certify_pinned(short, profiles, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_stages": 3, "schedules": ("gpipe",)}, "2 stages, not 3; schedule gpipe-2bp"),
+        ({"constraints": ("l0 with l3",)}, "it breaks 'l0 with l3'"),
+        ({"constraints": ("l0 without l1", "l0 on d1")}, "it breaks 'l0 without l1'; it breaks 'l0 on d1'"),
+        ({"microbatch_size": 2}, "micro-batches of 1"),
+    ],
+)
+def test_it_is_said_why_a_pinned_plan_lies_outside_the_space(changes: dict[str, Any], reason: str) -> None:
+    profiles = {"a": chain([1, 1, 1, 1], output_bytes=10)}
+    profiles["a"] = replace(profiles["a"], measurements=(*profiles["a"].measurements, twice(profiles["a"])))
+    schedule = "1f1b" if changes.get("num_stages") is None else "gpipe-2bp"
+    plan = make(
+        profiles, devices(4), minibatch_size=4, microbatch_size=1, cuts=[2], devices=["d0", "d1"], schedule=schedule
+    )
+    options = PlanOptions(minibatch_size=4, replicas=False, **changes)
+    certificate = certify_pinned(plan, profiles, options).certificate
+    assert outside_of(certificate) == f", which lies outside ({reason})"
+    beside = f"which lies outside ({reason})"
+    gap, proven = f"the pinned plan, {beside}, is within ", f"is faster than the pinned one, {beside}: every cut"
+    assert (proven if certificate.proven_optimal else gap) in proof(certificate)
+    assert searched_space(certificate).startswith("every cut of 4 layers")
+
+
+def test_a_pinned_plan_is_not_called_optimal_over_the_space_beside_it() -> None:
+    profiles = {"a": chain([1, 1, 1, 1])}
+    best, unbalanced = best_and_unbalanced(profiles)
+    told = proof(certify_pinned(best, profiles, OPTIONS).certificate)
+    assert told.startswith("no plan of this space is faster than the pinned one: every cut of 4 layers")
+    assert proof(certify_pinned(unbalanced, profiles, OPTIONS).certificate).startswith("the pinned plan is within ")
+
+
+def test_a_plan_changed_from_a_pinned_one_is_not_pinned() -> None:
+    profiles = {"a": chain([1, 1, 1, 1])}
+    best, _ = best_and_unbalanced(profiles)
+    changed = edit(certify_pinned(best, profiles, OPTIONS), profiles, moves=["stage 0 +1"])
+    assert changed.certificate.space.startswith("every cut of 4 layers")
+    assert outside_of(changed.certificate) is None
+    same = edit(best, profiles)
+    assert proof(same.certificate).startswith("no plan of this space is faster: every cut of 4 layers")
