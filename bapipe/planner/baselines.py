@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
 
 import msgspec
 
@@ -19,6 +19,9 @@ from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
 
 BASELINES = ("one-device", "data-parallel", "equal-layers")
+
+ACTIONS_PER_S, FEW_ACTIONS = 50_000, 5_000
+"""So many actions are simulated in a second, about; and what takes no longer than so many is not asked about."""
 
 Planned = Solution | Plan
 """What baselines are compared with."""
@@ -71,7 +74,8 @@ def baseline_alternatives(
     for name, candidates in zip(BASELINES, kinds, strict=True):
         simulated = [
             _simulate_candidate(candidate, plan, profiles, limits)
-            for candidate in takewhile(lambda _: not deadline.is_over, candidates)
+            for candidate in sorted(candidates, key=partial(_num_actions, plan))
+            if not deadline.is_over and _is_in_time(_num_actions(plan, candidate), deadline)
         ]
         if not simulated:
             continue
@@ -86,6 +90,17 @@ def baseline_alternatives(
             )
         )
     return tuple(alternatives)
+
+
+def _num_actions(plan: Planned, candidate: Candidate) -> int:
+    """Forwards and backwards of a step."""
+    return 2 * len(candidate.stages) * (plan.minibatch_size // candidate.microbatch_size)
+
+
+def _is_in_time(num_actions: int, deadline: Deadline) -> bool:
+    """Whether so many actions are simulated before a deadline, about."""
+    left_s = deadline.remaining_s
+    return left_s is None or num_actions < FEW_ACTIONS or num_actions < ACTIONS_PER_S * left_s
 
 
 def _one_device(plan: Planned, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> list[Candidate]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
-from bapipe.planner.baselines import BASELINES
+from bapipe.planner.baselines import BASELINES, baseline_alternatives
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.compare import INTERRUPTED, NO_TIME_LEFT, compare
@@ -196,6 +196,16 @@ def test_a_comparison_without_time_has_the_rows_that_need_no_search() -> None:
     assert ended.keys() == in_full.keys() == {*BASELINES}
     for name in ("one-device", "data-parallel"):  # equal layers are on as many devices as the best plan
         assert ended[name].step_ns == in_full[name].step_ns
+
+
+def test_no_baseline_begins_that_would_take_longer_than_is_left() -> None:
+    """Forty stages with 1,024 micro-batches are 81,920 actions; on one device they are a fortieth of that."""
+    profiles, cluster = {"a": chain([1] * 40)}, devices(40)
+    made = plan_step_time(profiles, cluster, PlanOptions(minibatch_size=1024, num_stages=40), deadline=Deadline(0.0))
+    for left_s, names in ((10, {*BASELINES}), (1, {"one-device", "data-parallel"})):
+        deadline = Deadline(left_s, clock=lambda: 0.0)
+        found = baseline_alternatives(made, profiles, [1], ["1f1b"], [10**9] * 40, deadline)
+        assert {each.name for each in found} == names
 
 
 def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
