@@ -99,6 +99,7 @@ def _replicas(plan: Plan) -> str:
         for s, stage in enumerate(plan.stages)
         if len(stage.devices) > 1
     ]
+    # The stages without replicas are counted, so that the devices of all stages are accounted for.
     num_others = len(plan.stages) - len(replicated)
     named = and_others(replicated, "stages with replicas")
     if num_others == 1:
@@ -168,6 +169,7 @@ def _over_cuts(sizes: Sequence[int]) -> str:
     """Returns in words how many bytes the cuts send: each, or of many the least and the most."""
     if len(sizes) <= MAX_CUTS_NAMED:
         return f"{', '.join(map(_megabytes, sizes))} MB over the cuts"
+    # Cut s is the one behind stage s.
     most = max(range(len(sizes)), key=sizes.__getitem__)
     least_sent, most_sent = _megabytes(min(sizes)), _megabytes(sizes[most])
     if least_sent == most_sent:

@@ -76,6 +76,8 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
     rules, sizes = parse_constraints(options.constraints), microbatch_sizes(profiles, plan.cluster, options)
     rules.check_layers(next(iter(profiles.values())))
     num_stages, size = len(plan.stages), plan.microbatch_size
+    # Whether the space has the plan's order of devices is not looked at: spaces of many devices leave most orders out,
+    # which their words say.
     reasons = [f"it breaks '{text}'" for text in rules.broken_by(plan.stages)]
     if options.num_stages not in (None, num_stages):
         reasons.append(f"{num_stages} stage{'s' * (num_stages > 1)}, not {options.num_stages}")
