@@ -23,7 +23,8 @@ def explain_gap(
     schedules and sizes keep the bound down, and fixing them closes it.
     """
     if plan.certificate.proven_optimal:
-        return "Gap: none; the plan is proven optimal in the searched space."
+        limit = options.memory.in_words
+        return f"Gap: none; the plan is proven optimal in the searched space{f', {limit}' if limit else ''}."
     return f"Gap: {_shares(plan, profiles, options)} To close it, {_remedy(plan, profiles, options, deadline)}"
 
 

@@ -13,7 +13,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import in_words
+from bapipe.planner.searched_space import in_words, memory_limit
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs
 from bapipe.printable import and_others
@@ -64,7 +64,8 @@ def certify_pinned(
     )
     # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
     bound_ns = min(timeline.step_ns, bound_ns)
-    return with_certificate(judged, certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}"))
+    certificate = certify(timeline.step_ns, bound_ns, f"pinned; {in_words(space)}", memory_limit(space))
+    return with_certificate(judged, certificate)
 
 
 def _best_found(found: Solution, pinned_ns: int) -> Alternative:

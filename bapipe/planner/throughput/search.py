@@ -55,7 +55,7 @@ def solve_throughput(
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
     """
     check_inputs(profiles, cluster, options)
-    return explore_throughput(
+    solution = explore_throughput(
         profiles,
         cluster,
         minibatch_size=options.minibatch_size,
@@ -64,6 +64,8 @@ def solve_throughput(
         deadline=deadline,
         progress=progress,
     )
+    assert isinstance(solution.space, ThroughputSpace)
+    return replace(solution, space=replace(solution.space, memory=options.memory))
 
 
 def explore_throughput(
