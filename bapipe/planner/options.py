@@ -27,8 +27,9 @@ class PlanOptions:
 
     Attributes:
         schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
-            them, the order of the best plan's stages is then improved by a search that starts from the other named
-            schedules (if there are none, from all with one stage per device); stages then have one device each.
+            them, the order of the best plan with stages of one device each is then improved by a search that starts
+            from the other named schedules (if there are none, from all with one stage per device). The result is never
+            slower than the best plan with those, with replicas if they are allowed.
         num_stages, microbatch_size: None to search them.
         memory_limit_bytes: a limit on the bytes of every device, besides its memory.
         memory_margin: the fraction of each device's memory to leave free.

@@ -55,11 +55,13 @@ class ActionOrderSpace:
     Attributes:
         has_same_stages: whether the stages are those of the best plan for the named schedule.
         num_other_partitions: how many neighbouring partitions were searched too.
+        named_bound_ns: no plan with a named schedule has a shorter step, with replicas if they are allowed.
     """
 
     schedule: str
     has_same_stages: bool
     num_other_partitions: int
+    named_bound_ns: int
     stages_from: "SearchedSpace"
 
 

@@ -340,8 +340,8 @@ def test_more_memory_is_not_suggested_if_replicas_help() -> None:
     profiles = {"a": chain([5, 1])}
     fast = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4))
     for options in (
-        PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1),
         PlanOptions(minibatch_size=4, replicas=False),
+        PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1, replicas=False),
     ):
         plan = plan_step_time(profiles, devices(2), options)
         assert plan.prediction.step_ns > fast.prediction.step_ns
