@@ -73,6 +73,7 @@ def _more_memory(
             for device, num_bytes in zip(plan.cluster.devices, memory_bytes, strict=True)
         )
         cluster = msgspec.structs.replace(plan.cluster, devices=devices)
+        # With the same schedules and replicas as the plan had, so that a difference is one of memory.
         changed = replace(options, memory_limit_bytes=limit)
         deadline.check()
         request = SearchRequest(profiles=profiles, cluster=cluster, options=changed, deadline=deadline)
