@@ -190,8 +190,15 @@ def _throughput(space: ThroughputSpace) -> str:
     return (
         f"the largest load of a device, for {cuts} of {space.num_layers} layers; {counts} of {space.num_devices} "
         f"devices for a stage, in the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
-        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}"
+        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{_as_one_stage(space)}"
     )
+
+
+def _as_one_stage(space: ThroughputSpace) -> str:
+    """Returns the naive plans, where they are no points of the rest of the space."""
+    if space.has_all_device_counts and space.has_gaps:
+        return ""
+    return "; or all layers on one device, or on any number of the first ones"
 
 
 def _count(range_of_counts: tuple[int, int], noun: str) -> str:
