@@ -9,7 +9,7 @@ SearchProgress = Callable[[int, int, int], None]
 """(plans simulated, best step time, lower bound), both times in nanoseconds."""
 
 LoadProgress = Callable[[float, float], None]
-"""(best load so far, or the limit below which there is no plan; lower bound), both in nanoseconds."""
+"""(best load so far, infinite as long as there is no plan; lower bound), both in nanoseconds."""
 
 ParetoProgress = Callable[[int, int], None]
 """(number of devices, memory limit in bytes) of the next plan to search for."""

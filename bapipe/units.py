@@ -13,6 +13,7 @@ MAX_INT = 2**63 - 1
 NonNegative = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 def round_half_up(value: Fraction) -> int:

@@ -66,6 +66,8 @@ def compare(
 ) -> None:
     """Compare the best plan of each schedule with the usual strategies.
 
+    Plans may have replicas unless --no-replicas says otherwise: each row is what `bapipe plan --schedule` finds.
+
     The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
     With --strategies, those of the Oracle instead (arXiv:2104.09075): what their steps consist of, and how far they go.
     """
@@ -108,6 +110,6 @@ def compare(
     if as_json:
         show_json(report.comparison_json(compared.plans, compared.others, failed))
         return
-    show_parts(report.render_comparison(compared.plans, compared.others, failed))
+    show_parts(report.render_comparison(compared.plans, compared.others, failed, replicas=options.replicas))
     if html is not None:
         show_written(html)

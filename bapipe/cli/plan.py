@@ -81,7 +81,8 @@ def plan(
     schedule: Annotated[
         str,
         typer.Option(
-            "--schedule", help=f"Schedules to try: {', '.join(ALL)}, or all; 'search' also searches an order."
+            "--schedule",
+            help=f"Schedules to try: {', '.join(ALL)}, or all; 'search' also searches an order, without replicas.",
         ),
     ] = "1f1b,gpipe",
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,

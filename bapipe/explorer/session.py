@@ -13,10 +13,11 @@ from bapipe.explorer.state import State, cluster_of
 from bapipe.formats.certificate import Certificate, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
+from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.analysis.exchange import exchange_share
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
-from bapipe.planner.make import balanced_decision, default_devices, legal_cuts, plan_of
+from bapipe.planner.make import balanced_decision, default_devices, exceeds_limit, legal_cuts, plan_of
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
@@ -88,7 +89,7 @@ class Session:
     def _remember(self, plan: Plan) -> None:
         key = plan.cluster, plan.minibatch_size
         known = self._proven.get(key)
-        if known is None or known.lower_bound_ns < plan.certificate.lower_bound_ns:
+        if known is None or _how_far_it_holds(known) < _how_far_it_holds(plan.certificate):
             self._proven[key] = plan.certificate
 
     def _state_of(self, decision: Decision, cluster: Cluster, like: State | None) -> State:
@@ -155,7 +156,7 @@ class Session:
         except BapipeError as error:
             return {"error": str(error).replace("`", "")}
         prediction = step.prediction(state.minibatch_size)
-        bound = self._bound(cluster, state.minibatch_size, prediction.step_ns)
+        bound = self._bound(cluster, state.minibatch_size, prediction)
         answer = step_json(prediction, step, cluster, bound) | self._exchange(decision, cluster)
         if not detailed:
             return answer
@@ -177,15 +178,19 @@ class Session:
         ]
         return {"exchange": shares}
 
-    def _bound(self, cluster: Cluster, minibatch_size: int, step_ns: int) -> Json:
-        """Returns the largest lower bound that is known for a cluster and a mini-batch."""
+    def _bound(self, cluster: Cluster, minibatch_size: int, prediction: Prediction) -> Json:
+        """Returns the largest lower bound that is known for plans such as one for a cluster and a mini-batch."""
         key = cluster, minibatch_size
         with self._lock:
             if key not in self._work_bounds:
                 self._work_bounds[key] = work_bound_ns(self.profiles, cluster, minibatch_size)
             proven, work_ns = self._proven.get(key), self._work_bounds[key]
-        # A plan that is faster than a bound lies outside the space that the bound is about.
-        if proven is not None and work_ns < proven.lower_bound_ns <= step_ns:
+        # A plan that is faster than a bound, or needs more memory, lies outside the space that the bound is about.
+        if (
+            proven is not None
+            and work_ns < proven.lower_bound_ns <= prediction.step_ns
+            and not exceeds_limit(prediction, cluster, proven.memory)
+        ):
             return {"ns": proven.lower_bound_ns, "space": proven.space, "searched": True}
         return {"ns": work_ns, "space": f"any plan: {WORK_BOUND}", "searched": False}
 
@@ -246,3 +251,8 @@ class Session:
     def layers(self, microbatch_size: int) -> Json:
         """Returns the times and bytes of the layers at a micro-batch size."""
         return layers_json(self.profile, microbatch_size)
+
+
+def _how_far_it_holds(certificate: Certificate) -> tuple[bool, int]:
+    """Returns a key by which to prefer bounds: first those of plans that may use all memory, then the largest."""
+    return certificate.memory is msgspec.UNSET, certificate.lower_bound_ns

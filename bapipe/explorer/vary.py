@@ -184,7 +184,8 @@ def _faster_of(plan: Plan, other: Plan | None) -> Plan:
     if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
         return plan
     step_ns, proven = other.prediction.step_ns, plan.certificate
-    return with_certificate(other, certify(step_ns, min(step_ns, proven.lower_bound_ns), proven.space))
+    bound_ns = min(step_ns, proven.lower_bound_ns)
+    return with_certificate(other, certify(step_ns, bound_ns, proven.space, proven.memory))
 
 
 def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequence[Plan | str | None]) -> list[Point]:

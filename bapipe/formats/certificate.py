@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from bapipe.errors import InvalidFile
-from bapipe.units import NonNegative, NonNegativeFloat
+from bapipe.units import NonNegative, NonNegativeFloat, Share
 
 
 class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +29,32 @@ class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     of: str = ""
 
 
+class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the plans of a space may use of each device's memory, where that is not all of it.
+
+    Attributes:
+        bytes_per_device: left out if only the memory of a device limits it.
+        margin: the share that stays free, of a device's memory or, if that is less, of `bytes_per_device`.
+    """
+
+    bytes_per_device: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    margin: Share = 0.0
+
+    def usable_bytes(self, memory_bytes: int) -> int:
+        """Returns how much of its memory a device may use."""
+        cap = memory_bytes if self.bytes_per_device is msgspec.UNSET else min(memory_bytes, self.bytes_per_device)
+        return int(cap * (1 - self.margin)) if self.margin else cap
+
+    @property
+    def in_words(self) -> str:
+        """The limit as a certificate states it; empty if there is none. The texts are part of plan files."""
+        free = f"{self.margin * 100:g}%"
+        if self.bytes_per_device is msgspec.UNSET:
+            return f"with {free} of each device's memory left free" if self.margin else ""
+        most = f"with at most {self.bytes_per_device:,} bytes on each device"
+        return f"{most}, of which {free} stay free" if self.margin else most
+
+
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How good a plan is.
 
@@ -37,6 +63,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         gap: step time / lower bound - 1; with the objective throughput, load / lower bound - 1.
         proven_optimal: whether the plan meets the lower bound.
         space: the plans that were searched, in words.
+        memory: the limit that the plans of the space keep to; left out if they may use all of each device's memory. The
+            bound does not hold for plans that need more.
         goal: what the plan was searched for besides a short step; left out if nothing.
         digest: `Plan.digest` of the plan that it certifies. A plan with another one was changed since; its prediction,
             certificate and alternatives are then dropped. If left out, the plan is taken to be unchanged.
@@ -46,12 +74,16 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gap: NonNegativeFloat
     proven_optimal: bool
     space: str
+    memory: MemoryLimit | msgspec.UnsetType = msgspec.UNSET
     goal: ReachedGoal | msgspec.UnsetType = msgspec.UNSET
     digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
 BY_HAND = " (made by hand; bound from the plan that it was changed from)"
 """How the space of a plan ends that was changed from one which a search had found."""
+
+OVER_LIMIT = "; this plan needs more memory than that limit, so it may be faster than the bound"
+"""Behind that, if the search had a memory limit that the plan exceeds."""
 
 # How the space of a pinned plan begins, why that plan lies outside, and the space itself.
 _PINNED = re.compile(r"pinned(?P<outside>, which lies outside \(.*?\))?; (?P<space>.*)", flags=re.DOTALL)
@@ -68,13 +100,20 @@ CHANGED_BY_HAND = Certificate(lower_bound_ns=0, gap=0.0, space=_CHANGED, proven_
 """In place of the certificate of a plan that was changed since it was certified."""
 
 
-def certify(step_ns: int, lower_bound_ns: int, space: str) -> Certificate:
-    """Returns the certificate of a plan whose step time, or load, has this lower bound in the space."""
+def certify(
+    step_ns: int, lower_bound_ns: int, space: str, memory: MemoryLimit | msgspec.UnsetType = msgspec.UNSET
+) -> Certificate:
+    """Returns the certificate of a plan whose step time, or load, has this lower bound in the space.
+
+    Args:
+        memory: the limit that the plans of the space keep to, if there is one.
+    """
     return Certificate(
         lower_bound_ns=lower_bound_ns,
         gap=step_ns / lower_bound_ns - 1 if lower_bound_ns else 0.0,
         proven_optimal=step_ns == lower_bound_ns,
         space=space,
+        memory=memory,
     )
 
 
@@ -88,6 +127,11 @@ def outside_of(certificate: Certificate) -> str | None:
     """Returns why a pinned plan lies outside the space, as a clause; None if the plan is not pinned."""
     match = _PINNED.fullmatch(certificate.space)
     return None if match is None else match["outside"] or ""
+
+
+def is_of_changed_plan(certificate: Certificate) -> bool:
+    """Returns whether the plan was changed by hand from one that a search had found."""
+    return certificate.space.removesuffix(OVER_LIMIT).endswith(BY_HAND)
 
 
 def searched_space(certificate: Certificate) -> str:

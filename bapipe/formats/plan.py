@@ -9,11 +9,11 @@ import msgspec
 
 from bapipe.errors import InvalidFile, InvalidSchedule
 from bapipe.formats.certificate import (
-    BY_HAND,
     CHANGED_BY_HAND,
     NOT_CERTIFIED,
     Certificate,
     check_certificate,
+    is_of_changed_plan,
     outside_of,
 )
 from bapipe.formats.cluster import Cluster
@@ -178,7 +178,7 @@ class Plan(
             lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}")
         gap = f"gap {percent_up(self.certificate.gap)}: "
         if self.certificate.proven_optimal:
-            is_of_space = outside_of(self.certificate) is None and not self.certificate.space.endswith(BY_HAND)
+            is_of_space = outside_of(self.certificate) is None and not is_of_changed_plan(self.certificate)
             gap = "proven optimal over " if is_of_space else "no plan searched is faster: "
         lines.append(f"{gap if self.certificate.lower_bound_ns else ''}{self.certificate.space}")
         return rows_html(lines, self.rows())

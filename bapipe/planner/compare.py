@@ -18,8 +18,6 @@ from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.tables import data_frame, rows_html
 
-WITH_REPLICAS = "any of them, with replicas"
-
 NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"
 INTERRUPTED = "the comparison was interrupted before its turn"
 
@@ -35,11 +33,13 @@ class Comparison:
         plans: the best plan of each strategy, by the name of the strategy.
         others: the baselines (one device, data parallelism, equal layers), from the alternatives of the best plan.
         failed: the reason why a strategy has no plan, by the name of the strategy.
+        replicas: whether stages of the plans might have several devices.
     """
 
     plans: Mapping[str, Plan]
     others: tuple[Alternative, ...]
     failed: Mapping[str, str]
+    replicas: bool = True
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each strategy that has a step time, the fastest first, then one for each other."""
@@ -67,6 +67,7 @@ class Comparison:
         """Returns the strategies side by side, for a notebook."""
         plan = next(iter(self.plans.values()))
         title = f"{plan.model}: mini-batches of {plan.minibatch_size} on {len(plan.cluster.devices)} devices"
+        title += "" if self.replicas else ", without replicas"
         return rows_html([title], self.rows())
 
 
@@ -79,13 +80,14 @@ def compare(
     progress: Callable[[str], None] | None = None,
     **keywords: Any,
 ) -> Comparison:
-    """Returns the best plan of every schedule with one device per stage, and the best of all schedules with replicas.
+    """Returns the best plan of every schedule, as `bapipe.plan` finds it for that schedule alone in a part of the time.
 
     Args:
         profiles: one per kind of device.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
-        options: as of `bapipe.plan`, or its fields as keyword arguments. Its `time_limit_s` is the limit of all
-            searches together: half is for the one with replicas, and each other one has an equal share of what is left.
+        options: as of `bapipe.plan`, or its fields as keyword arguments; with its `replicas`, stages of every schedule
+            may have several devices. Its `time_limit_s` is the limit of all searches together: each has an equal share
+            of what is left.
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
         progress: called with the name of the next strategy.
 
@@ -96,40 +98,34 @@ def compare(
     options, profiles = options_from(PlanOptions, options, keywords), by_kind(profiles)
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles, cluster)
-    searches = {name: replace(options, schedules=[name], replicas=False) for name in options.schedules}
-    if options.replicas:
-        searches[WITH_REPLICAS] = options
+    searches = {name: replace(options, schedules=[name]) for name in options.schedules}
     plans: dict[str, Plan] = {}
     was_ended: dict[str, bool] = {}
     failed: dict[str, str] = {}
     deadline = deadline or deadline_of(options.time_limit_s)
-    # With replicas any schedule may be better than all without: this search comes first, with half of the time.
-    order = sorted(searches, key=lambda name: name != WITH_REPLICAS)
-    for number, name in enumerate(order):
+    for number, (name, search) in enumerate(searches.items()):
         if deadline.is_over and plans:
             failed[name] = _why_left_out(deadline)
             continue
         if progress:
             progress(name)
         try:
-            share = deadline.share(2 if name == WITH_REPLICAS else len(searches) - number)
-            plans[name] = plan_once(profiles, cluster, searches[name], deadline=share)
+            share = deadline.share(len(searches) - number)
+            plans[name] = plan_once(profiles, cluster, search, deadline=share)
             was_ended[name] = share.is_over
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:
         raise last
-    plans = {name: plans[name] for name in searches if name in plans}
-    failed = {name: failed[name] for name in searches if name in failed}
     best = min(plans, key=lambda name: plans[name].prediction.step_ns)
     if not was_ended[best]:
-        return Comparison(plans=plans, others=plans[best].alternatives, failed=failed)
+        return Comparison(plans=plans, others=plans[best].alternatives, failed=failed, replicas=options.replicas)
     time_left = Deadline(BASELINES_S)
     others = _baselines(plans[best], profiles, searches[best], time_left)
     if time_left.is_over:
         known = {other.name for other in others}
         failed |= {name: _why_left_out(deadline) for name in BASELINES if name not in known}
-    return Comparison(plans=plans, others=others, failed=failed)
+    return Comparison(plans=plans, others=others, failed=failed, replicas=options.replicas)
 
 
 def _why_left_out(deadline: Deadline) -> str:

@@ -20,7 +20,7 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.goal import Goal
 from bapipe.planner.inputs import Profiles, listed
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
@@ -182,7 +182,7 @@ def first_with_plan(
 
 def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     def within(num_bytes: int) -> _Setting:
-        limit = _limit_that_leaves(num_bytes, setting.options.memory_margin)
+        limit = limit_that_leaves(num_bytes, setting.options.memory_margin)
         return replace(setting, options=replace(setting.options, memory_limit_bytes=limit))
 
     def ask(num_bytes: int) -> Answer:
@@ -198,7 +198,8 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best))
     proven = fastest.certificate
     best_ns = best.prediction.objective_ns
-    best = with_certificate(best, certify(best_ns, min(best_ns, proven.lower_bound_ns), proven.space))
+    bound_ns = min(best_ns, proven.lower_bound_ns)
+    best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
     return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
 
 
@@ -311,16 +312,6 @@ def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -
         if " on " in text:
             raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
     return possible[0]
-
-
-def _limit_that_leaves(num_bytes: int, margin: float) -> int:
-    """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""
-    if not margin:
-        return num_bytes
-    limit = int((num_bytes + 1) / (1 - margin)) + 1
-    while int(limit * (1 - margin)) > num_bytes:
-        limit -= 1
-    return limit
 
 
 def _used_ranks(plan: Plan) -> list[int]:

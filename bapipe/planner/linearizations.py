@@ -21,7 +21,7 @@ from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
-from bapipe.planner.searched_space import LinearizationsSpace
+from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
@@ -79,10 +79,17 @@ def solve_over_linearizations(
     if len(orders) == 1:
         return best
     # The space is now the plans along all linearizations, so the bound is the lowest of their bounds.
-    bounds_ns += [solution.lower_bound_ns for solution in solutions]
+    bounds_ns += [_bound_ns(solution, best) for solution in solutions]
     bound_ns = min(best.prediction.step_ns, *bounds_ns)
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
+
+
+def _bound_ns(solution: Solution, best: Solution) -> int:
+    """Returns what is proven along one order, for plans such as those that the space of the best one has."""
+    if isinstance(solution.space, ActionOrderSpace) and not isinstance(best.space, ActionOrderSpace):
+        return solution.space.named_bound_ns
+    return solution.lower_bound_ns
 
 
 def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) -> Solution:

@@ -7,10 +7,19 @@ from itertools import accumulate
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import BY_HAND, NOT_CERTIFIED, Certificate, certify, searched_space
+from bapipe.formats.certificate import (
+    BY_HAND,
+    NOT_CERTIFIED,
+    OVER_LIMIT,
+    Certificate,
+    MemoryLimit,
+    certify,
+    searched_space,
+)
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
+from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile, common_settings
 from bapipe.planner.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
@@ -142,7 +151,9 @@ def certificate_by_hand(
     if changed_from is not None and _same_inputs(plan, changed_from):
         proven = changed_from.certificate
         if bound_ns < proven.lower_bound_ns <= step_ns:
-            return certify(step_ns, proven.lower_bound_ns, searched_space(proven).removesuffix(BY_HAND) + BY_HAND)
+            space = searched_space(proven).removesuffix(OVER_LIMIT).removesuffix(BY_HAND) + BY_HAND
+            exceeds = exceeds_limit(plan.prediction, plan.cluster, proven.memory)
+            return certify(step_ns, proven.lower_bound_ns, space + OVER_LIMIT * exceeds, proven.memory)
     return certify(step_ns, bound_ns, ANY_PLAN)
 
 
@@ -158,6 +169,14 @@ def judge(plan: Plan, profiles: Mapping[str, ModelProfile], timeline: Timeline) 
         plan, profiles=now, prediction=prediction, certificate=NOT_CERTIFIED, alternatives=()
     )
     return with_certificate(plan, certificate_by_hand(plan, profiles))
+
+
+def exceeds_limit(prediction: Prediction, cluster: Cluster, memory: MemoryLimit | msgspec.UnsetType) -> bool:
+    """Returns whether a device needs more than a limit allows; a bound proven under the limit is none of such plans."""
+    if memory is msgspec.UNSET:
+        return False
+    usable = {device.name: memory.usable_bytes(device.memory_bytes) for device in cluster.devices}
+    return any(rank.peak_bytes > usable[rank.device] for rank in prediction.ranks)
 
 
 def _same_inputs(plan: Plan, other: Plan) -> bool:

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Objective
 from bapipe.planner.goal import Goal
@@ -24,8 +27,9 @@ class PlanOptions:
 
     Attributes:
         schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
-            them, the order of the best plan's stages is then improved by a search that starts from the other named
-            schedules (if there are none, from all with one stage per device); stages then have one device each.
+            them, the order of the best plan with stages of one device each is then improved by a search that starts
+            from the other named schedules (if there are none, from all with one stage per device). The result is never
+            slower than the best plan with those, with replicas if they are allowed.
         num_stages, microbatch_size: None to search them.
         memory_limit_bytes: a limit on the bytes of every device, besides its memory.
         memory_margin: the fraction of each device's memory to leave free.
@@ -63,10 +67,26 @@ class PlanOptions:
 
     def limits(self, cluster: Cluster) -> list[int]:
         """Returns the bytes that each device may hold."""
-        caps = (min(d.memory_bytes, self.memory_limit_bytes or d.memory_bytes) for d in cluster.devices)
-        return [int(cap * (1 - self.memory_margin)) if self.memory_margin else cap for cap in caps]
+        limit = self.memory
+        return [limit.usable_bytes(device.memory_bytes) for device in cluster.devices]
+
+    @property
+    def memory(self) -> MemoryLimit:
+        """What is given of `memory_limit_bytes` and `memory_margin`."""
+        given = msgspec.UNSET if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return MemoryLimit(bytes_per_device=given, margin=self.memory_margin)
 
     @property
     def in_words(self) -> str:
         """The constraints in one text."""
         return "; ".join(self.constraints)
+
+
+def limit_that_leaves(num_bytes: int, margin: float) -> int:
+    """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""
+    if not margin:
+        return num_bytes
+    limit = int((num_bytes + 1) / (1 - margin)) + 1
+    while int(limit * (1 - margin)) > num_bytes:
+        limit -= 1
+    return limit

@@ -31,6 +31,7 @@ def partition_space(
         replicas=options.replicas,
         recompute=options.recompute,
         constraints=tuple(options.constraints),
+        memory=options.memory,
     )
 
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
-from bapipe.planner.baselines import baseline_alternatives
+from bapipe.planner.baselines import baseline_alternatives, slowdown_text
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.search_request import SearchRequest
@@ -45,7 +46,8 @@ def solve_step_time(request: SearchRequest) -> Solution:
     """Returns the stages and the order with the shortest step, by an exact search.
 
     The space: the layers in the profile's order, cut into the stages of a schedule at any layers, each stage on some
-    devices of the cluster; every measured or interpolated micro-batch size that divides the mini-batch.
+    devices of the cluster; every measured or interpolated micro-batch size that divides the mini-batch. If an order of
+    the actions is to be searched, too, that is done for stages of one device each, and the faster plan is returned.
 
     Args:
         request: inputs that `check_inputs` accepts. If no user gave its deadline, the search ends after
@@ -57,11 +59,29 @@ def solve_step_time(request: SearchRequest) -> Solution:
         OutOfTime: the deadline passed before any plan was found that fits, or an exact search needs too much memory,
             and no naive plan fits.
     """
-    options = request.options
-    if SEARCH not in options.schedules:
+    if SEARCH not in request.options.schedules:
         return solve_partition(request)
-    # The search for an order of the actions has stages of one device each.
-    solution = solve_partition(replace(request, options=replace(options, replicas=False)))
+    if not request.options.replicas:
+        return _with_searched_order(solve_partition(request), request)
+    named = solve_partition(replace(request, deadline=request.deadline.share(2)))
+    try:
+        start = _without_replicas(named, request)
+    except (Infeasible, OutOfTime):
+        return named
+    return _joined(named, start, _with_searched_order(start, request))
+
+
+def _without_replicas(named: Solution, request: SearchRequest) -> Solution:
+    """Returns the best stages of one device each, as the search for an order of the actions has them."""
+    if all(len(stage.devices) == 1 for stage in named.stages):
+        return named
+    options = replace(request.options, replicas=False)
+    return solve_partition(replace(request, options=options, deadline=request.deadline.share(2)))
+
+
+def _with_searched_order(solution: Solution, request: SearchRequest) -> Solution:
+    """Returns stages of one device each with the fastest order found for them, or for neighbouring ones."""
+    options = request.options
     improved = improve_plan(
         solution,
         request.profiles,
@@ -71,6 +91,44 @@ def solve_step_time(request: SearchRequest) -> Solution:
         deadline=request.deadline,
     )
     return _with_step_bound(improved, request)
+
+
+def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:
+    """Returns the fastest of the plans of three searches, the next one among its alternatives.
+
+    Args:
+        named: the best plan with a named schedule, whose stages may have replicas.
+        start: the best one without replicas, from which an order of actions was searched.
+        improved: that with the searched order; `start` itself if none was faster.
+    """
+    if improved.schedule != SEARCH:
+        if start.prediction.step_ns >= named.prediction.step_ns:
+            return named
+        return replace(start, lower_bound_ns=min(named.lower_bound_ns, start.prediction.step_ns), space=named.space)
+    if start is named:
+        return improved
+    if improved.prediction.step_ns < named.prediction.step_ns:
+        assert isinstance(improved.space, ActionOrderSpace)
+        space = replace(improved.space, named_bound_ns=named.lower_bound_ns)
+        return replace(
+            improved, space=space, alternatives=_with_slower(improved, f"{named.schedule} with replicas", named)
+        )
+    return replace(named, alternatives=_with_slower(named, f"{SEARCH} without replicas", improved))
+
+
+def _with_slower(best: Solution, name: str, other: Solution) -> tuple[Alternative, ...]:
+    """Returns the alternatives of the best of two solutions, with the other one under a name."""
+    step_ns = other.prediction.step_ns
+    slower = Alternative(
+        name=name,
+        step_ns=step_ns,
+        peak_bytes=other.prediction.peak_bytes,
+        feasible=True,
+        why_not="as fast as this plan"
+        if step_ns == best.prediction.step_ns
+        else slowdown_text(step_ns, best.prediction.step_ns),
+    )
+    return (*best.alternatives, slower)
 
 
 def solve_partition(request: SearchRequest) -> Solution:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
 
+import msgspec
+
+from bapipe.formats.certificate import MemoryLimit
 from bapipe.schedules import LOOPED
 
 GIVEN_ORDER = "in the cluster's order"
@@ -11,6 +14,10 @@ GIVEN_ORDER = "in the cluster's order"
 
 FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
+
+
+ALL_MEMORY = MemoryLimit()
+"""Where plans may use all of each device's memory."""
 
 
 def on_first_devices(orders: Sequence[str]) -> str:
@@ -28,6 +35,7 @@ class PartitionSpace:
         device_order: how devices are assigned to stages, in words.
         microbatch_sizes: ascending.
         constraints: as the user wrote them.
+        memory: what plans may use of each device's memory.
     """
 
     num_layers: int
@@ -40,6 +48,7 @@ class PartitionSpace:
     replicas: bool
     recompute: bool
     constraints: tuple[str, ...]
+    memory: MemoryLimit = ALL_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +58,13 @@ class ActionOrderSpace:
     Attributes:
         has_same_stages: whether the stages are those of the best plan for the named schedule.
         num_other_partitions: how many neighbouring partitions were searched too.
+        named_bound_ns: no plan with a named schedule has a shorter step, with replicas if they are allowed.
     """
 
     schedule: str
     has_same_stages: bool
     num_other_partitions: int
+    named_bound_ns: int
     stages_from: "SearchedSpace"
 
 
@@ -73,6 +84,7 @@ class ThroughputSpace:
         num_downsets: how many downsets the graph has, None if there are more than `max_downsets`.
         has_all_device_counts: whether a stage may have any number of devices, or powers of two only.
         has_gaps: whether devices between those of two stages may stay unused.
+        memory: what plans may use of each device's memory.
     """
 
     num_layers: int
@@ -82,6 +94,7 @@ class ThroughputSpace:
     has_all_device_counts: bool
     has_gaps: bool
     microbatch_sizes: tuple[int, ...]
+    memory: MemoryLimit = ALL_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +144,21 @@ def in_words(space: SearchedSpace) -> str:
             return f"{space.num_devices} devices, {space.limit_bytes:,} bytes each"
 
 
+def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
+    """Returns the limit that the plans of a space keep to, if there is one."""
+    match space:
+        case PartitionSpace() | ThroughputSpace():
+            return msgspec.UNSET if space.memory == ALL_MEMORY else space.memory
+        case ActionOrderSpace():
+            return memory_limit(space.stages_from)
+        case LinearizationsSpace():
+            return memory_limit(space.along_each)
+        case GroupingsSpace():
+            return memory_limit(space.of_best)
+        case ParetoSpace():
+            return MemoryLimit(bytes_per_device=space.limit_bytes)
+
+
 def _partitions(space: PartitionSpace) -> str:
     sizes = ", ".join(map(str, space.microbatch_sizes))
     constraints = f"; where {'; '.join(space.constraints)}" if space.constraints else ""
@@ -139,8 +167,12 @@ def _partitions(space: PartitionSpace) -> str:
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
         f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
         f"schedules {', '.join(space.schedules)}; {'any' if space.replicas else 'no'} replicas, "
-        f"{_recomputation(space)}{constraints}"
+        f"{_recomputation(space)}{_memory(space.memory)}{constraints}"
     )
+
+
+def _memory(limit: MemoryLimit) -> str:
+    return f"; {limit.in_words}" if limit.in_words else ""
 
 
 def _recomputation(space: PartitionSpace) -> str:
@@ -161,8 +193,15 @@ def _throughput(space: ThroughputSpace) -> str:
     return (
         f"the largest load of a device, for {cuts} of {space.num_layers} layers; {counts} of {space.num_devices} "
         f"devices for a stage, in the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
-        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation"
+        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{_as_one_stage(space)}"
     )
+
+
+def _as_one_stage(space: ThroughputSpace) -> str:
+    """Returns the naive plans, where they are no points of the rest of the space."""
+    if space.has_all_device_counts and space.has_gaps:
+        return ""
+    return "; or all layers on one device, or on any number of the first ones"
 
 
 def _count(range_of_counts: tuple[int, int], noun: str) -> str:

@@ -16,7 +16,7 @@ from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, with_c
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import ModelProfile, common_settings
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.searched_space import SearchedSpace, in_words
+from bapipe.planner.searched_space import SearchedSpace, in_words, memory_limit
 from bapipe.schedules.table import Schedule
 
 
@@ -87,7 +87,9 @@ def make_plan(solution: Solution) -> Plan:
         prediction=solution.prediction,
         alternatives=solution.alternatives,
     )
-    return with_certificate(plan, certify(solution.objective_ns, solution.lower_bound_ns, in_words(solution.space)))
+    space = solution.space
+    certificate = certify(solution.objective_ns, solution.lower_bound_ns, in_words(space), memory_limit(space))
+    return with_certificate(plan, certificate)
 
 
 def sort_alternatives(alternatives: tuple[Alternative, ...]) -> tuple[Alternative, ...]:

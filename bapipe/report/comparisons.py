@@ -6,6 +6,7 @@ import msgspec
 from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
+from bapipe.planner.options import SEARCH
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, number, rate
 from bapipe.report.plans import replica_counts
@@ -13,13 +14,22 @@ from bapipe.units import percent_up
 
 
 def render_comparison(
-    plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str]
+    plans: Mapping[str, Plan], others: Sequence[Alternative], failed: Mapping[str, str], *, replicas: bool = True
 ) -> Iterator[Table | str]:
-    """Yields a row for each strategy that has a plan or was simulated, then for each of the others why it has none."""
+    """Yields a row for each strategy that has a plan or was simulated, then for each of the others why it has none.
+
+    Args:
+        replicas: whether stages of the plans might have several devices.
+    """
     first = next(iter(plans.values()))
-    yield f"{printable(first.model)}: mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
+    memory = first.certificate.memory
+    limit = "" if memory is msgspec.UNSET else f", {memory.in_words}"
+    alone = "" if replicas else ", without replicas"
+    sizes = f"mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
+    yield f"{printable(first.model)}: {sizes}{alone}{limit}"
     columns = "ms per step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
-    table = empty_table("strategies; stages: devices of each, r: recomputes; of: micro-batches", "strategy", *columns)
+    title = "strategies; gap: to a row's own bound; stages: devices of each, r: recomputes; of: micro-batches"
+    table = empty_table(title, "strategy", *columns)
     fastest = min(plan.prediction.step_ns for plan in plans.values())
 
     def row(name: str, step_ns: int, peak_bytes: int, bubble: str, gap: str, stages: str, sizes: str) -> list[str]:
@@ -38,7 +48,11 @@ def render_comparison(
     for _, cells in sorted(rows, key=lambda timed: timed[0]):
         add_row(table, *cells)
     yield table
-    yield from (f"{name}: with schedule {plan.schedule}" for name, plan in plans.items() if plan.schedule != name)
+    for name, plan in plans.items():
+        if plan.schedule != name:
+            yield f"{name}: with schedule {plan.schedule}; its gap is that of all plans with named schedules"
+        elif name == SEARCH:
+            yield f"{name}: its gap is that of all orders of the actions of its stages"
     for why in dict.fromkeys(failed.values()):
         names = ", ".join(name for name, own in failed.items() if own == why)
         yield f"{names}: {printable(why, MAX_LINE)}"
@@ -56,6 +70,7 @@ def comparison_json(
                 "peak_bytes": plan.prediction.peak_bytes,
                 "bubble": plan.prediction.bubble,
                 "gap": plan.certificate.gap,
+                "space": plan.certificate.space,
                 "schedule": plan.schedule,
                 "microbatch_size": plan.microbatch_size,
                 "stages": msgspec.to_builtins(plan.stages),

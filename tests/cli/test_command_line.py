@@ -82,19 +82,34 @@ def test_compare_lists_the_best_plan_of_each_schedule(folder: Path) -> None:
     done = bapipe(folder, "compare", *where, "--schedule", "1f1b,gpipe,zb-v", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert list(found["plans"]) == ["1f1b", "gpipe", "zb-v", "any of them, with replicas"]
+    assert list(found["plans"]) == ["1f1b", "gpipe", "zb-v"]
     assert {other["name"] for other in found["others"]} >= {"one-device", "data-parallel"}
     assert found["failed"] == {}
     for schedule in ("1f1b", "gpipe", "zb-v"):
-        assert (
-            found["plans"][schedule]["step_ns"]
-            == planned(folder, "--schedule", schedule, "--no-replicas").prediction.step_ns
-        )
-    least = min(plan["step_ns"] for plan in found["plans"].values())
-    assert found["plans"]["any of them, with replicas"]["step_ns"] == least
+        alone = planned(folder, "--schedule", schedule)
+        assert found["plans"][schedule]["step_ns"] == alone.prediction.step_ns
+        assert found["plans"][schedule]["space"] == alone.certificate.space
     shown = bapipe(folder, "compare", *where, "--schedule", "gpipe").stdout
-    assert "any of them, with replicas: with schedule gpipe" in shown
     assert "data-parallel" in shown
+    assert "without replicas" not in shown
+
+
+def test_compare_says_where_it_is_without_replicas_and_under_a_memory_limit(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--schedule", "1f1b"
+    alone = planned(folder, "--schedule", "1f1b", "--no-replicas", "--memory-limit", "1GB")
+    done = bapipe(folder, "compare", *where, "--no-replicas", "--memory-limit", "1GB", "--json")
+    assert json.loads(done.stdout)["plans"]["1f1b"]["step_ns"] == alone.prediction.step_ns
+    shown = bapipe(folder, "compare", *where, "--no-replicas", "--memory-limit", "1GB").stdout
+    assert "devices, without replicas, with at most 1,000,000,000 bytes on each device\n" in shown
+
+
+def test_compare_says_whose_gap_a_searched_order_has(folder: Path) -> None:
+    where = "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", "--schedule", "search"
+    plan = planned(folder, "--schedule", "search")
+    shown = bapipe(folder, "compare", *where).stdout
+    is_named = plan.schedule != "search"
+    said = f"search: with schedule {plan.schedule}; its gap is that of all plans with named schedules"
+    assert (said if is_named else "search: its gap is that of all orders of the actions of its stages") in shown
 
 
 def test_compare_names_strategies_that_do_not_fit(folder: Path) -> None:

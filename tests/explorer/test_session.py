@@ -59,6 +59,25 @@ def test_the_page_begins_with_the_plan_given() -> None:
     assert Analyses(page).background.status() == {"running": False}
 
 
+def test_a_bound_proven_under_a_memory_limit_is_not_shown_for_plans_that_need_more() -> None:
+    free = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, num_stages=3)
+    options: dict[str, Any] = {"minibatch_size": 12, "num_stages": 3, "schedules": "1f1b"}
+    limit = bapipe.plan(PROFILE, CLUSTER, **options).prediction.peak_bytes
+    plan = bapipe.plan(PROFILE, CLUSTER, **options, memory_limit_bytes=limit)
+    page = session(plan)
+    answer: Any = page.judge(page.first)
+    assert answer["bound"]["space"].endswith(f"; with at most {limit:,} bytes on each device")
+    larger = msgspec.structs.replace(page.first, schedule="gpipe")
+    answer = page.judge(larger)
+    assert max(rank["peak"] for rank in answer["ranks"]) > limit
+    assert not answer["bound"]["searched"]
+    page.adopt(free)  # a bound of plans that may use all memory is preferred
+    answer = page.judge(larger)
+    assert answer["bound"] == {
+        "ns": free.certificate.lower_bound_ns, "space": free.certificate.space, "searched": True,
+    }  # fmt: skip
+
+
 def test_without_a_plan_the_page_begins_with_a_stage_on_each_device() -> None:
     page = session()
     assert page.first.devices == (("d0",), ("d1",), ("d2",))

@@ -10,13 +10,14 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
-from bapipe.formats.certificate import BY_HAND
+from bapipe.formats.certificate import BY_HAND, OVER_LIMIT
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan
 from bapipe.planner.decision import decision_of
 from bapipe.planner.make import judge
 from bapipe.planner.work_bound import work_bound_ns
+from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule
 from bapipe.simulator.simulate import simulate
@@ -172,6 +173,23 @@ def test_an_edit_moves_layers_and_keeps_the_bound_of_the_plan() -> None:
     back = bapipe.edit(moved, PROFILE, moves=["stage 2 -1", "stage 0 +1"])
     assert back.prediction == plan.prediction
     assert back.certificate.space.count("by hand") == 1
+
+
+def test_an_edited_plan_that_needs_more_than_the_limit_of_its_bound_says_so() -> None:
+    """Without a limit GPipe keeps four stashes of each layer; under it, stages recompute."""
+    profile, limit = chain([1, 1, 1, 1], stash_bytes=100), 500
+    plan = bapipe.plan(
+        profile, devices(2), minibatch_size=4, schedules="gpipe", replicas=False, num_stages=2, memory_limit_bytes=limit
+    )
+    assert plan.prediction.peak_bytes <= limit
+    larger = bapipe.edit(plan, profile, moves=["stage 0 +1 layer"])
+    assert larger.prediction.peak_bytes > limit
+    assert larger.certificate.lower_bound_ns == plan.certificate.lower_bound_ns
+    assert larger.certificate.memory == plan.certificate.memory
+    assert larger.certificate.space == plan.certificate.space + BY_HAND + OVER_LIMIT
+    assert OVER_LIMIT in list(render_changes(plan, larger))[-1]
+    back = bapipe.edit(larger, profile, moves=["stage 0 -1 layer"])
+    assert back.certificate.space == plan.certificate.space + BY_HAND
 
 
 def test_an_edit_changes_schedule_sizes_devices_and_recomputation() -> None:

@@ -3,14 +3,16 @@
 from dataclasses import replace as replace_options
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.cluster import Cluster, Link
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
@@ -18,6 +20,7 @@ from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
 from bapipe.planner.plan_step import plan_step_time
+from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import MS, chain, devices
 
@@ -120,6 +123,61 @@ def test_a_margin_leaves_memory_free() -> None:
             devices(1, memory_bytes=200),
             PlanOptions(minibatch_size=1, schedules=("1f1b",), memory_margin=0.1),
         )
+
+
+AT_MOST, FREE = "with at most 1,300 bytes on each device", "with 50% of each device's memory left free"
+
+
+@pytest.mark.parametrize(
+    ("objective", "limit", "words"),
+    [
+        ("step", {"memory_limit_bytes": 1300}, AT_MOST),
+        ("step", {"memory_margin": 0.5}, FREE),
+        ("step", {"memory_limit_bytes": 1300, "memory_margin": 0.5}, f"{AT_MOST}, of which 50% stay free"),
+        ("throughput", {"memory_limit_bytes": 1300}, AT_MOST),
+    ],
+)
+def test_the_certificate_names_the_memory_limit(objective: Objective, limit: dict[str, Any], words: str) -> None:
+    """The space of a plan without the limit has the same words but these."""
+    profile, cluster = chain([1, 1, 1, 1], stash_bytes=100), devices(2, memory_bytes=2600, bytes_per_s=10**3)
+    options: dict[str, Any] = {"minibatch_size": 4, "schedules": ("1f1b", "gpipe"), "objective": objective}
+    free, limited = bapipe.plan(profile, cluster, **options), bapipe.plan(profile, cluster, **options, **limit)
+    assert limited.certificate.space == f"{free.certificate.space}; {words}"
+    assert limited.certificate.memory == PlanOptions(**options, **limit).memory
+    assert free.certificate.memory is msgspec.UNSET
+    assert words in proof(limited.certificate)
+
+
+def test_a_constraint_is_named_after_the_memory_limit() -> None:
+    constraints = ("l0 with l1",)
+    plan = bapipe.plan(chain([1, 1]), devices(2), minibatch_size=4, memory_limit_bytes=100, constraints=constraints)
+    assert plan.certificate.space.endswith("; with at most 100 bytes on each device; where l0 with l1")
+
+
+def test_pinning_and_explaining_name_the_memory_limit() -> None:
+    profiles = {"a": chain([3, 1, 1, 1], stash_bytes=100)}
+    options = PlanOptions(minibatch_size=4, memory_limit_bytes=1600)
+    plan = plan_step_time(profiles, devices(2), options)
+    assert plan.certificate.proven_optimal
+    said = explain(plan, profiles, options)
+    assert "of its limit, 1,600 bytes" in said[4]
+    assert said[-1].endswith("proven optimal in the searched space, with at most 1,600 bytes on each device.")
+    pinned = evaluate_pinned(plan, profiles, options)
+    assert pinned.certificate.memory == options.memory
+    assert pinned.certificate.space.endswith("; with at most 1,600 bytes on each device")
+
+
+def test_points_of_the_front_keep_the_margin_on_every_device() -> None:
+    cluster = devices(2, memory_bytes=1000)
+    small = replace(cluster.devices[1], memory_bytes=300)
+    cluster = replace(cluster, devices=(cluster.devices[0], small))
+    front = pareto(
+        {"a": chain([1, 1, 1, 1], stash_bytes=100)}, cluster, PlanOptions(minibatch_size=4, memory_margin=0.5)
+    )
+    assert front
+    for point in front:
+        for rank, limit in zip(point.plan.prediction.ranks, (500, 150), strict=True):
+            assert rank.peak_bytes <= limit
 
 
 @pytest.mark.parametrize(
@@ -282,8 +340,8 @@ def test_more_memory_is_not_suggested_if_replicas_help() -> None:
     profiles = {"a": chain([5, 1])}
     fast = plan_step_time(profiles, devices(2), PlanOptions(minibatch_size=4))
     for options in (
-        PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1),
         PlanOptions(minibatch_size=4, replicas=False),
+        PlanOptions(minibatch_size=4, schedules=("1f1b", "search"), search_effort=0.1, replicas=False),
     ):
         plan = plan_step_time(profiles, devices(2), options)
         assert plan.prediction.step_ns > fast.prediction.step_ns

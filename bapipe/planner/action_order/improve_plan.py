@@ -152,7 +152,11 @@ def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, nu
         prediction=simulate_columns(solution.schedule, best.costs, plan.cluster).prediction(plan.minibatch_size),
         lower_bound_ns=solution.lower_bound_ns,
         space=ActionOrderSpace(
-            schedule=plan.schedule, has_same_stages=is_same, num_other_partitions=num_others, stages_from=plan.space
+            schedule=plan.schedule,
+            has_same_stages=is_same,
+            num_other_partitions=num_others,
+            named_bound_ns=plan.lower_bound_ns,
+            stages_from=plan.space,
         ),
         alternatives=(named,),
     )

@@ -194,7 +194,8 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     recomputed = [str(s) for s, stage in enumerate(plan.stages) if stage.recompute]
     numbers = f"s {', '.join(and_others(recomputed, 'stages'))}" if len(recomputed) > 1 else f" {''.join(recomputed)}"
     recompute = f"Recomputed to fit: stage{numbers}. " if recomputed else ""
-    usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit"
+    limit = f", {limits[fullest]:,} bytes" if options.memory.in_words else ""
+    usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit{limit}"
     unlimited_ns = next((effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY), None)
     if unlimited_ns is None:
         return f"Memory fine-tuning: not known; no time was left to plan with more memory. {usage}."

@@ -27,7 +27,8 @@ def explain_gap(
     if plan.certificate.proven_optimal:
         if outside_of(plan.certificate) is not None:
             return "Gap: none; no plan of the searched space is faster than the pinned one."
-        return "Gap: none; the plan is proven optimal in the searched space."
+        limit = options.memory.in_words
+        return f"Gap: none; the plan is proven optimal in the searched space{f', {limit}' if limit else ''}."
     return f"Gap: {_shares(plan, profiles, options)} To close it, {_remedy(plan, profiles, options, deadline)}"
 
 

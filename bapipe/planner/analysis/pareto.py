@@ -10,7 +10,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.exact_search import solution_of
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.searched_space import ParetoSpace
 from bapipe.planner.solution import make_plan
 from bapipe.planner.validation import check_inputs
@@ -57,8 +57,8 @@ def pareto(
     found: list[ParetoPoint] = []
     limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
-        # The margin is in the first limit already, so it must not be taken twice.
-        given = replace(options, memory_limit_bytes=limit, memory_margin=0.0)
+        # The limits have the margin in them already, so it must not be taken of them again.
+        given = replace(options, memory_limit_bytes=limit_that_leaves(limit, options.memory_margin))
         best: list[ParetoPoint] = []
         with suppress(OutOfTime):
             problems = search_space(profiles, cluster, given, deadline).problems

@@ -14,7 +14,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import in_words
+from bapipe.planner.searched_space import in_words, memory_limit
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.printable import and_others
@@ -66,7 +66,7 @@ def certify_pinned(
     # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
     bound_ns = min(timeline.step_ns, bound_ns)
     words = pinned_beside(in_words(space), _reasons_outside(plan, profiles, options))
-    return with_certificate(judged, certify(timeline.step_ns, bound_ns, words))
+    return with_certificate(judged, certify(timeline.step_ns, bound_ns, words, memory_limit(space)))
 
 
 def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:

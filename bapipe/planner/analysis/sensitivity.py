@@ -13,7 +13,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.pinned import BEST_FOUND
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.options import SEARCH, PlanOptions
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.simulator.simulate import simulate
@@ -73,9 +73,8 @@ def _more_memory(
             for device, num_bytes in zip(plan.cluster.devices, memory_bytes, strict=True)
         )
         cluster = msgspec.structs.replace(plan.cluster, devices=devices)
-        # A searched order has no replicas, so the comparison must not have any either.
-        replicas = options.replicas and SEARCH not in options.schedules
-        changed = replace(options, memory_limit_bytes=limit, replicas=replicas)
+        # With the same schedules and replicas as the plan had, so that a difference is one of memory.
+        changed = replace(options, memory_limit_bytes=limit)
         deadline.check()
         request = SearchRequest(profiles=profiles, cluster=cluster, options=changed, deadline=deadline)
         found_ns = solve_partition(request).prediction.step_ns

@@ -106,17 +106,6 @@ class HeterogeneousDevices:
         slowest = self._slowest_link((0, total), (0, total))
         return load_ceiling_ns(self._boundaries, self._sums, self._num_microbatches, total, [slowest])
 
-    def single_stage_load(self, ranks: Sequence[int]) -> int:
-        """Returns the load of one stage with all layers, whether it fits in memory or not."""
-        loads = [0]
-        state = (NO_GROUP, (ranks[0], len(ranks)), NO_GROUP)
-        everything = np.array([0]), np.array([self.num_boundaries - 1])
-        for position, rank in enumerate(ranks):
-            # Round robin: the device at a position runs the micro-batches position, position + r, ...
-            times = -(-(self._num_microbatches - position) // len(ranks))
-            loads.append(int(self._load_without_memory(rank, times, state, *everything)[0, 0]))
-        return max(loads)
-
     def successors(self, state: int) -> list[int]:
         _, group, after = self.states[state]
         if after == NO_GROUP:

@@ -62,21 +62,26 @@ class LoadSearch:
         self, microbatch_size: int, progress: LoadProgress | None = None, deadline: Deadline = UNLIMITED
     ) -> LoadSolution:
         """Returns the best stages with micro-batches of one size that were found before the deadline, and a bound."""
+
+        def report(load_ns: float, search_bound_ns: float) -> None:
+            # If only some of the downsets are boundaries, the bound of the search does not hold for the others.
+            if progress is not None:
+                progress(load_ns, search_bound_ns if self.has_all_downsets else bound_ns)
+
         if self.is_homogeneous:
             homogeneous = self.homogeneous(microbatch_size)
             bound_ns, ceiling_ns = homogeneous.bound_ns, homogeneous.ceiling_ns
             result = min_max_load_homogeneous(
-                homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=progress, deadline=deadline
+                homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=report, deadline=deadline
             )
             groups = _consecutive_groups(result)
         else:
             heterogeneous = self.heterogeneous(microbatch_size)
             bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
             result = min_max_load(
-                heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=progress, deadline=deadline
+                heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=report, deadline=deadline
             )
             groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
-        # If only some of the downsets are boundaries, the bound of the search does not hold for the others.
         return self._solution(microbatch_size, result, result.bound if self.has_all_downsets else bound_ns, groups)
 
     def solve_between(

@@ -16,9 +16,11 @@ from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
 
-def solution_of(search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace) -> Solution:
-    """Returns a solution with its simulated prediction and the alternatives."""
-    table, prediction = _simulate(search, best)
+def solution_of(
+    search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace, alternatives: Sequence[Alternative]
+) -> Solution:
+    """Returns a solution with its simulated prediction, beside some alternatives."""
+    table, prediction = simulate_solution(search, best)
     return Solution(
         profiles=search.profiles,
         cluster=search.cluster,
@@ -31,7 +33,7 @@ def solution_of(search: LoadSearch, best: LoadSolution, bound_ns: int, space: Th
         prediction=replace(prediction, load_ns=best.load_ns),
         lower_bound_ns=bound_ns,
         space=space,
-        alternatives=tuple(_alternatives(search, best)),
+        alternatives=tuple(alternatives),
     )
 
 
@@ -44,7 +46,7 @@ def _stage_plans(search: LoadSearch, solution: LoadSolution) -> tuple[StagePlan,
     )
 
 
-def _simulate(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Prediction]:
+def simulate_solution(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Prediction]:
     """Returns a solution's order, and what the simulator predicts for it."""
     table = one_f_one_b_with_replicas(
         [ranks for _, ranks in solution.stages],
@@ -54,42 +56,6 @@ def _simulate(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Pre
     stages = _stage_plans(search, solution)
     costs = build_stages(stages, search.profiles, search.cluster, solution.microbatch_size)
     return table, simulate_columns(table, costs, search.cluster).prediction(search.minibatch_size)
-
-
-def _alternatives(search: LoadSearch, best: LoadSolution) -> list[Alternative]:
-    """Returns one device, and data parallelism over all of them, at the plan's micro-batch size."""
-    num_devices = len(search.cluster.devices)
-    heterogeneous = search.heterogeneous(best.microbatch_size)
-    alternatives = []
-    for name, ranks in {"one-device": (0,), "data-parallel": tuple(range(num_devices))}.items():
-        num_microbatches = search.minibatch_size // best.microbatch_size
-        if len(ranks) > num_microbatches or (name == "data-parallel" and num_devices == 1):
-            continue
-        load_ns = heterogeneous.single_stage_load(ranks)
-        solution = LoadSolution(
-            microbatch_size=best.microbatch_size,
-            load_ns=load_ns,
-            bound_ns=0,
-            stages=((tuple(range(search.boundaries.num_layers)), ranks),),
-        )
-        _, prediction = _simulate(search, solution)
-        lack_bytes = max(prediction.ranks[rank].peak_bytes - search.limits[rank] for rank in ranks)
-        alternatives.append(
-            Alternative(
-                name=name,
-                step_ns=prediction.step_ns,
-                peak_bytes=prediction.peak_bytes,
-                feasible=lack_bytes <= 0,
-                why_not=_why_not(lack_bytes, load_ns / best.load_ns - 1 if best.load_ns else 0.0),
-            )
-        )
-    return sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns))
-
-
-def _why_not(lack_bytes: int, extra_load: float) -> str:
-    if lack_bytes > 0:
-        return f"a device lacks {lack_bytes:,} bytes"
-    return f"its largest load is {extra_load:.1%} larger" if extra_load else "as small a load as this plan's"
 
 
 def one_f_one_b_with_replicas(devices: Sequence[Sequence[int]], num_microbatches: int, num_ranks: int) -> Schedule:

@@ -13,6 +13,7 @@ L exists if and only if N(0) is at most the number of devices. The minimal load 
 
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +72,7 @@ def _narrowed(
         if best is None:
             bound = limit
             if progress:
-                progress(limit, bound)
+                progress(inf, bound)
         yield MinMaxLoad(best=best, bound=bound)
     # Then the optimum: bisection alternates with a limit at the best load itself, because loads are not continuous.
     # A plan found lowers the best load to one that occurs, and a limit at the best load ends the search.

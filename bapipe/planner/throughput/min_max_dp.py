@@ -10,7 +10,7 @@ limit.
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +50,7 @@ def min_max_load(
     slack = 1e-9 * bound + (dtype is int)
     for limit in sorted({min(ceiling, bound * growth + slack) for growth in LIMIT_GROWTH} | {ceiling}):
         if progress:
-            progress(limit, bound)
+            progress(inf, bound)
         try:
             best = min_max_load_below(problem, limit, dtype, deadline)
         except OutOfTime:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
@@ -22,7 +23,9 @@ from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import solution_of
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
+from bapipe.planner.throughput.naive_plans import best_naive_plans, naive_alternatives
 from bapipe.planner.validation import check_inputs, microbatch_sizes
+from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import LoadProgress
 
 MAX_DOWNSETS = 3000
@@ -55,7 +58,7 @@ def solve_throughput(
         BapipeError: a device kind without a profile, profiles of different models, or sizes that do not divide.
     """
     check_inputs(profiles, cluster, options)
-    return explore_throughput(
+    solution = explore_throughput(
         profiles,
         cluster,
         minibatch_size=options.minibatch_size,
@@ -64,6 +67,8 @@ def solve_throughput(
         deadline=deadline,
         progress=progress,
     )
+    assert isinstance(solution.space, ThroughputSpace)
+    return replace(solution, space=replace(solution.space, memory=options.memory))
 
 
 def explore_throughput(
@@ -80,9 +85,9 @@ def explore_throughput(
 ) -> Solution:
     """Returns the solution with the smallest maximum load of a device in a step.
 
-    The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage, every micro-batch
-    size given. Layers that share parameters stay together. The order is 1F1B with enough micro-batches in flight to
-    keep every device busy.
+    The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage (of many that
+    differ: a power of two, or any number for all layers), every micro-batch size given. Layers that share parameters
+    stay together. The order is 1F1B with enough micro-batches in flight to keep every device busy.
 
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
@@ -108,13 +113,17 @@ def explore_throughput(
         has_equal_groups=True,
     )
     listed, search = _search_of(graph, coarse, max_downsets, deadline)
-    solutions = [search.solve(size, progress, deadline) for size in microbatch_sizes]
+    # As the first plans: they cost little, are known to fit, and no result is worse.
+    whole = replace(coarse, boundaries=graph.evenly_spaced(2))
+    naive = best_naive_plans(whole, microbatch_sizes, deadline)
+    first = _best_solution([plan.solution(search.boundaries.num_layers) for plan in naive if plan.fits])
+    report = _Report(progress, first, work_bound_ns(profiles, cluster, minibatch_size), len(microbatch_sizes))
+    solutions = [search.solve(size, report.of(size), deadline) for size in microbatch_sizes]
     near = None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours)
-    feasible = _feasible(search, coarse, solutions, near, deadline)
-    # Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
-    best = min(feasible, key=lambda solution: (solution.load_ns, -solution.microbatch_size))
+    # The best plan of the searches is improved apart from the naive ones, whose cuts say nothing of where others are.
+    found = _best_solution(_feasible(search, coarse, solutions, near, deadline, is_needed=first is None))
     bounds_ns = [solution.bound_ns for solution in solutions]
-    if near is not None and max_neighbours and not deadline.is_over:
+    if found is not None and near is not None and max_neighbours and not deadline.is_over:
         large = LargeGraph(
             graph=graph.graph,
             layers_of_node=graph.layers_of_node,
@@ -122,10 +131,47 @@ def explore_throughput(
             listed=listed,
             deadline=deadline,
         )
-        best, bounds_ns = _improved(large, search, solutions, best, near, progress)
+        found, bounds_ns = _improved(large, search, solutions, found, near, report)
+    best = _best_solution([solution for solution in (found, first) if solution is not None])
+    assert best is not None  # or `_feasible` would have raised
     bound_ns = min(best.load_ns, *bounds_ns)
     space = _searched_space(search, microbatch_sizes, max_downsets)
-    return solution_of(coarse, best, bound_ns, space)  # the tables of few boundaries do for the alternatives
+    return solution_of(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
+
+
+class _Report:
+    """Reports progress: only loads of plans that are known to fit, and bounds of all micro-batch sizes together."""
+
+    def __init__(self, progress: LoadProgress | None, first: LoadSolution | None, work_ns: int, num_sizes: int) -> None:
+        """`work_ns` is a bound at every size, for those whose search has not begun."""
+        self._progress, self._work_ns, self._num_sizes = progress, work_ns, num_sizes
+        self._best_ns = inf if first is None else first.load_ns
+        self._bounds_ns: dict[int, float] = {}
+        self._say()
+
+    def of(self, microbatch_size: int) -> LoadProgress:
+        """Returns the progress of a search at one size, which reports infinite loads as long as it has no plan."""
+
+        def report(load_ns: float, bound_ns: float) -> None:
+            self._best_ns = min(self._best_ns, load_ns)
+            # Bounds of one size rise; that of all is the smallest of them.
+            self._bounds_ns[microbatch_size] = max(bound_ns, self._bounds_ns.get(microbatch_size, 0.0))
+            self._say()
+
+        return report
+
+    def _say(self) -> None:
+        if self._progress and self._best_ns < inf:
+            unknown = [self._work_ns] if len(self._bounds_ns) < self._num_sizes else []
+            self._progress(self._best_ns, min(self._best_ns, *self._bounds_ns.values(), *unknown))
+
+
+def _best_solution(solutions: Sequence[LoadSolution]) -> LoadSolution | None:
+    """Returns the solution with the smallest load, None of none.
+
+    Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
+    """
+    return min(solutions, key=lambda solution: (solution.load_ns, -solution.microbatch_size), default=None)
 
 
 def _search_of(
@@ -152,8 +198,13 @@ def _feasible(
     solutions: Sequence[LoadSolution],
     near: Near | None,
     deadline: Deadline,
+    *,
+    is_needed: bool,
 ) -> list[LoadSolution]:
     """Returns the solutions that have stages; if none has, one of the coarse search, or with the least memory.
+
+    Args:
+        is_needed: whether no other plan is known.
 
     Raises:
         Infeasible: no plan was found that fits.
@@ -163,7 +214,7 @@ def _feasible(
     sizes = [solution.microbatch_size for solution in solutions]
     if not feasible and deadline.is_over:
         feasible = [found for found in map(coarse.solve, dict.fromkeys((sizes[0], sizes[-1]))) if found.stages]
-    if feasible:
+    if feasible or not is_needed:
         return feasible
     deadline.check()
     return [_fitting(search, sizes[0], near, deadline)]
@@ -175,12 +226,12 @@ def _improved(
     solutions: Sequence[LoadSolution],
     best: LoadSolution,
     near: Near,
-    progress: LoadProgress | None,
+    report: _Report,
 ) -> tuple[LoadSolution, list[int]]:
     """Returns the best plan after more searches at its micro-batch size, then at the others; and a bound of each."""
     best = large.improved(search, best)
     if best.bound_ns < best.load_ns:
-        best = _local_optimum(search, best, near, progress, large.deadline)
+        best = _local_optimum(search, best, near, report.of(best.microbatch_size), large.deadline)
     bounds_ns, size = [best.bound_ns], best.microbatch_size
     for solution in solutions:
         if solution.microbatch_size != size:

@@ -6,17 +6,20 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
+from bapipe.planner.linearizations import _bound_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time, solve_partition
 from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate, simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from tests.builders import MS, chain, devices
 from tests.planner.test_work_bound import random_profiles
-from tests.random_profiles import random_cluster
+from tests.random_profiles import random_cluster, random_profile
 
 
 def leaves_for_w(profile: ModelProfile, name: str, num_bytes: int) -> ModelProfile:
@@ -67,3 +70,60 @@ def test_neighbours_whose_i_leaves_more_than_fits(size: int | None) -> None:
     plan = plan_step_time(profiles, cluster, options)
     assert simulate(plan, profiles).prediction(4) == plan.prediction
     assert plan.certificate.lower_bound_ns <= plan.prediction.step_ns
+
+
+def test_a_named_schedule_with_replicas_is_kept_where_it_is_faster_than_any_order_without() -> None:
+    """Two replicas take 2 (5 + 1) 3 = 36 ms; of stages with one device each, the first alone takes 4 x 15 = 60."""
+    profiles = {"a": chain([5, 1])}
+    for schedules in (("1f1b", "search"), ("search",)):
+        options = PlanOptions(minibatch_size=4, schedules=schedules, search_effort=0.1)
+        plan = plan_step_time(profiles, devices(2), options)
+        assert [stage.devices for stage in plan.stages] == [("d0", "d1")]
+        assert plan.prediction.step_ns == 36 * MS
+        assert plan.certificate.proven_optimal
+        assert "; any replicas, " in plan.certificate.space
+    without = plan_step_time(profiles, devices(2), replace_data(options, replicas=False))
+    assert without.prediction.step_ns >= 60 * MS
+    assert "; no replicas, " in without.certificate.space
+
+
+def test_a_searched_order_is_compared_with_named_schedules_with_replicas() -> None:
+    """Never slower than the named schedules; what is slower is an alternative, and the space says which won."""
+    won = {"search": 0, "named": 0}
+    for seed in range(12):
+        random = Random(seed)
+        profiles = {"a": random_profile(random, 6)}
+        cluster = random_cluster(random, 3)
+        named, searched = (
+            PlanOptions(minibatch_size=4, schedules=schedules, search_effort=0.1)
+            for schedules in (("1f1b",), ("1f1b", "search"))
+        )
+        try:
+            best = plan_step_time(profiles, cluster, named)
+        except Infeasible:
+            continue
+        plan = plan_step_time(profiles, cluster, searched)
+        assert plan.prediction.step_ns <= best.prediction.step_ns
+        names = {a.name: a.step_ns for a in plan.alternatives}
+        if plan.schedule == "search":
+            assert plan.certificate.space.startswith("every order of F, B, I and W for these stages")
+            assert best.prediction.step_ns in (names.get("1f1b"), names.get("1f1b with replicas"))
+        else:
+            assert (plan.stages, plan.certificate) == (best.stages, best.certificate)
+            assert names.get("search without replicas", plan.prediction.step_ns) >= plan.prediction.step_ns
+        won["search" if plan.schedule == "search" else "named"] += 1
+    assert min(won.values()) > 1
+
+
+def test_a_bound_of_orders_does_not_count_for_named_schedules_along_another_order_of_the_layers() -> None:
+    profiles = {"a": chain([5, 1])}
+    solution = solve_partition(
+        SearchRequest(profiles=profiles, cluster=devices(2), options=PlanOptions(minibatch_size=4))
+    )
+    space = ActionOrderSpace(
+        schedule="1f1b", has_same_stages=True, num_other_partitions=0, named_bound_ns=7, stages_from=solution.space
+    )
+    searched = replace_data(solution, space=space, lower_bound_ns=9)
+    assert _bound_ns(searched, solution) == 7
+    assert _bound_ns(searched, searched) == 9
+    assert _bound_ns(solution, searched) == solution.lower_bound_ns
