@@ -76,7 +76,8 @@ def _without_replicas(named: Solution, request: SearchRequest) -> Solution:
     if all(len(stage.devices) == 1 for stage in named.stages):
         return named
     options = replace(request.options, replicas=False)
-    return solve_partition(replace(request, options=options, deadline=request.deadline.share(2)))
+    progress = _without_worse(request.progress, named)
+    return solve_partition(replace(request, options=options, deadline=request.deadline.share(2), progress=progress))
 
 
 def _with_searched_order(solution: Solution, request: SearchRequest) -> Solution:
@@ -180,7 +181,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     ordered, ranks = (cluster, tuple(range(len(cluster.devices)))) if has_any else (first.cluster, first.ranks)
     try:
         space, result = find_best_layout(
-            replace(request, cluster=ordered, progress=_without_worse(request.progress, first))
+            replace(request, cluster=ordered, progress=_without_worse(request.progress, first.solution))
         )
     except OutOfTime:
         return first.solution
@@ -190,11 +191,11 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     return first.joined(exact)
 
 
-def _without_worse(progress: SearchProgress | None, first: "LineSolution") -> SearchProgress | None:
+def _without_worse(progress: SearchProgress | None, first: Solution) -> SearchProgress | None:
     """Returns the progress of a search that follows another one: its best plan is the best of both."""
     if progress is None:
         return progress
-    first_ns = first.solution.prediction.step_ns
+    first_ns = first.prediction.step_ns
 
     def report(num_simulated: int, best_ns: int, bound_ns: int) -> None:
         progress(num_simulated, min(first_ns, best_ns), min(first_ns, bound_ns))

@@ -10,6 +10,7 @@ Begin with `search.explore_throughput`. The algorithm:
    *boundary*: the layers before a cut. With more than `MAX_DOWNSETS`, use the prefixes of three linear orders.
 2. Sum the costs of the layers before each boundary (`loads.StageCostSums`): the cost of any stage is then a difference
    of two sums, computed for a whole block of stages in one numpy call.
+   One stage on one device or on replicas is the first plan, at each micro-batch size (`naive_plans`).
 3. For each micro-batch size, minimize the largest load (`load_search`) over paths from the empty to the full boundary:
    - devices all the same: for a limit on the load, a dynamic programme over boundaries finds the fewest devices that
      stay below it; bisection on the limit (`min_devices_dp`, with `homogeneous`);

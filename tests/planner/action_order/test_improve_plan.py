@@ -82,6 +82,9 @@ def test_a_named_schedule_with_replicas_is_kept_where_it_is_faster_than_any_orde
         assert plan.prediction.step_ns == 36 * MS
         assert plan.certificate.proven_optimal
         assert "; any replicas, " in plan.certificate.space
+    said: list[int] = []
+    plan_step_time(profiles, devices(2), options, progress=lambda _, best_ns, bound_ns: said.append(best_ns))
+    assert said == sorted(said, reverse=True)  # not that of the search without replicas, which follows
     without = plan_step_time(profiles, devices(2), replace_data(options, replicas=False))
     assert without.prediction.step_ns >= 60 * MS
     assert "; no replicas, " in without.certificate.space
