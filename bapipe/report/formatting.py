@@ -7,6 +7,7 @@ from dataclasses import replace
 from decimal import ROUND_FLOOR, Decimal
 from html import escape
 from math import floor, log10
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -29,6 +30,11 @@ LEFT_OUT_LAST = ("total", "has")
 
 COLUMN_GAP = 3
 """Characters between two columns."""
+
+MAX_ROWS = 48
+"""Rows of a table of stages or devices that are shown; two thirds of them are its first ones."""
+
+Row = TypeVar("Row")
 
 
 def number(value: float) -> str:
@@ -171,6 +177,26 @@ def _crop(text: str, max_word: int) -> str:
         return f"{match[0][: max_word - end - 1]}…{match[0][-end:]}"
 
     return re.sub(rf"\S{{{max_word + 1},}}", crop, text)
+
+
+def folded(rows: Sequence[Row]) -> tuple[Sequence[Row], int, Sequence[Row]]:
+    """Returns the first rows, how many behind them are left out, and the last ones; none of up to `MAX_ROWS`."""
+    num_left_out = len(rows) - MAX_ROWS
+    if num_left_out <= 0:
+        return rows, 0, ()
+    end = MAX_ROWS * 2 // 3
+    return rows[:end], num_left_out, rows[end + num_left_out :]
+
+
+def add_rows(table: Table, rows: Sequence[Sequence[str]]) -> None:
+    """Adds rows to a table; of very many a row in the middle says how many are left out."""
+    first, num_left_out, last = folded(rows)
+    for row in first:
+        add_row(table, *row)
+    if num_left_out:
+        add_row(table, "…", f"{num_left_out:,} more")
+    for row in last:
+        add_row(table, *row)
 
 
 def add_row(table: Table, *cells: str | Text) -> None:

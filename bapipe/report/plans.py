@@ -6,11 +6,11 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
-from bapipe.formats.certificate import BY_HAND, Certificate, ReachedGoal, outside_of, searched_space
+from bapipe.formats.certificate import Certificate, ReachedGoal, is_of_changed_plan, outside_of, searched_space
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
-from bapipe.report.formatting import add_row, empty_table, mib, ms, number, number_down, rate
+from bapipe.report.formatting import add_row, add_rows, empty_table, mib, ms, number, number_down, rate
 from bapipe.simulator.timeline import Timeline
 from bapipe.units import percent_up
 
@@ -115,7 +115,7 @@ def _bound(certificate: Certificate) -> str:
     if outside_of(certificate) is not None:
         return _bound_beside_pinned(certificate)
     if certificate.proven_optimal:
-        if certificate.space.endswith(BY_HAND):  # its changes may have led out of the space
+        if is_of_changed_plan(certificate):  # its changes may have led out of the space
             return f"no plan of this space is faster: {certificate.space}"
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:
@@ -142,13 +142,14 @@ def _within(certificate: Certificate) -> str:
 def stage_table(plan: Plan) -> Table:
     """Returns a table with a row for each device of each stage: its layers, and how long it computes and waits."""
     table = empty_table("stages, times in ms", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
-    ranks = {rank.device: rank for rank in plan.prediction.ranks}
+    ranks, rows = {rank.device: rank for rank in plan.prediction.ranks}, []
     for s, stage in enumerate(plan.stages):
         for device in stage.devices:
             rank = ranks.get(device)
             times = [rank.busy_ns, rank.sync_ns, rank.idle_ns] if rank else []
             layers = (str(s), str(len(stage.layers)), stage.layers[0], stage.layers[-1])
-            add_row(table, *layers, device, *(number(t / 1e6) for t in times))
+            rows.append([*layers, device, *(number(t / 1e6) for t in times)])
+    add_rows(table, rows)
     return table
 
 
@@ -161,13 +162,14 @@ def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
     table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
     has = {device.name: device.memory_bytes for device in plan.cluster.devices}
-    left_out = set(plan.unused_devices[MAX_NAMED:])
+    left_out, rows = set(plan.unused_devices[MAX_NAMED:]), []
     for rank in plan.prediction.ranks:
         if rank.device in left_out:
             continue
         parts = [*(getattr(rank.memory, name) for name in names), rank.peak_bytes, has[rank.device]]
         peak = timeline.peak_action(timeline.devices.index(rank.device)) if timeline else None
-        add_row(table, rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else []))
+        rows.append([rank.device, *(number(part / 2**20) for part in parts), *([str(peak or "")] if timeline else [])])
+    add_rows(table, rows)
     return table
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from bapipe.printable import printable
-from bapipe.report.formatting import ms
+from bapipe.report.formatting import folded, ms
 from bapipe.schedules.table import Phase
 from bapipe.simulator.timeline import Span, Timeline, Update
 
@@ -24,7 +24,7 @@ MAX_NAME = 40
 
 
 def gantt(timeline: Timeline, width: int) -> str:
-    """Returns a line of about `width` characters for each rank with a stage, to scale.
+    """Returns a line of about `width` characters for each rank with a stage, to scale; of very many not for all.
 
     A rank that runs forward and backward at the same time has a line for each.
     Every action begins with the number of its micro-batch if it fits: ░ F, ▓ B, ▒ I, █ W, u update.
@@ -37,7 +37,10 @@ def gantt(timeline: Timeline, width: int) -> str:
     for update in timeline.updates:
         updates[update.rank].append(update)
     lines, step_ns = [], timeline.step_ns
-    for rank in sorted(working):
+    first, num_left_out, last = folded(sorted(working))
+    for rank in [*first, *last]:
+        if num_left_out and rank == last[0]:
+            lines.append(f"{'…':>{margin}} {num_left_out:,} more devices")
         lanes = timeline.lanes(rank)
         for lane, text in enumerate(_lane_lines(lanes, updates[rank], max(step_ns, 1), num_columns)):
             device = "" if lane else names[rank]

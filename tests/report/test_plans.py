@@ -2,15 +2,19 @@
 
 from rich.table import Table
 
+import bapipe
 from bapipe.formats.certificate import certify
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.report.comparisons import render_comparison
+from bapipe.report.formatting import MAX_ROWS
 from bapipe.report.plan_changes import render_changes
-from bapipe.report.plans import memory_table, proof, render_plan
+from bapipe.report.plans import memory_table, proof, render_plan, stage_table
 from bapipe.report.remarks import plan_remarks
+from bapipe.report.text_gantt import gantt
 from bapipe.report.variations import variations_table, worth_words
+from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 
 
@@ -59,3 +63,18 @@ def test_a_step_that_takes_no_time_has_an_unlimited_rate() -> None:
     rows = [{"link": n, "step_ns": 0, "samples_per_s": 0.0, **figures} for n in (1, 2)]
     assert "unlimited" in [*variations_table(["link"], rows).columns[3].cells]
     assert worth_words(["link"], rows) == ["no other value is worth more than 0.5 %, by itself"]
+
+
+def test_of_very_many_stages_and_devices_some_rows_are_left_out() -> None:
+    """A hundred stages, each on two devices: the first and the last ones have rows, and what is left out is said."""
+    profile = chain([1] * 100)
+    cuts = [layer.name for layer in profile.layers[1:]]
+    placed = [(f"d{2 * stage}", f"d{2 * stage + 1}") for stage in range(100)]
+    plan = bapipe.make(profile, devices(200), minibatch_size=4, schedule="1f1b", cuts=cuts, devices=placed)
+    timeline = simulate(plan, {"a": profile})
+    for table in (stage_table(plan), memory_table(plan, timeline)):
+        assert table.row_count == MAX_ROWS + 1
+        cells = [list(column.cells) for column in table.columns]
+        assert [column[32] for column in cells[:2]] == ["…", "152 more"]
+    names = [line.split()[0] for line in gantt(timeline, 80).splitlines()[:-1]]
+    assert names == [*(f"d{i}" for i in range(32)), "…", *(f"d{i}" for i in range(184, 200))]
