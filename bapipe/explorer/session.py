@@ -203,7 +203,8 @@ class Session:
         step_ns = made.prediction.step_ns
         if proven is None or not made.certificate.lower_bound_ns < proven.lower_bound_ns <= step_ns:
             return made
-        known = msgspec.structs.replace(made, certificate=certify(step_ns, proven.lower_bound_ns, proven.space))
+        certificate = certify(step_ns, proven.lower_bound_ns, proven.space, proven.memory)
+        known = msgspec.structs.replace(made, certificate=certificate)
         return plan_of(decision, self.profiles, cluster, step, changed_from=known)
 
     def try_plan(self, plan: Plan, state: State) -> Plan | None:

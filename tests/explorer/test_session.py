@@ -23,6 +23,7 @@ from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.vary import FIELDS, on_axis
+from bapipe.formats.certificate import OVER_LIMIT
 from bapipe.formats.codec import decode
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS
@@ -76,6 +77,19 @@ def test_a_bound_proven_under_a_memory_limit_is_not_shown_for_plans_that_need_mo
     assert answer["bound"] == {
         "ns": free.certificate.lower_bound_ns, "space": free.certificate.space, "searched": True,
     }  # fmt: skip
+
+
+def test_a_plan_with_a_bound_found_on_the_page_names_the_memory_limit_of_that_bound() -> None:
+    options: dict[str, Any] = {"minibatch_size": 12, "num_stages": 3, "schedules": "1f1b"}
+    limit = bapipe.plan(PROFILE, CLUSTER, **options).prediction.peak_bytes
+    limited = bapipe.plan(PROFILE, CLUSTER, **options, memory_limit_bytes=limit)
+    page = session()
+    page.adopt(limited)
+    made = page.plan(msgspec.structs.replace(session(limited).first, schedule="gpipe", cuts=(1, 7)))
+    assert made.prediction.peak_bytes > limit
+    assert made.certificate.lower_bound_ns == limited.certificate.lower_bound_ns < made.prediction.step_ns
+    assert made.certificate.memory == limited.certificate.memory
+    assert made.certificate.space.endswith(OVER_LIMIT)
 
 
 def test_without_a_plan_the_page_begins_with_a_stage_on_each_device() -> None:
