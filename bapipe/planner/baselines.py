@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,6 +51,13 @@ class SimulatedCandidate:
         return max(self.shortfall_bytes, 0), self.step_ns
 
 
+class Baselines(NamedTuple):
+    """The best baseline of each kind, and the names of those for which no time was left."""
+
+    alternatives: tuple[Alternative, ...]
+    left_out: tuple[str, ...]
+
+
 def baseline_alternatives(
     plan: Planned,
     profiles: Mapping[str, ModelProfile],
@@ -57,7 +65,7 @@ def baseline_alternatives(
     schedules: Sequence[str],
     limits: Sequence[int],
     deadline: Deadline = UNLIMITED,
-) -> tuple[Alternative, ...]:
+) -> Baselines:
     """Returns the best baseline of each kind over the micro-batch sizes.
 
     Args:
@@ -70,7 +78,7 @@ def baseline_alternatives(
         _data_parallel(plan, microbatch_sizes, layers),
         _equal_layers(plan, microbatch_sizes, layers, schedules),
     )
-    alternatives = []
+    alternatives, left_out = [], []
     for name, candidates in zip(BASELINES, kinds, strict=True):
         simulated = [
             _simulate_candidate(candidate, plan, profiles, limits)
@@ -78,6 +86,7 @@ def baseline_alternatives(
             if not deadline.is_over and _is_in_time(_num_actions(plan, candidate), deadline)
         ]
         if not simulated:
+            left_out += [name] * bool(candidates)
             continue
         best = min(simulated, key=lambda each: each.sort_key)
         alternatives.append(
@@ -89,7 +98,7 @@ def baseline_alternatives(
                 why_not=_why_not(best, plan),
             )
         )
-    return tuple(alternatives)
+    return Baselines(tuple(alternatives), tuple(left_out))
 
 
 def _num_actions(plan: Planned, candidate: Candidate) -> int:

@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
-from bapipe.planner.baselines import BASELINES, baseline_alternatives
+from bapipe.planner.baselines import BASELINES, Baselines, baseline_alternatives
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import PlanOptions
@@ -120,24 +120,19 @@ def compare(
     best = min(plans, key=lambda name: plans[name].prediction.step_ns)
     if not was_ended[best]:
         return Comparison(plans=plans, others=plans[best].alternatives, failed=failed, replicas=options.replicas)
-    time_left = Deadline(BASELINES_S)
-    others = _baselines(plans[best], profiles, searches[best], time_left)
-    if time_left.is_over:
-        known = {other.name for other in others}
-        failed |= {name: _why_left_out(deadline) for name in BASELINES if name not in known}
-    return Comparison(plans=plans, others=others, failed=failed, replicas=options.replicas)
+    baselines = _baselines(plans[best], profiles, searches[best], Deadline(BASELINES_S))
+    failed |= {name: _why_left_out(deadline) for name in baselines.left_out}
+    return Comparison(plans=plans, others=baselines.alternatives, failed=failed, replicas=options.replicas)
 
 
 def _why_left_out(deadline: Deadline) -> str:
     return INTERRUPTED if deadline.is_stopped else NO_TIME_LEFT
 
 
-def _baselines(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline
-) -> tuple[Alternative, ...]:
+def _baselines(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> Baselines:
     """Returns the alternatives of a plan whose search was ended, with the baselines that it did not come to."""
     sizes, schedules = microbatch_sizes(profiles, plan.cluster, options), named_schedules(options)
     limits = options.limits(plan.cluster)
     baselines = baseline_alternatives(plan, profiles, sizes, schedules, limits, deadline)
     others = (other for other in plan.alternatives if other.name not in BASELINES)
-    return sort_alternatives((*others, *baselines))
+    return baselines._replace(alternatives=sort_alternatives((*others, *baselines.alternatives)))

@@ -216,4 +216,4 @@ def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline =
         options.limits(solution.cluster),
         deadline,
     )
-    return replace(solution, alternatives=sort_alternatives((*solution.alternatives, *baselines)))
+    return replace(solution, alternatives=sort_alternatives((*solution.alternatives, *baselines.alternatives)))

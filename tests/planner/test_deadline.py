@@ -205,7 +205,8 @@ def test_no_baseline_begins_that_would_take_longer_than_is_left() -> None:
     for left_s, names in ((10, {*BASELINES}), (1, {"one-device", "data-parallel"})):
         deadline = Deadline(left_s, clock=lambda: 0.0)
         found = baseline_alternatives(made, profiles, [1], ["1f1b"], [10**9] * 40, deadline)
-        assert {each.name for each in found} == names
+        assert {each.name for each in found.alternatives} == names
+        assert {*found.left_out} == {*BASELINES} - names
 
 
 def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
