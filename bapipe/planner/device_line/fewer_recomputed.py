@@ -16,14 +16,14 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
 
     After the deadline the stages that are left recompute what they did.
     """
-    if not any(timed.recompute):
+    if not any(timed.recompute) or deadline.is_over:
         return timed
     line, plan = timed.line, timed.plan
     choice = LayerChoice(line.profiles, plan.microbatch_size, deadline)
-    chosen = list(timed.recompute)
+    chosen, limits = list(timed.recompute), line.memory_limits(timed)
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
         if chosen[stage] and not deadline.is_over:
             kind = line.cluster.devices[sum(plan.counts[:stage])].kind
-            best = choice.best(begin, end, line.memory_limits(timed, stage), kind, whole_fits=True)
+            best = choice.best(begin, end, limits[stage], kind, whole_fits=True)
             chosen[stage] = chosen[stage] if best is None else best.layers
     return min(timed, line.time_with(plan, chosen) or timed, key=lambda each: each.step_ns)

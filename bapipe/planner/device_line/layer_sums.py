@@ -137,9 +137,9 @@ class LayerSums:
         def least(values: Sequence[Sequence[int]]) -> FloatArray:
             return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
 
-        stash = np.min([[m.stash_bytes for m in profile.at(self.size)] for profile in profiles], axis=0)
-        self.stash = prefix_sums(stash.tolist())[cuts].astype(float)
-        self._sum_savings(stash.astype(float))
+        stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
+        self.stash = least(stashes)
+        self._sum_savings(np.min(stashes, axis=0).astype(float))
         self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )

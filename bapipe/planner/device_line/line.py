@@ -36,7 +36,6 @@ MAX_KEPT_ACTIONS = 2**21
 """Actions of the schedules' own tables that are kept, of one device per stage: 200 MB. Plans with as many devices share
 one, whatever their stages."""
 
-
 _NONE: tuple[frozenset[int], ...] = (frozenset(),)
 
 
@@ -153,24 +152,28 @@ class DeviceLine:
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
         return TimedPlan(line=self, plan=plan, recompute=tuple(recompute), step_ns=step_ns)
 
-    def memory_limits(self, timed: TimedPlan, stage: int) -> list[MemoryLimit]:
-        """Returns the states of the replicas of a stage in which its stashes must fit, whichever layers recompute."""
+    def memory_limits(self, timed: TimedPlan) -> list[list[MemoryLimit]]:
+        """Returns the states of the replicas of each stage in which its stashes must fit, whichever layers recompute.
+
+        Of stages that do not recompute there are none. [stages][states]
+        """
         order, compiled = self._order(timed.plan)
         stages = self._stages(timed.plan, order.devices, timed.recompute)
-        memory, ranks = rank_memory(order, stages, compiled), order.devices[stage]
-        limits = []
-        for rank, cost in zip(ranks, stages[stage].costs, strict=True):
-            peak = memory[rank].peak
-            room = self.limits[rank] - (peak.total - peak.stash)
-            limits += [
-                MemoryLimit(
-                    kind=self.cluster.devices[rank].kind,
-                    kept=state.kept,
-                    in_backward=state.in_backward,
-                    room_bytes=room - state.before_weight_grad * cost.gradient_stash_bytes,
-                )
-                for state in memory_peaks(order.order[rank])
-            ]
+        memory = rank_memory(order, stages, compiled)
+        limits: list[list[MemoryLimit]] = [[] for _ in stages]
+        for of_stage, stage, ranks in zip(limits, stages, order.devices, strict=True):
+            for rank, cost in zip(ranks, stage.costs, strict=True) if stage.recompute else ():
+                peak = memory[rank].peak
+                room = self.limits[rank] - (peak.total - peak.stash)
+                of_stage += [
+                    MemoryLimit(
+                        kind=self.cluster.devices[rank].kind,
+                        kept=state.kept,
+                        in_backward=state.in_backward,
+                        room_bytes=room - state.before_weight_grad * cost.gradient_stash_bytes,
+                    )
+                    for state in memory_peaks(order.order[rank])
+                ]
         return limits
 
     def num_actions(self, plan: LinePlan) -> int:
