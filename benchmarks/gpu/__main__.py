@@ -1,6 +1,6 @@
 """Measures what one GPU shows of bapipe, and writes it into a folder; goes on where it stopped.
 
-    python -m benchmarks.gpu FOLDER [--device cuda] [--seconds 540] [--small] [--only layers.resnet50]
+    python -m benchmarks.gpu FOLDER [--device cuda] [--seconds 540] [--small] [--only layers.resnet50 ...]
 
 In order: facts of the machine; losses and gradients of every schedule with all stages on one GPU; two ranks on one GPU,
 with transfers through host memory and, where NCCL allows it, by NCCL; then, for each of five models in bfloat16, TF32
@@ -27,13 +27,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no part after this time, and end then")
     parser.add_argument("--small", action="store_true", help="tiny models, which take seconds on a CPU")
-    parser.add_argument("--only", default="", help="parts whose name begins with this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="parts whose names begin with one of these"
+    )
     given = parser.parse_args()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         sys.exit(f"missing packages: {', '.join(missing)}; install them, or put them on PYTHONPATH")
     from benchmarks.gpu.run import run  # not at the top: it needs those packages
 
-    sys.exit(run(given.folder, given.device, given.seconds, is_small=given.small, prefix=given.only))
+    sys.exit(run(given.folder, given.device, given.seconds, is_small=given.small, prefixes=given.only))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,15 +16,18 @@ _START_S = 120.0
 """How long the process that does the parts may take to start."""
 
 
-def run(folder: Path, device_name: str, seconds: float, *, is_small: bool, prefix: str) -> int | str:
-    """Does the parts that have no result yet; returns an exit code: 0 if all have one, or an error."""
+def run(folder: Path, device_name: str, seconds: float, *, is_small: bool, prefixes: Sequence[str]) -> int | str:
+    """Does the parts that have no result yet, of those whose names begin with one of `prefixes`.
+
+    Returns an exit code: 0 if all of them have a result, or an error.
+    """
     try:
         device = local_device(device_name)
     except BapipeError as error:
         return str(error).replace("`device`", "--device")
     folder.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + seconds
-    parts = [part for part in parts_of(folder, device, is_small=is_small) if part.name.startswith(prefix)]
+    parts = [part for part in parts_of(folder, device, is_small=is_small) if part.name.startswith(tuple(prefixes))]
     while (missing := _missing(folder, parts)) and time.monotonic() < end_s:
         _do(folder, device_name, missing, end_s, is_small)
     (folder / "summary.md").write_text(summary(results(folder)))

@@ -58,7 +58,7 @@ def test_what_is_there_is_not_done_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_module, "_do", lambda *_: pytest.fail("nothing is missing"))
-    assert run_module.run(folder, "cpu", 60.0, is_small=True, prefix="") == 0
+    assert run_module.run(folder, "cpu", 60.0, is_small=True, prefixes=[""]) == 0
     assert "5 of 5 parts have a result" in capsys.readouterr().out
 
 
@@ -68,9 +68,17 @@ def test_a_part_that_takes_too_long_is_ended_and_the_others_are_done(
     parts = [Part(name=name, run=list, limit_s=1.0) for name in ("sleeps", "dies", "works")]
     monkeypatch.setattr(run_module, "parts_of", lambda *_, is_small: parts)
     monkeypatch.setattr(run_module, "work", slow_parts.work)
-    assert run_module.run(tmp_path, "cpu", 120.0, is_small=True, prefix="") == 0
+    assert run_module.run(tmp_path, "cpu", 120.0, is_small=True, prefixes=[""]) == 0
     errors = {part.name: json.loads(result_path(tmp_path, part.name).read_text())[0].get("error") for part in parts}
     assert errors == {"sleeps": "not done after 1 s", "dies": "its process ended with code 3", "works": None}
+
+
+def test_only_parts_that_are_named_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [Part(name=name, run=list, limit_s=1.0) for name in ("a.one", "a.two", "b.one", "c.one")]
+    monkeypatch.setattr(run_module, "parts_of", lambda *_, is_small: parts)
+    monkeypatch.setattr(run_module, "work", slow_parts.work)
+    assert run_module.run(tmp_path, "cpu", 120.0, is_small=True, prefixes=["a", "c.one"]) == 0
+    assert {path.stem for path in (tmp_path / "results").iterdir()} == {"a.one", "a.two", "c.one"}
 
 
 def test_errors_are_one_line_each(
