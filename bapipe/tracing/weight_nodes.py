@@ -21,10 +21,20 @@ def weight_nodes(group: Mapping[str, Any], reverse: Mapping[Node, Iterable[Node 
         group: torch's record of a group: its parameters' nodes as "params", where W begins as "intermediates".
         reverse: for each node those that lead to it in a backward.
     """
+
+    def before(node: Node) -> list[Node]:
+        return [other for other in reverse[node] if other is not None]
+
+    begins = group["intermediates"]
+    if len(begins) == 1:  # as of most layers: a walk back from the parameters ends there, after a few nodes
+        found = reached(group["params"], lambda node: [] if node in begins else before(node))
+        if all(node in begins or before(node) for node in found):  # no path to them begins elsewhere
+            return set(found)
+
     # The nodes from which a backward gets to the parameters.
-    leading = set(reached(group["params"], lambda node: [before for before in reverse[node] if before is not None]))
+    leading = set(reached(group["params"], before))
 
     def after(node: Node) -> list[Node]:
         return [other for other, _ in node.next_functions if other is not None and other in leading]
 
-    return set(reached([node for node in group["intermediates"] if node in leading], after))
+    return set(reached([node for node in begins if node in leading], after))
