@@ -65,7 +65,8 @@ class InstrumentedModel:
         tensors: size and gradient of the layers' outputs in the latest forward, by name.
         roots: outputs of layers that have no input with a gradient: I ends there.
         owners: the first layer that uses each parameter, by the parameter's id.
-        shared: ids of the parameters that several layers use, or whose W shares a node with that of others.
+        tied: ids of the parameters that several layers use.
+        shared: ids of those, and of the parameters whose W shares a node with that of others.
     """
 
     training_pass: TrainingPass
@@ -75,6 +76,7 @@ class InstrumentedModel:
     tensors: dict[str, "TensorInfo"] = field(default_factory=dict)
     roots: list[GradientEdge] = field(default_factory=list)
     owners: dict[int, int] = field(default_factory=dict)
+    tied: set[int] = field(default_factory=set)
     shared: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,8 @@ class InstrumentedModel:
         for layer, parameters in enumerate(parameters_of(self.training_pass.model)):
             for parameter in map(id, parameters):
                 if self.owners.setdefault(parameter, layer) != layer:
-                    self.shared.add(parameter)
+                    self.tied.add(parameter)
+        self.shared |= self.tied
 
     @property
     def num_layers(self) -> int:
@@ -109,12 +112,18 @@ class InstrumentedModel:
         """Runs B, adding to the gradients of the parameters; the layers report."""
         self._run_backward(loss.backward, self.num_layers)
 
-    def backward_inputs(self, loss: Tensor) -> tuple[WeightGroup, ...]:
-        """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1."""
+    def backward_inputs(self, loss: Tensor, *, with_tied: bool = False) -> tuple[WeightGroup, ...]:
+        """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1.
+
+        Parameters that several layers use have groups `with_tied` only: their W would run the nodes of all layers in
+        between, so that none of those could be run apart. In a pipeline they mostly are in different stages.
+        """
         self._enter(self.num_layers + 1)
-        groups = find_weight_groups(loss, self.roots, self.training_pass.model.module.parameters())
-        self.shared |= {id(parameter) for g in groups if g.is_whole for parameter in g.parameters}
-        self._run_backward(lambda: run_input_grads(loss, self.roots, groups), self.num_layers)
+        parameters = self.training_pass.model.module.parameters()
+        groups = find_weight_groups(loss, self.roots, (p for p in parameters if with_tied or id(p) not in self.tied))
+        if not with_tied:
+            self.shared |= {id(parameter) for g in groups if g.is_whole for parameter in g.parameters}
+        self._run_backward(lambda: run_input_grads(loss, self.roots, groups, lambda: self.running), self.num_layers)
         return groups
 
     def backward_weights(self, groups: Sequence[WeightGroup]) -> None:

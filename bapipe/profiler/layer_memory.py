@@ -44,8 +44,8 @@ def layer_memory(training_pass: TrainingPass) -> LayerMemory:
     """Returns the bytes that autograd saves and that the allocator hands out, while gradients are accumulated.
 
     Stash: every storage that autograd saves, except parameters and buffers, counted for the first layer that saves it.
-    Gradient stash: every storage of a gradient that arrives where W begins, counted for the first layer whose W uses
-    it; torch keeps the whole stash until the end of W as well.
+    Gradient stash: every storage of a gradient that arrives where W begins, counted for the layer at which it arrives,
+    for the first one of several; torch keeps the whole stash until the end of W as well.
     Workspace: in the forward, the peak of the bytes allocated while a layer runs, above the larger of before and after;
     in the backward, the peak above before, plus the bytes that are allocated before and only for this layer: gradients
     of its outputs and `pending_gradient_bytes`.
@@ -117,9 +117,9 @@ def _stash(training_pass: TrainingPass) -> tuple[list[int], list[int], dict[str,
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = instrumented.forward()
         tensors = dict(instrumented.tensors)
-        for group in instrumented.backward_inputs(loss):
-            for gradient in group.saved_gradients:
-                count(gradient, gradient_stash, instrumented.layer_of(group))
+        for group in instrumented.backward_inputs(loss, with_tied=True):
+            for gradient, layer in group.saved_gradients:
+                count(gradient, gradient_stash, instrumented.layer_of(group) if layer is None else layer)
     return stash, gradient_stash, tensors
 
 

@@ -171,49 +171,56 @@ class _PassRunner:
         self.python_report_ns, self.hook_report_ns = instrumentation_overhead_ns(model.training_pass.device)
 
     def run(self) -> _Pass:
-        model = self.model
         start_ns, start_thread_ns, start_faults = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
+        device, host = self._run_layers()
+        forward, backward, split_forward, input_grad, weight_grad = (group_means(t, self.groups) for t in device)
+        host_forward, host_backward, _, host_input_grad, host_weight_grad = (group_means(t, self.groups) for t in host)
+        on_cpu = self.model.training_pass.device.type == "cpu"
+        model_wall_ns, model_ns = (0, self._model_ns()) if on_cpu else (self._model_ns(), self._model_on_gpu_ns())
+        # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
+        waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - start_thread_ns)
+        has_new_memory = minor_page_faults() - start_faults > MAX_NEW_PAGES
+        wait_share = waited_ns / (time.perf_counter_ns() - start_ns)
+        return _Pass(
+            forward=forward,
+            backward=backward,
+            split_forward=split_forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            model_ns=model_ns,
+            model_wall_ns=model_wall_ns,
+            host=(host_forward, host_input_grad, host_weight_grad, host_backward),
+            disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
+        )
+
+    def _run_layers(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Returns the device's and the host's times of each layer: F and B, then F, I and W.
+
+        What is kept for a backward is freed at the end, so that a GPU has room for the model's own.
+        """
+        model = self.model
         loss, forward = self._timed(model.forward, self.python_report_ns)
         host_forward = self._host_times()
         _, backward = self._timed(lambda: model.backward(loss), self.hook_report_ns)
         host_backward = self._host_times()
         split_loss, split_forward = self._timed(model.forward, self.python_report_ns)
+        host_split_forward = self._host_times()
         groups, input_grad = self._timed(
             lambda: model.backward_inputs(split_loss), self.hook_report_ns, with_overhead=True
         )
         host_input_grad = self._host_times()
         _, weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
         host_weight_grad = self._host_times()
-        on_cpu = model.training_pass.device.type == "cpu"
-        model_wall_ns, model_ns = (0, self._model_ns()) if on_cpu else (self._model_ns(), self._model_on_gpu_ns())
-        # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
-        waited_ns = time.perf_counter_ns() - start_ns - (time.thread_time_ns() - start_thread_ns)
         layers_with_search = {
             model.layer_of(group) for group in groups if not group.starts_at_root and not model.is_shared(group)
         }
-        if on_cpu:
+        if model.training_pass.device.type == "cpu":
             _spread_search_time(input_grad, layers_with_search)
         else:
             input_grad[-1] = 0  # the device waited for the search, which is the host's work
             _spread_search_time(host_input_grad, layers_with_search)
-        has_new_memory = minor_page_faults() - start_faults > MAX_NEW_PAGES
-        wait_share = waited_ns / (time.perf_counter_ns() - start_ns)
-        return _Pass(
-            forward=group_means(forward, self.groups),
-            backward=group_means(backward, self.groups),
-            split_forward=group_means(split_forward, self.groups),
-            input_grad=group_means(input_grad, self.groups),
-            weight_grad=group_means(weight_grad, self.groups),
-            model_ns=model_ns,
-            model_wall_ns=model_wall_ns,
-            host=(
-                group_means(host_forward, self.groups),
-                group_means(host_input_grad, self.groups),
-                group_means(host_weight_grad, self.groups),
-                group_means(host_backward, self.groups),
-            ),
-            disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
-        )
+        device = [forward, backward, split_forward, input_grad, weight_grad]
+        return device, [host_forward, host_backward, host_split_forward, host_input_grad, host_weight_grad]
 
     def _model_ns(self) -> int:
         """Returns the time of F + B of the model's own code."""

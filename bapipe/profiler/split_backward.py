@@ -28,17 +28,20 @@ class WeightGroup:
             several layers use a bias that one layer makes (see `bapipe.tracing.weight_nodes`), or cannot begin.
         param_group: torch's own record: the nodes as "intermediates", and after I the gradients that arrived there as
             "grads". W empties it.
+        arrived_in: for each of these nodes, the layer that ran when its gradients arrived in I; None if I ends there.
     """
 
     parameters: tuple[nn.Parameter, ...]
     starts_at_root: bool
     is_whole: bool
     param_group: dict[str, Any]
+    arrived_in: list[int | None]
 
     @property
-    def saved_gradients(self) -> tuple[Tensor, ...]:
-        """The gradients that I keeps for this W."""
-        return tuple(grad for grads in self.param_group["grads"] for grad in grads if grad is not None)
+    def saved_gradients(self) -> tuple[tuple[Tensor, int | None], ...]:
+        """The gradients that I keeps for this W, each with its layer of `arrived_in`."""
+        arrived = zip(self.param_group["grads"], self.arrived_in, strict=True)
+        return tuple((grad, layer) for grads, layer in arrived for grad in grads if grad is not None)
 
     def run(self) -> None:
         """Runs W, adding to the gradients of the parameters."""
@@ -73,13 +76,16 @@ def _weight_group(
         starts_at_root=roots.issuperset(nodes),
         is_whole=shares or not all(map(can_begin_at, nodes)),
         param_group=param_group,
+        arrived_in=[None] * len(nodes),
     )
 
 
-def run_input_grads(loss: Tensor, roots: Sequence[GradientEdge], groups: Sequence[WeightGroup]) -> None:
-    """Runs I, and keeps in each group the gradients that arrive where its W begins."""
+def run_input_grads(
+    loss: Tensor, roots: Sequence[GradientEdge], groups: Sequence[WeightGroup], running: Callable[[], int]
+) -> None:
+    """Runs I, and keeps in each group the gradients that arrive where its W begins; `running`: the layer that runs."""
     hooks = [
-        node.register_prehook(_keep_gradients(group.param_group["grads"], index))
+        node.register_prehook(_keep_gradients(group, index, running))
         for group in groups
         for index, node in enumerate(group.param_group["intermediates"])
     ]
@@ -99,10 +105,13 @@ def run_input_grads(loss: Tensor, roots: Sequence[GradientEdge], groups: Sequenc
                 group.param_group["grads"][index] = tuple(by_output.get(i) for i in range(max(by_output) + 1))
 
 
-def _keep_gradients(kept: list[tuple[Tensor | None, ...]], index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+def _keep_gradients(
+    group: WeightGroup, index: int, running: Callable[[], int]
+) -> Callable[[tuple[Tensor | None, ...]], None]:
     """Returns a hook that stores the gradients arriving at a node."""
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        kept[index] = gradients
+        group.param_group["grads"][index] = gradients
+        group.arrived_in[index] = running()
 
     return keep

@@ -117,6 +117,7 @@ class CudaLayerTimer:
         self._stamps: list[_CudaStamp] = []
         self._free: list[torch.cuda.Event] = []
         self._host: list[tuple[int, int]] = []
+        self._wait: _CudaStamp | None = None  # the last one of the device
         self._is_ahead_until_ns = 0
 
     def stamp(self, layer: int) -> None:
@@ -125,14 +126,16 @@ class CudaLayerTimer:
         begin_ns = time.perf_counter_ns()
         if not self._stamps or begin_ns > self._is_ahead_until_ns:
             self._is_ahead_until_ns = begin_ns + HEAD_START_NS
-            self._record(_NO_LAYER, begin_ns)
-            occupy_gpu(self.device, HEAD_START_CYCLES)
+            # If the last wait has not begun, all of it is still ahead; more would fill the queue, and the host wait.
+            if self._wait is None or self._wait.event.query():  # type: ignore[no-untyped-call]
+                self._wait = self._record(_NO_LAYER, begin_ns)
+                occupy_gpu(self.device, HEAD_START_CYCLES)
         self._record(layer, begin_ns)
 
     def intervals(self) -> Iterable[tuple[int, int]]:
         self._record(_NO_LAYER, time.perf_counter_ns())
         torch.cuda.synchronize(self.device)
-        stamps, self._stamps = self._stamps, []
+        stamps, self._stamps, self._wait = self._stamps, [], None
         pairs = list(pairwise(stamps))
         self._free += [stamp.event for stamp in stamps]
         self._host = [(a.layer, max(b.begin_ns - a.end_ns, 0)) for a, b in pairs if a.layer != _NO_LAYER]
@@ -141,10 +144,12 @@ class CudaLayerTimer:
     def host_intervals(self) -> Iterable[tuple[int, int]]:
         return self._host
 
-    def _record(self, layer: int, begin_ns: int) -> None:
+    def _record(self, layer: int, begin_ns: int) -> "_CudaStamp":
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        self._stamps.append(_CudaStamp(layer, event, begin_ns, time.perf_counter_ns()))
+        stamp = _CudaStamp(layer, event, begin_ns, time.perf_counter_ns())
+        self._stamps.append(stamp)
+        return stamp
 
 
 class _CudaStamp(NamedTuple):

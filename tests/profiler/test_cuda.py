@@ -34,12 +34,13 @@ def test_framework_bytes_exclude_free_memory_and_tensors(monkeypatch: pytest.Mon
 class Gpu:
     """A GPU of 2 GHz and its host on one clock, in milliseconds: `launch` enqueues a kernel.
 
-    The host takes 0.25 ms for each; an event takes `event_ms` of the GPU.
+    The host takes 0.25 ms for each, and waits while the GPU is more than `queue_ms` behind; an event takes `event_ms`
+    of the GPU.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_ms: float = 0.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_ms: float = 0.0, queue_ms: float = 1e9) -> None:
         self.host_ms = self.done_ms = 0.0
-        self.event_ms = event_ms
+        self.event_ms, self.queue_ms = event_ms, queue_ms
         self.num_events = 0
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -48,7 +49,7 @@ class Gpu:
         monkeypatch.setattr(timers, "time", SimpleNamespace(perf_counter_ns=lambda: round(self.host_ms * 1e6)))
 
     def launch(self, ms: float, host_ms: float = 0.25) -> None:
-        self.host_ms += host_ms
+        self.host_ms = max(self.host_ms + host_ms, self.done_ms - self.queue_ms)
         self.done_ms = max(self.done_ms, self.host_ms) + ms
 
     def synchronize(self) -> None:
@@ -68,6 +69,9 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         return end.at_ms - self.at_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= self.gpu.host_ms
 
 
 def test_layers_are_timed_on_the_device_and_on_the_host_with_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +104,17 @@ def test_the_host_stays_ahead_of_a_device_that_is_faster(monkeypatch: pytest.Mon
         gpu.launch(0.0625)
     assert list(clock.intervals()) == [(number, 62_500) for number in range(60)]
     assert list(clock.host_intervals()) == [(number, 250_000) for number in range(60)]
+
+
+def test_a_host_that_is_far_ahead_gets_no_further_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ahead by two waits of 10 ms and what lies between at most, so its times are those that it needs itself."""
+    gpu = Gpu(monkeypatch, queue_ms=25.0)
+    clock = CudaLayerTimer(CUDA)
+    for number in range(400):
+        clock.stamp(number)
+        gpu.launch(0.0625)
+    assert list(clock.intervals()) == [(number, 62_500) for number in range(400)]
+    assert list(clock.host_intervals()) == [(number, 250_000) for number in range(400)]
 
 
 def test_a_report_costs_what_an_event_takes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

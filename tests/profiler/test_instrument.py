@@ -42,3 +42,27 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
     check_loss(torch.ones((), requires_grad=True))
     with pytest.raises(InvalidModel, match=r"^the loss has no gradient"):
         check_loss(torch.ones(()))
+
+
+def test_layers_between_two_that_share_a_weight_have_a_w_of_their_own() -> None:
+    """The W of a shared weight would run through all of them, from its later layer to its earlier one."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    module[2].weight = module[0].weight
+    inputs = (torch.ones(3, 2),)
+    measured = TrainingPass(
+        model=trace(module, inputs), loss=nn.functional.mse_loss, inputs=inputs, target=torch.ones(3, 2)
+    )
+    reported: list[int] = []
+    model = InstrumentedModel(training_pass=measured, enter=reported.append)
+    module.zero_grad()
+    model.backward(model.forward())
+    expected = [parameter.grad for parameter in module[1].parameters()]
+    module.zero_grad()
+    groups = model.backward_inputs(model.forward())
+    reported.clear()
+    model.backward_weights(groups)
+    assert set(reported) == {0, 1, 2}  # those of the first and the last are the biases'
+    assert module[0].weight.grad is None
+    for parameter, gradient in zip(module[1].parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    assert model.sharing_layers == {0, 2}

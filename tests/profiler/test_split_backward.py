@@ -17,11 +17,13 @@ def test_input_and_weight_gradients_add_up_to_the_backward() -> None:
     loss = module[2](module[1](hidden)).square().sum()
     roots = [get_gradient_edge(hidden)]
     groups = find_weight_groups(loss, roots, module.parameters())
-    run_input_grads(loss, roots, groups)
+    run_input_grads(loss, roots, groups, lambda: 2)
     assert all(parameter.grad is None for parameter in module.parameters())
     assert {parameter for group in groups for parameter in group.parameters} == set(module.parameters())
     assert any(group.starts_at_root for group in groups)  # those of the first layer, where I ends
     assert all(group.saved_gradients for group in groups)
+    for group in groups:  # I does not run the nodes at which it ends, so nothing said which layer ran there
+        assert {layer for _, layer in group.saved_gradients} == {None if group.starts_at_root else 2}
     for group in groups:
         group.run()
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
