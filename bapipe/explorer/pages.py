@@ -29,7 +29,7 @@ def profile_page(profile: ModelProfile) -> bytes:
     data = {
         "live": False,
         "model": _model_of(profile) | {"state": state | {"microbatch_size": size}},
-        "title": f"{profile.device.kind}, {profile.dtype}, {num_layers} layers, micro-batches of {size}",
+        "title": f"{profile.device.kind}, {profile.precision}, {num_layers} layers, micro-batches of {size}",
         "tried": [],
         "layers": {str(size): layers_json(profile, size)},
     }

@@ -149,8 +149,16 @@ class ModelProfile(
         """Returns the layers at the largest micro-batch size, for a notebook."""
         largest = max(self.microbatch_sizes)
         rows = [row for row in self.rows() if row["microbatch_size"] == largest]
-        title = f"{self.model} on {self.device.name} ({self.device.kind}), {self.dtype}, {self.optimizer}"
+        title = f"{self.model} on {self.device.name} ({self.device.kind}), {self.precision}, {self.optimizer}"
         return rows_html([title, f"micro-batches of {', '.join(map(str, self.microbatch_sizes))} were measured"], rows)
+
+    @property
+    def precision(self) -> str:
+        """The types of numbers that the model computes with, in words."""
+        if self.settings is msgspec.UNSET:
+            return self.dtype
+        autocast = f", {self.settings.autocast} by autocast" if self.settings.autocast else ""
+        return f"{self.dtype}{autocast}{', TF32' if self.settings.tf32 else ''}"
 
     @property
     def threads(self) -> int:

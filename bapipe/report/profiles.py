@@ -24,7 +24,8 @@ from bapipe.report.formatting import add_row, empty_table, number
 def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     """Yields a profile's layers at its largest micro-batch size, and the totals at each size."""
     device = profile.device
-    yield printable(f"{profile.model} on {device.name} ({device.kind}), {profile.dtype}, {profile.optimizer}", MAX_LINE)
+    what = f"{profile.model} on {device.name} ({device.kind}), {profile.precision}, {profile.optimizer}"
+    yield printable(what, MAX_LINE)
     if ESTIMATE in profile.environment:
         yield printable(str(profile.environment[ESTIMATE]), MAX_LINE)
     if EQUIVALENCE in profile.environment:
