@@ -1,5 +1,6 @@
 """The parts of the work, each with a file for its result: what is there already is not done again."""
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -103,6 +104,10 @@ def work(
         try:
             save(folder, name, list(parts[name].run()))
         except Exception as error:  # whatever a model, or torch, raises
-            text = "out of memory" if is_out_of_memory(root_cause(error)) else one_line(error)
+            cause = root_cause(error)
+            text = f"out of memory: {one_line(cause)}" if is_out_of_memory(cause) else one_line(error)
             save(folder, name, [{"error": text}])
             return
+        gc.collect()  # a model of the part before, its graph in cycles, would count as memory in use
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
