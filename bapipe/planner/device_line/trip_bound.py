@@ -380,8 +380,7 @@ def _in_band(known: Behind) -> Behind:
     width = int((last - first).max()) + 1
     columns = first[:, None] + np.arange(width)
     is_inside = columns < is_reached.shape[1]
-    tables = (
-        np.where(is_inside, table[:, np.arange(len(first))[:, None], np.where(is_inside, columns, 0)], np.inf)
-        for table in known.tables
-    )
-    return known._replace(lows=known.lows + first, tables=tuple(tables))
+    devices, columns = np.arange(len(first))[:, None], np.where(is_inside, columns, 0)
+    tables = (np.where(is_inside, table[:, devices, columns], np.inf) for table in known.tables)
+    # Rows one after the other in memory, as in all other tables: compiled functions have a version for each layout.
+    return known._replace(lows=known.lows + first, tables=tuple(map(np.ascontiguousarray, tables)))
