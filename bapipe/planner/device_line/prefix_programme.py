@@ -97,7 +97,8 @@ def _add_stages(
     if is_known and waits.num_left == 0:
         return 0
     (num, num_classes), last = problem.stages.shape, problem.layers.shape[1] - 1
-    i, has_delays, counts_cuts = np.int64(furthest[level, p, c]), furthest.shape[0] > 1, furthest.shape[2] > 1
+    has_delays, counts_cuts = furthest.shape[0] > 1, furthest.shape[2] > 1
+    i = int(np.int64(furthest[level, p, c]))  # with 32 bits all that it goes to would be compiled once more
     following = c + 1 if counts_cuts else 0
     # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
     may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike

@@ -297,7 +297,7 @@ def excess(
         longest = max(longest, ends)
     for number in range(stage.num_kinds):
         one = of_kinds[number]
-        row, num, ns = np.int64(OF_KINDS), one.count, one.ns  # a constant would compile it once more
+        row, num, ns = int(np.int64(OF_KINDS)), one.count, one.ns  # a constant would compile it once more
         ends = _longest_of(layers, one.own, own, stage, num, ns, again, ring + update, known, row, rest, i, j)
         longest = max(longest, ends)
     if stage.num_cycles > 0:
