@@ -1,4 +1,4 @@
-"""Checks of groups, devices with several members: each with a profile of its size, and alike where gradients meet."""
+"""Checks of devices and groups of them: each with a profile of its size, and alike where gradients meet."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +17,31 @@ def check_members(device: Device, profile: ModelProfile) -> None:
             f"{_in_words(profile.device.num_members)}: measure or estimate one of {_in_words(wanted)}, or change "
             "`members` in the cluster"
         )
+
+
+def check_parameters(profiles: Iterable[ModelProfile]) -> None:
+    """Raises BapipeError unless profiles of as many members agree on the bytes of each layer's parameters.
+
+    Replicas of a stage sum the gradients of the same parameters, bucket by bucket.
+    """
+    firsts: dict[int, ModelProfile] = {}
+    for profile in profiles:
+        first = firsts.setdefault(profile.device.num_members, profile)
+        for layer, other in zip(profile.layers, first.layers, strict=False):  # of other models, others complain
+            for name in (
+                "param_bytes",
+                "gradient_bytes",
+                "group_gradient_bytes",
+                "shared_bytes",
+                "shared_gradient_bytes",
+            ):
+                mine, its = getattr(layer, name), getattr(other, name)
+                if layer.name == other.name and mine != its:
+                    raise BapipeError(
+                        f"layer '{layer.name}' has {its:,} {name.replace('_', ' ')} in the profile of "
+                        f"{first.device.kind}, and {mine:,} in that of {profile.device.kind}: profile one model, with "
+                        "the same parameters trained"
+                    )
 
 
 def check_tied_weights(devices: Iterable[Device], layers: Iterable[LayerProfile]) -> None:

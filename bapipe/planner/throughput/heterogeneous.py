@@ -5,7 +5,7 @@ transfers depends on both. Two stages' devices exchange over the slowest link be
 every later device took part, which is safe: it overestimates the micro-batches in flight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -37,12 +37,12 @@ NO_GROUP: Group = (-1, 0)
 
 
 class HeterogeneousDevices:
-    """See `LoadProblem`. `sums` are the costs of the layers by (kind, speed) of device."""
+    """See `LoadProblem`. `sums` are the costs of the layers by rank; one object for devices on which they are equal."""
 
     def __init__(
         self,
         boundaries: Boundaries,
-        sums: Mapping[tuple[str, float], StageCostSums],
+        sums: Sequence[StageCostSums],
         cluster: Cluster,
         *,
         num_microbatches: int,
@@ -53,8 +53,7 @@ class HeterogeneousDevices:
         self._boundaries, self._cluster, self._num_microbatches = boundaries, cluster, num_microbatches
         self._memory_bytes = memory_bytes
         self.num_boundaries = boundaries.num_boundaries
-        # By rank; devices of one kind and speed share one object.
-        self._sums = [sums[device.kind, device.speed] for device in cluster.devices]  # by rank
+        self._sums = sums
         groups_after = _equal_groups_after if has_equal_groups else _groups_after
         self._groups_after = groups_after(len(cluster.devices), num_microbatches)
         # O(groups**3) states in the worst case: that is why large clusters restrict their groups.
@@ -72,7 +71,7 @@ class HeterogeneousDevices:
         self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_GROUP]
         # Caches: many states have the same pair of groups, and many pairs the same slowest link.
         self._links: dict[tuple[Group, Group], Bandwidth] = {}
-        self._transfer_ns: dict[tuple[bool, Bandwidth], IntArray] = {}
+        self._transfer_ns: dict[tuple[bool, str, Bandwidth], IntArray] = {}
         self._set_bounds()
 
     def _set_bounds(self) -> None:
@@ -138,7 +137,7 @@ class HeterogeneousDevices:
             rank = group[0] + position
             device = self._cluster.devices[rank]
             times = -(-(self._num_microbatches - position) // group[1])
-            key = (device.kind, device.speed, device.overlaps_transfers, self._memory_bytes[rank], times)
+            key = (self._sums[rank], device.overlaps_transfers, self._memory_bytes[rank], times)
             if key not in seen:
                 seen.add(key)
                 np.maximum(loads, self._device_load(rank, times, self.states[state], begin, end), out=loads)
@@ -172,19 +171,21 @@ class HeterogeneousDevices:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
 
-    def _send_ns(self, source: Group, target: Group) -> "IntArray":
-        """Returns the time of one micro-batch's activations at each boundary; [boundaries]."""
-        link = self._slowest_link(source, target)
-        if (True, link) not in self._transfer_ns:
-            self._transfer_ns[True, link] = transfer_ns(self._sums[0].send_bytes, link)
-        return self._transfer_ns[True, link]
+    def _send_ns(self, before: Group, after: Group) -> "IntArray":
+        """Returns the time of one micro-batch's activations at each boundary between two stages; [boundaries]."""
+        return self._crossing_ns(True, before, self._slowest_link(before, after))
 
-    def _return_ns(self, source: Group, target: Group) -> "IntArray":
-        """Returns the time of one micro-batch's gradients at each boundary; [boundaries]."""
-        link = self._slowest_link(source, target)
-        if (False, link) not in self._transfer_ns:
-            self._transfer_ns[False, link] = transfer_ns(self._sums[0].grad_bytes, link)
-        return self._transfer_ns[False, link]
+    def _return_ns(self, after: Group, before: Group) -> "IntArray":
+        """Returns the time of one micro-batch's gradients at each boundary between two stages; [boundaries]."""
+        return self._crossing_ns(False, before, self._slowest_link(after, before))
+
+    def _crossing_ns(self, is_forward: bool, before: Group, link: Bandwidth) -> "IntArray":
+        """Returns the time of what crosses a cut: its bytes are those of the first device of the stage before it."""
+        key = is_forward, self._cluster.devices[before[0]].kind, link
+        if key not in self._transfer_ns:
+            sums = self._sums[before[0]]
+            self._transfer_ns[key] = transfer_ns(sums.send_bytes if is_forward else sums.grad_bytes, link)
+        return self._transfer_ns[key]
 
     def _slowest_link(self, source: Group, target: Group) -> Bandwidth:
         """Returns the minimal bandwidth and maximal latency of the links from one group to another, or within one."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
-from bapipe.formats.cluster import Cluster
+from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
@@ -138,22 +139,21 @@ class LoadSearch:
 
     def heterogeneous(self, microbatch_size: int) -> HeterogeneousDevices:
         """Returns the problem for any devices."""
-        first_of = {(device.kind, device.speed): rank for rank, device in reversed([*enumerate(self.cluster.devices)])}
         kinds = sorted({device.kind for device in self.cluster.devices})
         crossing = {kind: cut_bytes(self.profiles[kind], microbatch_size, self.boundaries.inside) for kind in kinds}
+
+        @cache
+        def sums_of(kind: str, speed: float, member_links: tuple[Bandwidth, ...]) -> StageCostSums:
+            return StageCostSums(
+                self.boundaries, self.profiles[kind], microbatch_size, speed, member_links, crossing[kind]
+            )
+
         return HeterogeneousDevices(
             self.boundaries,
-            {
-                (kind, speed): StageCostSums(
-                    self.boundaries,
-                    self.profiles[kind],
-                    microbatch_size,
-                    speed,
-                    self.cluster.member_links(rank),
-                    crossing[kind],
-                )
-                for (kind, speed), rank in sorted(first_of.items())
-            },
+            [
+                sums_of(device.kind, device.speed, tuple(self.cluster.member_links(rank)))
+                for rank, device in enumerate(self.cluster.devices)
+            ],
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,
             memory_bytes=self.limits,

@@ -167,19 +167,17 @@ def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Bandwidth]) -> 
 
 
 def _first_of_alike(whole: LoadSearch, size: int) -> list[tuple[int, StageCostSums]]:
-    """Returns the first device of each kind, speed and limit, and what the layers cost on it."""
-    cluster, first = whole.cluster, dict[tuple[str, float, int], int]()
+    """Returns the first device of each kind, speed, limit and links among members, and what the layers cost on it."""
+    cluster, first = whole.cluster, dict[tuple[str, float, int, tuple[Bandwidth, ...]], int]()
     for rank, device in enumerate(cluster.devices):
-        first.setdefault((device.kind, device.speed, whole.limits[rank]), rank)
+        first.setdefault((device.kind, device.speed, whole.limits[rank], tuple(cluster.member_links(rank))), rank)
     nothing = np.zeros(2, dtype=np.int64)  # crosses the ends of the graph
     return [
         (
             rank,
-            StageCostSums(
-                whole.boundaries, whole.profiles[kind], size, speed, cluster.member_links(rank), (nothing, nothing)
-            ),
+            StageCostSums(whole.boundaries, whole.profiles[kind], size, speed, member_links, (nothing, nothing)),
         )
-        for (kind, speed, _), rank in first.items()
+        for (kind, speed, _, member_links), rank in first.items()
     ]
 
 

@@ -1,0 +1,68 @@
+"""Throughput on kinds of devices whose profiles, or links among members, differ: the loads that the simulator shows."""
+
+import pytest
+from msgspec.structs import replace
+
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.make import make
+from bapipe.planner.plan import plan, simulate
+from tests.builders import MS, chain
+
+FAST = Bandwidth(bytes_per_s=10**9, latency_ns=0)
+
+
+def of_kind(profile: ModelProfile, kind: str) -> ModelProfile:
+    return replace(profile, device=replace(profile.device, kind=kind))
+
+
+@pytest.mark.parametrize(("kinds", "load_ms"), [("abb", 20), ("bba", 20), ("baa", 20), ("aab", 12), ("aba", 20)])
+def test_what_crosses_a_cut_has_the_bytes_of_the_device_before_it(kinds: str, load_ms: int) -> None:
+    """Three layers of 12 ms a step; behind a layer on b there are 5 MB for each of four micro-batches, on a none."""
+    profiles = {kind: of_kind(chain([1] * 3, output_bytes=size), kind) for kind, size in (("a", 0), ("b", 5 * 10**6))}
+    layers = tuple(replace(layer, no_replicas=True) for layer in profiles["a"].layers)
+    profiles = {kind: replace(profile, layers=layers) for kind, profile in profiles.items()}
+    named = tuple(Device(name=f"d{i}", host="h", kind=kind, memory_bytes=10**10) for i, kind in enumerate(kinds))
+    cluster = Cluster(devices=named, intra_host=FAST, inter_host=FAST)
+    found = plan(profiles, cluster, minibatch_size=4, objective="throughput")
+    assert found.prediction is not None
+    assert found.prediction.load_ns == load_ms * MS
+    assert found.certificate is not None
+    assert found.certificate.lower_bound_ns == load_ms * MS
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_group_whose_members_have_slow_links_is_not_taken_for_another(slow: int) -> None:
+    single = chain([1], param_bytes=10**6)
+    device = replace(single.device, members=2, split="filter")
+    profile = replace(single, device=device, layers=(replace(single.layers[0], group_sum_bytes=10**6),))
+    groups = tuple(
+        Device(name=f"g{i}", host=f"h{i}", kind="a", memory_bytes=10**10, members=(f"g{i}a", f"g{i}b"))
+        for i in range(2)
+    )
+    links = tuple(
+        Link(source=f"g{slow}{a}", target=f"g{slow}{b}", bytes_per_s=10**6, latency_ns=0) for a, b in ("ab", "ba")
+    )
+    between = Bandwidth(bytes_per_s=1000, latency_ns=0)
+    cluster = Cluster(devices=groups, intra_host=FAST, inter_host=between, links=links)
+    found = plan(profile, cluster, minibatch_size=1, objective="throughput")
+    assert [stage.devices for stage in found.stages] == [(f"g{1 - slow}",)]
+    assert found.prediction is not None
+    assert found.prediction.load_ns == found.prediction.step_ns == 4 * MS  # F + B, and a ring of 1 MB at 1 GB/s
+
+
+def test_profiles_of_other_parameters_are_refused() -> None:
+    profiles = {kind: of_kind(chain([1, 1], param_bytes=8), kind) for kind in "ab"}
+    frozen = replace(profiles["b"].layers[1], trained_bytes=0)
+    unlike = profiles | {"b": replace(profiles["b"], layers=(profiles["b"].layers[0], frozen))}
+    named = tuple(Device(name=f"d{kind}", host="h", kind=kind, memory_bytes=10**10) for kind in "ab")
+    cluster = Cluster(devices=named, intra_host=FAST, inter_host=FAST)
+    message = r"^layer 'l1' has 8 gradient bytes in the profile of a, and 0 in that of b: profile one model, with the"
+    made = make(profiles, cluster, minibatch_size=2, cuts=[], devices=[["da", "db"]])
+    with pytest.raises(BapipeError, match=message):
+        simulate(made, unlike)
+    with pytest.raises(BapipeError, match=message):
+        plan(unlike, cluster, minibatch_size=2)
+    alone = replace(cluster, devices=cluster.devices[:1])
+    assert plan(unlike, alone, minibatch_size=2).stages  # the other kind is not there
