@@ -16,10 +16,11 @@ from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.search import MIN_DEVICES
 from bapipe.planner.layout_search import search_layouts
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.partition_space import partition_space
+from bapipe.planner.partition_space import disagree_at_cuts, partition_space
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace, SearchedSpace
 from bapipe.planner.solution import Solution
+from bapipe.planner.validation import microbatch_sizes
 from bapipe.schedules.placement import permute_ranks
 from bapipe.simulator.simulate import simulate_columns
 
@@ -90,6 +91,7 @@ def space_of_problems(
         stage_counts=(space.stage_counts[0], space.stage_counts[-1]),
         device_counts=(space.device_counts[0], space.device_counts[-1]),
         device_order=space.order,
+        has_unlike_cuts=disagree_at_cuts(profiles, cluster, microbatch_sizes(profiles, cluster, options)),
     )
 
 

@@ -17,6 +17,7 @@ def partition_space(
     stage_counts: tuple[int, int],
     device_counts: tuple[int, int],
     device_order: str,
+    has_unlike_cuts: bool = False,
 ) -> PartitionSpace:
     """Returns the space of some options; see `PartitionSpace`."""
     stages = options.num_stages
@@ -32,7 +33,15 @@ def partition_space(
         recompute=options.recompute,
         constraints=tuple(options.constraints),
         memory=options.memory,
+        has_unlike_cuts=has_unlike_cuts,
     )
+
+
+def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, sizes: Sequence[int]) -> bool:
+    """Returns whether kinds of a cluster's devices have other bytes of outputs at one of some micro-batch sizes."""
+    used = [profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)]
+    outputs = (tuple(tuple(m.output_bytes for m in profile.at(size)) for profile in used) for size in sizes)
+    return len(used) > 1 and any(len(set(each)) > 1 for each in outputs)
 
 
 def line_space(

@@ -36,6 +36,7 @@ class PartitionSpace:
         microbatch_sizes: ascending.
         constraints: as the user wrote them.
         memory: what plans may use of each device's memory.
+        has_unlike_cuts: whether kinds of devices disagree about the bytes at a cut, of which stages then have the most.
     """
 
     num_layers: int
@@ -49,6 +50,7 @@ class PartitionSpace:
     recompute: bool
     constraints: tuple[str, ...]
     memory: MemoryLimit = ALL_MEMORY
+    has_unlike_cuts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ class ThroughputSpace:
         num_downsets: how many downsets the graph has, None if there are more than `max_downsets`.
         has_all_device_counts: whether a stage may have any number of devices, or powers of two only.
         has_gaps: whether devices between those of two stages may stay unused.
+        counts_later: whether stages hold as many micro-batches as if all later devices had stages.
         memory: what plans may use of each device's memory.
     """
 
@@ -93,6 +96,7 @@ class ThroughputSpace:
     max_downsets: int
     has_all_device_counts: bool
     has_gaps: bool
+    counts_later: bool
     microbatch_sizes: tuple[int, ...]
     memory: MemoryLimit = ALL_MEMORY
 
@@ -162,12 +166,13 @@ def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
 def _partitions(space: PartitionSpace) -> str:
     sizes = ", ".join(map(str, space.microbatch_sizes))
     constraints = f"; where {'; '.join(space.constraints)}" if space.constraints else ""
+    cuts = "; of stages that fit with the most bytes that any kind of device has at their cuts"
     return (
         f"every cut of {space.num_layers} layers, in the profile's order, into "
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
         f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
         f"schedules {', '.join(space.schedules)}; {'any' if space.replicas else 'no'} replicas, "
-        f"{_recomputation(space)}{_memory(space.memory)}{constraints}"
+        f"{_recomputation(space)}{_memory(space.memory)}{cuts if space.has_unlike_cuts else ''}{constraints}"
     )
 
 
@@ -190,10 +195,12 @@ def _throughput(space: ThroughputSpace) -> str:
         else f"all cuts, at {space.num_downsets} downsets,"
     )
     counts = "any number" if space.has_all_device_counts else "1, 2, 4, 8 and so on"
+    held = "; of stages that fit if all later devices have stages, too" if space.counts_later else ""
     return (
         f"the largest load of a device, for {cuts} of {space.num_layers} layers; {counts} of {space.num_devices} "
         f"devices for a stage, in the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
-        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{_as_one_stage(space)}"
+        f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
+        f"{_as_one_stage(space)}"
     )
 
 

@@ -407,9 +407,12 @@ def test_a_user_error_is_one_line(folder: Path, arguments: tuple[str, ...], code
     done = bapipe(folder, *arguments)
     assert done.returncode == code
     assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith(f"{message}\n")
-    assert done.stderr.count("\n") == 1
+    *progress, error = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert error.endswith(message)
+    assert set(progress) <= {
+        "planning"
+    }  # which is said after two seconds, on a slow machine before the inputs are read
     assert sorted(os.listdir(folder)) == before
 
 

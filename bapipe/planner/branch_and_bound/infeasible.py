@@ -15,6 +15,7 @@ from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, Searc
 from bapipe.planner.branch_and_bound.space import search_space, tries_any_order
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.partition_space import disagree_at_cuts
 from bapipe.printable import and_others
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
@@ -153,9 +154,12 @@ def infeasible_error(
     problem, layout, shortfall = closest
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.placements)
+    has_unlike_cuts = disagree_at_cuts(profiles, cluster, [problem.microbatch_size])
+    most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
     return Infeasible(
-        f"no plan{_tried_devices(profiles, cluster, options)} fits in memory; the closest is {problem.schedule} with "
-        f"{num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of {problem.microbatch_size}: "
+        f"no plan{_tried_devices(profiles, cluster, options)} fits in memory{most}; the closest is "
+        f"{problem.schedule} with {num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of "
+        f"{problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
         f"{_advice(profiles, cluster, options, shortfall, deadline)}"
     )

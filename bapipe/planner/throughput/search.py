@@ -262,6 +262,7 @@ def _searched_space(search: LoadSearch, microbatch_sizes: Sequence[int], max_dow
         max_downsets=max_downsets,
         has_all_device_counts=homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS,
         has_gaps=homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS,
+        counts_later=not homogeneous,
         microbatch_sizes=tuple(microbatch_sizes),
     )
 
