@@ -11,7 +11,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.schedules import ALL, SCHEDULES
-from bapipe.simulator.groups import check_members, check_parameters, check_tied_weights
+from bapipe.simulator.groups import check_members, check_same_training, check_tied_weights
 
 MAX_MICROBATCHES = 1024
 """Maximum number of micro-batches in a step; larger schedules are too large to be useful."""
@@ -81,7 +81,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
                 f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
                 "their names, layers or tensors differ"
             )
-    check_parameters([profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)])
+    check_same_training([profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)])
 
 
 def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:

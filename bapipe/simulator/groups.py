@@ -19,29 +19,41 @@ def check_members(device: Device, profile: ModelProfile) -> None:
         )
 
 
-def check_parameters(profiles: Iterable[ModelProfile]) -> None:
-    """Raises BapipeError unless profiles of as many members agree on the bytes of each layer's parameters.
+def check_same_training(profiles: Iterable[ModelProfile]) -> None:
+    """Raises BapipeError unless profiles agree on which layers have gradients and may have replicas.
 
-    Replicas of a stage sum the gradients of the same parameters, bucket by bucket.
+    Those of as many members must agree on the bytes of each layer's parameters, too: replicas of a stage sum the
+    gradients of the same parameters, bucket by bucket.
     """
     firsts: dict[int, ModelProfile] = {}
     for profile in profiles:
-        first = firsts.setdefault(profile.device.num_members, profile)
-        for layer, other in zip(profile.layers, first.layers, strict=False):  # of other models, others complain
-            for name in (
-                "param_bytes",
-                "gradient_bytes",
-                "group_gradient_bytes",
-                "shared_bytes",
-                "shared_gradient_bytes",
-            ):
-                mine, its = getattr(layer, name), getattr(other, name)
-                if layer.name == other.name and mine != its:
-                    raise BapipeError(
-                        f"layer '{layer.name}' has {its:,} {name.replace('_', ' ')} in the profile of "
-                        f"{first.device.kind}, and {mine:,} in that of {profile.device.kind}: profile one model, with "
-                        "the same parameters trained"
-                    )
+        same_size = firsts.setdefault(profile.device.num_members, profile)
+        for other, names in ((next(iter(firsts.values())), _OF_MODEL), (same_size, _OF_PARAMETERS)):
+            for layer, its in zip(profile.layers, other.layers, strict=False):  # of other models, others complain
+                for name in names if layer.name == its.name else ():
+                    _check_same(layer, its, name, profile, other)
+
+
+_OF_MODEL = "no_gradient", "allows_replicas", "shares"
+_OF_PARAMETERS = "param_bytes", "gradient_bytes", "group_gradient_bytes", "shared_bytes", "shared_gradient_bytes"
+
+
+def _check_same(
+    layer: LayerProfile, other_layer: LayerProfile, name: str, profile: ModelProfile, other: ModelProfile
+) -> None:
+    mine, its = getattr(layer, name), getattr(other_layer, name)
+    if mine != its:
+        raise BapipeError(
+            f"the profiles of {other.device.kind} and {profile.device.kind} are of different training: "
+            f"{name.replace('_', ' ')} of layer '{layer.name}' is {_value(its)} in one and {_value(mine)} in the "
+            "other: profile one model, with the same parameters trained"
+        )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(repr, value)) or "empty"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).lower()
 
 
 def check_tied_weights(devices: Iterable[Device], layers: Iterable[LayerProfile]) -> None:

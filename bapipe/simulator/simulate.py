@@ -16,7 +16,7 @@ from bapipe.simulator.allreduce import LastBackward, reduce_buckets, sum_ns
 from bapipe.simulator.compiled import ActionTimes, CompiledSchedule, compile_schedule
 from bapipe.simulator.event_driven import run_event_driven
 from bapipe.simulator.fifo_links import run_fifo_links
-from bapipe.simulator.groups import check_parameters
+from bapipe.simulator.groups import check_same_training
 from bapipe.simulator.longest_path import run_longest_path
 from bapipe.simulator.memory import rank_memory
 from bapipe.simulator.stage import Stage, StageCost, transferred_bytes
@@ -34,7 +34,7 @@ def simulate(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Timeline:
         BapipeError: a device kind or a micro-batch size without a profile; profiles of unlike parameters.
     """
     kinds = dict.fromkeys(device.kind for device in plan.cluster.devices)
-    check_parameters([profiles[kind] for kind in kinds if kind in profiles])
+    check_same_training([profiles[kind] for kind in kinds if kind in profiles])
     stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
     return simulate_schedule(plan.table, stages, plan.cluster)
 

@@ -52,13 +52,21 @@ def test_a_group_whose_members_have_slow_links_is_not_taken_for_another(slow: in
     assert found.prediction.load_ns == found.prediction.step_ns == 4 * MS  # F + B, and a ring of 1 MB at 1 GB/s
 
 
-def test_profiles_of_other_parameters_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"trained_bytes": 0}, "gradient bytes of layer 'l1' is 8 in one and 0 in the other"),
+        ({"no_gradient": ("t2",)}, "no gradient of layer 'l1' is empty in one and 't2' in the other"),
+        ({"no_replicas": True}, "allows replicas of layer 'l1' is true in one and false in the other"),
+    ],
+)
+def test_profiles_of_other_training_are_refused(change: dict[str, object], difference: str) -> None:
     profiles = {kind: of_kind(chain([1, 1], param_bytes=8), kind) for kind in "ab"}
-    frozen = replace(profiles["b"].layers[1], trained_bytes=0)
-    unlike = profiles | {"b": replace(profiles["b"], layers=(profiles["b"].layers[0], frozen))}
+    first, second = profiles["b"].layers
+    unlike = profiles | {"b": replace(profiles["b"], layers=(first, replace(second, **change)))}
     named = tuple(Device(name=f"d{kind}", host="h", kind=kind, memory_bytes=10**10) for kind in "ab")
     cluster = Cluster(devices=named, intra_host=FAST, inter_host=FAST)
-    message = r"^layer 'l1' has 8 gradient bytes in the profile of a, and 0 in that of b: profile one model, with the"
+    message = f"^the profiles of a and b are of different training: {difference}: profile one model, with the same"
     made = make(profiles, cluster, minibatch_size=2, cuts=[], devices=[["da", "db"]])
     with pytest.raises(BapipeError, match=message):
         simulate(made, unlike)
