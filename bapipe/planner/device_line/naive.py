@@ -33,7 +33,8 @@ def naive_plans(
 ) -> list[tuple[int, LinePlan]]:
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
-    On all devices, and half, a quarter and so on: one stage on all, or stages of 1, 2, 4 ... devices each.
+    On all devices, and half, a quarter and so on: one stage on all, or stages of 1, 2, 4 ... devices each; for a given
+    number of stages, of as many devices each as there are for all of them, and half as many and so on.
 
     Args:
         may_lack_memory: whether plans whose parameters alone do not fit are among them.
@@ -129,7 +130,16 @@ def _split_ns(measured: LayerMeasurement) -> int:
 
 def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
     num_microbatches = line.options.minibatch_size // size
-    every, max_stages = len(line.cluster.devices), len(line.cuts) - 1
+    every, max_stages, wanted = len(line.cluster.devices), len(line.cuts) - 1, line.options.num_stages
+    if wanted is not None and wanted <= every and schedule in SCHEDULES:
+        most = min(every // wanted, num_microbatches) if line.options.replicas else 1
+        for num_replicas in halves(most):
+            yield NaiveShape(
+                schedule=schedule,
+                microbatch_size=size,
+                num_devices=num_replicas * wanted,
+                num_replicas=num_replicas,
+            )
     for num_devices in sorted({*halves(every), min(every, max_stages)}):
         has_replicas = schedule in SCHEDULES and line.options.replicas
         for num_replicas in group_sizes(num_devices) if has_replicas else [1]:

@@ -1,0 +1,21 @@
+"""The plans that everybody would try first."""
+
+import pytest
+
+from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.options import PlanOptions
+from tests.builders import chain, devices
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "replicas", "counts"), [(7, True, {1, 2, 5}), (7, False, {1}), (35, True, {1}), (41, True, set())]
+)
+def test_a_given_number_of_stages_has_plans_though_it_is_no_power_of_two(
+    num_stages: int, replicas: bool, counts: set[int]
+) -> None:
+    profile, options = chain([1] * 50), PlanOptions(minibatch_size=64, num_stages=num_stages, replicas=replicas)
+    found = naive_plans(DeviceLine({"a": profile}, devices(40), options), ["1f1b"], [1])
+    assert {len(plan.counts) for _, plan in found} <= {num_stages}
+    assert {plan.counts[0] for _, plan in found} == counts
+    assert all(set(plan.counts) == {plan.counts[0]} for _, plan in found)
