@@ -54,7 +54,7 @@ class StepEstimate:
 
     def _estimate_ns(self, plan: LinePlan, below_ns: float) -> tuple[float, float]:
         arrays = self._neighbourhood.arrays(plan)
-        score_ns, step_ns, _ = self._run_estimate(self._costs, arrays, self._notes, below_ns)
+        score_ns, step_ns, _ = self._run_estimate(self._costs, arrays, self._notes, float(below_ns))
         return score_ns, step_ns
 
     def walk(self, plan: LinePlan, max_actions: int, part_done: Callable[[], float], seed: int) -> LinePlan:

@@ -384,4 +384,4 @@ def _in_band(known: Behind) -> Behind:
         np.where(is_inside, table[:, np.arange(len(first))[:, None], np.where(is_inside, columns, 0)], np.inf)
         for table in known.tables
     )
-    return known._replace(lows=known.lows + first, tables=tuple(tables))
+    return known._replace(lows=known.lows + first, tables=tuple(map(np.ascontiguousarray, tables)))
