@@ -1,6 +1,7 @@
 """The programmes of bounds are compiled for one combination of arguments: each other one would take seconds."""
 
 from math import inf
+from typing import Any
 
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.estimate import StepEstimate
@@ -31,5 +32,6 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
         estimate = StepEstimate(line, "1f1b", 1)
         assert estimate.score_ns(plan, timed.step_ns * 2) < inf
-    for programme in (fill_before, fill_behind, extend, extend_backwards, estimate_ns):
-        assert len(programme.signatures) == 1, programme  # type: ignore[attr-defined]
+    programmes: list[Any] = [fill_before, fill_behind, extend, extend_backwards, estimate_ns]
+    for programme in programmes:
+        assert len(programme.signatures) == 1, programme
