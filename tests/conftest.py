@@ -21,6 +21,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NO_UNPICKLING), os.
 # Tests start hundreds of processes; each would compile the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# torch's threads would otherwise spin while they wait for work, on cores that the other tests need. Read by its libraries
+# when they are loaded, here and in processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)

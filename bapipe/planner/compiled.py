@@ -38,7 +38,9 @@ def compiled(function: Compiled) -> Compiled:
     """Marks a function as one to compile. It takes numbers, arrays and named tuples of those, and makes no arrays.
 
     So numba need not count references to arrays, which takes longer than most of these functions do themselves.
-    Divisions by zero are not looked for. Other threads run meanwhile.
+    Divisions by zero are not looked for. Other threads run meanwhile. Each combination of types of arguments and
+    layouts of arrays is compiled by itself, for seconds: an argument is an integer always or never, and arrays are in
+    C order.
     """
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]

@@ -160,7 +160,8 @@ class LayerSums:
         chosen = np.linspace(0, rates.size - 1, min(MAX_RATES, rates.size)).astype(int)
         self.savings_rates = rates[np.unique(chosen)]
         surplus = np.maximum(self.savings_rates[:, None] * stash_bytes - forward, 0.0)
-        self.savings_surplus = np.pad(np.cumsum(surplus, axis=1), ((0, 0), (1, 0)))[:, self.line.cuts]
+        surplus = np.pad(np.cumsum(surplus, axis=1), ((0, 0), (1, 0)))[:, self.line.cuts]
+        self.savings_surplus = np.ascontiguousarray(surplus)
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
         """Notes where the first bucket of a stage that ends at each boundary begins, and the bytes of any bucket.
@@ -203,7 +204,7 @@ class LayerSums:
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]
         in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
-        self.hosts_before = np.concatenate([[0], np.cumsum(crossings)])
+        self.hosts_before = np.concatenate([[0], np.cumsum(crossings, dtype=np.int64)])
         self.boundaries_before = self.hosts_before * in_a_row
         between = max(cluster.inter_host.latency_ns, latency), min(cluster.inter_host.bytes_per_s, rate)
         self.between_hosts_ns = np.stack([times(send, *between), times(grad, *between)])

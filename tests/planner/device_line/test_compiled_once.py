@@ -1,0 +1,37 @@
+"""The programmes of bounds are compiled for one combination of arguments: each other one would take seconds."""
+
+from math import inf
+from typing import Any
+
+from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.device_line.estimate import StepEstimate
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.prefix_programme import extend
+from bapipe.planner.device_line.step_programme import estimate_ns
+from bapipe.planner.device_line.suffix_programme import extend_backwards
+from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.device_line.trips_before import fill_before
+from bapipe.planner.device_line.trips_behind import fill_behind
+from tests.builders import devices
+from tests.planner.device_line.test_ring_bound import alike_line
+from tests.planner.device_line.test_unlike_devices import unlike_line
+
+
+def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
+    """Of devices alike or not, one alone, of one rate of recomputation or several, with tables in band or not."""
+    lines = [make(seed, "1f1b", buckets=seed % 2 == 1) for seed in range(3) for make in (alike_line, unlike_line)]
+    alone = DeviceLine(lines[0].profiles, devices(1), lines[0].options)
+    for line in (*lines, alone):
+        plan = LinePlan(cuts=(0, line.cuts[-1]), counts=(1,), schedule="1f1b", microbatch_size=1)
+        timed = line.time(plan)
+        assert timed is not None
+        bound = TripBound(PrefixBound(line, "1f1b", 1, len(line.cluster.devices)))
+        of_all = bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 0)
+        assert of_all is not None
+        assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
+        estimate = StepEstimate(line, "1f1b", 1)
+        assert estimate.score_ns(plan, timed.step_ns * 2) < inf
+    programmes: list[Any] = [fill_before, fill_behind, extend, extend_backwards, estimate_ns]
+    for programme in programmes:
+        assert len(programme.signatures) == 1, programme
