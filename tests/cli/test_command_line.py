@@ -414,9 +414,7 @@ def test_a_user_error_is_one_line(folder: Path, arguments: tuple[str, ...], code
     *progress, error = done.stderr.splitlines()
     assert error.startswith("error: ")
     assert error.endswith(message)
-    assert set(progress) <= {
-        "planning"
-    }  # which is said after two seconds, on a slow machine before the inputs are read
+    assert set(progress) <= {"planning"}  # on a slow machine, where inputs are not read after two seconds
     assert sorted(os.listdir(folder)) == before
 
 
