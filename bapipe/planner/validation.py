@@ -53,7 +53,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
             raise BapipeError(
                 f"no profile for device '{device.name}' of kind '{device.kind}'; given: "
                 f"{', '.join(sorted(profiles)) or 'none'}; profile the model on such a device, or give a cluster of "
-                "devices that it was profiled on (`bapipe cluster --device`)"
+                "devices of a kind that it was profiled on"
             )
         check_members(device, profiles[device.kind])
     check_tied_weights(cluster.devices, next(iter(profiles.values())).layers)
