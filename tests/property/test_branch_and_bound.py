@@ -375,8 +375,7 @@ def test_the_planned_prediction_equals_the_simulation() -> None:
             continue
         seen += 1
         assert simulate(plan, profiles).prediction(4) == plan.prediction
-        if seed % 5 == 0:  # it takes as long again
-            assert plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4)) == plan
+        assert plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4)) == plan
     assert seen > 30
 
 

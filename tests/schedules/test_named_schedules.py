@@ -33,11 +33,7 @@ EVERY: dict[str, Callable[[int, int], Schedule]] = {
 TIMES = [(1, 1, 1), (5, 3, 2), (3, 5, 2), (2, 3, 6), (10, 12, 9)]
 """F, I, W."""
 
-RANKS_AND_MICROBATCHES = [
-    *((p, m) for p in range(1, 7) for m in range(1, 3 * p + 1)),
-    *((p, m) for p in (7, 8) for m in (1, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p)),
-]
-"""All that are small; of larger ones those at the bounds of closed forms."""
+RANKS_AND_MICROBATCHES = [(p, m) for p in range(1, 9) for m in range(1, 3 * p + 1)]
 
 
 def run(schedule: Schedule, f: int, i: int, w: int, transfer_ns: int = 0) -> Timeline:
