@@ -7,6 +7,12 @@ from bapipe.formats.cluster import Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
 
+_OF_MODEL = "no_gradient", "allows_replicas", "shares"
+"""What profiles of one model agree on, of every layer, ..."""
+
+_OF_PARAMETERS = "param_bytes", "gradient_bytes", "group_gradient_bytes", "shared_bytes", "shared_gradient_bytes"
+"""... and those of as many members, too."""
+
 
 def check_members(device: Device, profile: ModelProfile) -> None:
     """Raises BapipeError unless a profile is of as many members as a device has."""
@@ -25,29 +31,25 @@ def check_same_training(profiles: Iterable[ModelProfile]) -> None:
     Those of as many members must agree on the bytes of each layer's parameters, too: replicas of a stage sum the
     gradients of the same parameters, bucket by bucket.
     """
-    firsts: dict[int, ModelProfile] = {}
-    for profile in profiles:
-        same_size = firsts.setdefault(profile.device.num_members, profile)
-        for other, names in ((next(iter(firsts.values())), _OF_MODEL), (same_size, _OF_PARAMETERS)):
-            for layer, its in zip(profile.layers, other.layers, strict=False):  # of other models, others complain
-                for name in names if layer.name == its.name else ():
-                    _check_same(layer, its, name, profile, other)
+    given = list(profiles)
+    first_of_size = {first.device.num_members: first for first in given[:1]}
+    for profile in given[1:]:
+        _check_same(given[0], profile, _OF_MODEL)
+        same_size = first_of_size.setdefault(profile.device.num_members, profile)
+        if same_size is not profile:
+            _check_same(same_size, profile, _OF_PARAMETERS)
 
 
-_OF_MODEL = "no_gradient", "allows_replicas", "shares"
-_OF_PARAMETERS = "param_bytes", "gradient_bytes", "group_gradient_bytes", "shared_bytes", "shared_gradient_bytes"
-
-
-def _check_same(
-    layer: LayerProfile, other_layer: LayerProfile, name: str, profile: ModelProfile, other: ModelProfile
-) -> None:
-    mine, its = getattr(layer, name), getattr(other_layer, name)
-    if mine != its:
-        raise BapipeError(
-            f"the profiles of {other.device.kind} and {profile.device.kind} are of different training: "
-            f"{name.replace('_', ' ')} of layer '{layer.name}' is {_value(its)} in one and {_value(mine)} in the "
-            "other: profile one model, with the same parameters trained"
-        )
+def _check_same(one: ModelProfile, other: ModelProfile, names: Sequence[str]) -> None:
+    for layer, same in zip(one.layers, other.layers, strict=False):  # of other models, others complain
+        for name in names if layer.name == same.name else ():
+            value, other_value = getattr(layer, name), getattr(same, name)
+            if value != other_value:
+                raise BapipeError(
+                    f"the profiles of {one.device.kind} and {other.device.kind} are of different training: "
+                    f"{name.replace('_', ' ')} of layer '{layer.name}' is {_value(value)} in one and "
+                    f"{_value(other_value)} in the other: profile one model, with the same parameters trained"
+                )
 
 
 def _value(value: object) -> str:

@@ -104,9 +104,8 @@ def work(
         try:
             save(folder, name, list(parts[name].run()))
         except Exception as error:  # whatever a model, or torch, raises
-            cause = root_cause(error)
-            text = f"out of memory: {one_line(cause)}" if is_out_of_memory(cause) else one_line(error)
-            save(folder, name, [{"error": text}])
+            lack = "out of memory: " if is_out_of_memory(root_cause(error)) else ""
+            save(folder, name, [{"error": f"{lack}{one_line(error)}"}])
             return
         gc.collect()  # a model of the part before, its graph in cycles, would count as memory in use
         if device.type == "cuda":

@@ -12,8 +12,8 @@ LOSS, INSTRUMENTATION = 3, 4
 """Numbers that follow those of the three layers."""
 
 
-def training_pass() -> TrainingPass:
-    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+def training_pass(module: nn.Module | None = None) -> TrainingPass:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)) if module is None else module
     inputs = (torch.ones(3, 2),)
     return TrainingPass(
         model=trace(module, inputs), loss=nn.functional.mse_loss, inputs=inputs, target=torch.ones(3, 2)
@@ -48,12 +48,8 @@ def test_layers_between_two_that_share_a_weight_have_a_w_of_their_own() -> None:
     """The W of a shared weight would run through all of them, from its later layer to its earlier one."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     module[2].weight = module[0].weight
-    inputs = (torch.ones(3, 2),)
-    measured = TrainingPass(
-        model=trace(module, inputs), loss=nn.functional.mse_loss, inputs=inputs, target=torch.ones(3, 2)
-    )
     reported: list[int] = []
-    model = InstrumentedModel(training_pass=measured, enter=reported.append)
+    model = InstrumentedModel(training_pass=training_pass(module), enter=reported.append)
     module.zero_grad()
     model.backward(model.forward())
     expected = [parameter.grad for parameter in module[1].parameters()]
