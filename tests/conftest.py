@@ -43,6 +43,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_by_files() -> Iterator[None]:
+    """The same of what the tests of a file leave, as parsed sources and modules: runs look for garbage at their start."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """This process as a group of torch's of its own."""
