@@ -14,8 +14,8 @@ import pytest
 
 from tests import NO_UNPICKLING
 
-# Processes that tests start find it by PYTHONPATH, ranks by the path of this process.
-sys.path.append(str(NO_UNPICKLING))
+# Processes that tests start find it by PYTHONPATH, ranks by the path of this process; before a `sitecustomize` of the system.
+sys.path.insert(0, str(NO_UNPICKLING))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(NO_UNPICKLING), os.environ.get("PYTHONPATH"))))
 
 # Tests start hundreds of processes; each would compile the whole package again.

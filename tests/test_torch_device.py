@@ -72,7 +72,7 @@ def test_the_environment_of_a_gpu_names_its_libraries_driver_and_settings(monkey
         asked.append(command)
         return SimpleNamespace(stdout="580.65, 1980, 3201, 700.00\n")
 
-    properties = SimpleNamespace(uuid="1-2-3")
+    properties = SimpleNamespace(uuid="1-2-3", major=9, minor=0)  # torch reads the version where there is a GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     libraries = {"python", "torch", "system", "cuda", "cudnn", "nccl"}
