@@ -12,7 +12,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
+from bapipe import processes
 from tests import NO_UNPICKLING
+from tests.forked_ranks import start as start_forked
 
 # Processes that tests start find it by PYTHONPATH, ranks by the path of this process; before a `sitecustomize` of the system.
 sys.path.insert(0, str(NO_UNPICKLING))
@@ -49,6 +51,19 @@ def kept_by_files() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+STARTED_ANEW = {"test_processes", "test_no_unpickling", "test_launch", "test_faults", "test_probe"}
+"""The files about how processes start and end: theirs are not copies."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that the tests of a file start in this process, see `tests.forked_ranks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.module.__name__.rpartition(".")[2] not in STARTED_ANEW:
+            patch.setattr(processes, "_start", start_forked)
+        yield
 
 
 @pytest.fixture

@@ -1,9 +1,5 @@
-"""Runs commands in processes of their own that have the modules of most commands from the start: importing takes longest.
+"""Runs commands in processes of their own that have the modules of most commands from the start: importing takes longest."""
 
-They are copies of a process that has imported them and done nothing else.
-"""
-
-import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
@@ -11,15 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_SERVER = multiprocessing.get_context("forkserver")
-# Not `bapipe.cli.progress`, which looks at the environment when it is imported.
-_SERVER.set_forkserver_preload(
-    [
-        *("tests.cli.forked", "bapipe.cli", "bapipe.planner.plan", "bapipe.planner.action_order.search"),
-        *("bapipe.profiler.profile", "bapipe.report", "bapipe.zoo", "rich.progress"),
-    ]
-)
-
+from tests.forkserver import SERVER
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
@@ -34,7 +22,7 @@ def run_command(arguments: tuple[str, ...], folder: Path, environment: Mapping[s
     """Runs `bapipe` with some arguments in a folder."""
     with TemporaryDirectory() as name:
         files = Path(name) / "stdout", Path(name) / "stderr"
-        process = _SERVER.Process(target=_run, args=(arguments, folder, dict(environment), files))
+        process = SERVER.Process(target=_run, args=(arguments, folder, dict(environment), files))
         process.start()
         process.join(timeout_s)
         if process.is_alive():
