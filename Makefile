@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs gpu test profiles
+.PHONY: demo docs gpu test types units profiles
 
 demo: .venv/ready
 	mkdir -p demo
@@ -21,7 +21,12 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(MAKE) --jobs 2 --no-print-directory types units
+
+types: .venv/ready
 	$(BIN)/mypy
+
+units: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 20
 
 docs: .venv/ready
