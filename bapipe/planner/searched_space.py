@@ -197,8 +197,9 @@ def _throughput(space: ThroughputSpace) -> str:
     counts = "any number" if space.has_all_device_counts else "1, 2, 4, 8 and so on"
     held = "; of stages that fit if all later devices have stages, too" if space.counts_later else ""
     return (
-        f"the largest load of a device, for {cuts} of {space.num_layers} layers; {counts} of {space.num_devices} "
-        f"devices for a stage, in the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
+        f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
+        f"layers; {counts} of {space.num_devices} devices for a stage, in the cluster's order"
+        f"{'' if space.has_gaps else ', without gaps'}; micro-batches of "
         f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
         f"{_as_one_stage(space)}"
     )

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from tests.forkserver import SERVER
 
+
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """What a command has ended with, named as by `subprocess`."""

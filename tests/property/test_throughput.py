@@ -21,8 +21,9 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput import search
 from bapipe.planner.throughput.load_search import is_homogeneous
+from bapipe.planner.throughput.load_solution import one_f_one_b_with_replicas
 from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, solve_throughput
-from bapipe.simulator.simulate import simulate
+from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage import Stage
 from bapipe.simulator.stage_cost import build_stages
 from tests.random_graphs import branching_profile
@@ -33,7 +34,7 @@ from tests.strategies import drawn, examples
 def minimal_load(
     profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, homogeneous: bool
 ) -> int | None:
-    """The minimum of the largest load over all plans, None if nothing fits."""
+    """The minimum over all plans of the largest load or, of one stage, of the step; None if nothing fits."""
     best: int | None = None
     names = [layer.name for layer in profile.layers]
     count = len(cluster.devices)
@@ -52,7 +53,10 @@ def minimal_load(
                 ]
                 costs = build_stages(stages, {"a": profile}, cluster, size)
                 used = sum(map(len, devices)) if homogeneous else None
-                load = largest_load(costs, devices, cluster, num_microbatches, used)
+                if num_stages == 1:
+                    load = load_of_one_stage(costs, devices[0], cluster, num_microbatches)
+                else:
+                    load = largest_load(costs, devices, cluster, num_microbatches, used)
                 if load is not None and (best is None or load < best):
                     best = load
     return best
@@ -104,6 +108,7 @@ def largest_load(
             compute = times * (cost.forward_ns + cost.backward_ns) + cost.update_ns
             if r > 1 and cost.param_bytes:
                 links = [cluster.link(a, b) for a in ranks for b in ranks if a != b]
+                links += [link for link in [cluster.host_sum_link(ranks)] if link is not None]
                 turn = max(k.latency_ns for k in links)
                 turn += ceil(ceil(cost.param_bytes / r) * 10**9 / min(k.bytes_per_s for k in links))
                 compute += 2 * (r - 1) * turn
@@ -130,6 +135,17 @@ def largest_load(
             if held > device.memory_bytes:
                 return None
     return worst
+
+
+def load_of_one_stage(
+    stages: tuple[Stage, ...], ranks: tuple[int, ...], cluster: Cluster, num_microbatches: int
+) -> int | None:
+    """The load of all layers as one stage, with one micro-batch in flight, or its step if that is shorter."""
+    load = largest_load(stages, (ranks,), cluster, num_microbatches, ranks[-1] + 1)
+    if load is None:
+        return None
+    table = one_f_one_b_with_replicas([ranks], num_microbatches, len(cluster.devices))
+    return min(load, simulate_schedule(table, stages, cluster).step_ns)
 
 
 def plan_of(

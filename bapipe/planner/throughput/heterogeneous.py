@@ -13,7 +13,7 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.planner.equal_groups import group_sizes
-from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns
+from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, slowest_of
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns
 
@@ -188,7 +188,10 @@ class HeterogeneousDevices:
         return self._transfer_ns[key]
 
     def _slowest_link(self, source: Group, target: Group) -> Bandwidth:
-        """Returns the minimal bandwidth and maximal latency of the links from one group to another, or within one."""
+        """Returns the minimal bandwidth and maximal latency of the links from one group to another, or within one.
+
+        Within one it is that of a ring, which also takes as long as the host to sum, if it does.
+        """
         if (source, target) not in self._links:
             links = [
                 self._cluster.link(a, b)
@@ -197,9 +200,8 @@ class HeterogeneousDevices:
                 if a != b
                 # A group of one device has no link, and its all-reduce takes no time.
             ] or [self._cluster.intra_host]
-            self._links[source, target] = Bandwidth(
-                bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
-            )
+            of_host = self._cluster.host_sum_link(range(source[0], sum(source))) if source == target else None
+            self._links[source, target] = slowest_of(links if of_host is None else [*links, of_host])
         return self._links[source, target]
 
 

@@ -31,13 +31,14 @@ class HomogeneousDevices:
         num_devices: int,
         num_microbatches: int,
         link: Bandwidth,
+        ring: Bandwidth | None = None,
         overlaps: bool,
         memory_bytes: int,
         max_replicas: int | None = None,
         devices_around: "DevicesAround | None" = None,
     ) -> None:
-        """`devices_around` raises the devices that are needed around boundaries."""
-        self._boundaries, self._sums, self._link = boundaries, sums, link
+        """All-reduces go over `ring`, if given; `devices_around` raises the devices needed around boundaries."""
+        self._boundaries, self._sums, self._link, self._ring = boundaries, sums, link, ring or link
         self._devices_around = devices_around
         self._overlaps, self._memory_bytes = overlaps, memory_bytes
         self.num_boundaries, self.num_microbatches = boundaries.num_boundaries, num_microbatches
@@ -60,7 +61,7 @@ class HomogeneousDevices:
     @property
     def ceiling_ns(self) -> float:
         """An upper bound on the load of every plan."""
-        return load_ceiling_ns(self._boundaries, [self._sums], self.num_microbatches, self.num_devices, [self._link])
+        return load_ceiling_ns(self._boundaries, [self._sums], self.num_microbatches, self.num_devices, [self._ring])
 
     def loads(self, devices: "Counts", begin: "Positions", end: "Positions") -> "IntArray":
         """Returns the loads of stages; the arguments broadcast."""
@@ -75,7 +76,7 @@ class HomogeneousDevices:
     def _compute_ns(self, devices: "Counts", begin: "Positions", end: "Positions") -> "IntArray":
         """Returns F and B of all micro-batches that a device runs, update and all-reduce."""
         times = -(-self.num_microbatches // devices)
-        once = self._sums.per_step_ns(begin, end, devices, self._link)
+        once = self._sums.per_step_ns(begin, end, devices, self._ring)
         compute: IntArray = times * self._sums.microbatch_ns(begin, end) + once
         return compute
 

@@ -7,12 +7,14 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
-from bapipe.planner.throughput.loads import Boundaries, StageCostSums
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, slowest_of
 from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.min_max_dp import min_max_load
 from bapipe.planner.throughput.problem import MinMaxLoad
@@ -119,7 +121,8 @@ class LoadSearch:
 
     def homogeneous(self, microbatch_size: int, devices_around: "DevicesAround | None" = None) -> HomogeneousDevices:
         """Returns the problem if all devices are the same."""
-        device = self.cluster.devices[0]
+        device, link = self.cluster.devices[0], self.cluster.link(0, len(self.cluster.devices) - 1)
+        of_host = self.cluster.host_sum_link(range(len(self.cluster.devices)))
         return HomogeneousDevices(
             self.boundaries,
             StageCostSums(
@@ -131,7 +134,8 @@ class LoadSearch:
             ),
             num_devices=len(self.cluster.devices),
             num_microbatches=self.minibatch_size // microbatch_size,
-            link=self.cluster.link(0, len(self.cluster.devices) - 1),
+            link=link,
+            ring=link if of_host is None else slowest_of([link, of_host]),
             overlaps=device.overlaps_transfers,
             memory_bytes=self.limits[0],
             devices_around=devices_around,
@@ -168,7 +172,8 @@ def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
         for device, limit in zip(cluster.devices, limits, strict=True)
     }
     hosts = {device.host for device in cluster.devices}
-    one_link = cluster.intra_host == cluster.inter_host or len(hosts) in (1, len(cluster.devices))
+    has_one_speed = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
+    one_link = has_one_speed or len(hosts) in (1, len(cluster.devices))
     return len(kinds) == 1 and one_link and not cluster.links
 
 

@@ -129,15 +129,25 @@ class StageCostSums:
 
     def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
         """Returns the update and the ring all-reduce over `devices` devices and their members, once per step."""
+        return self.update_ns(begin, end) + self.all_reduce_ns(begin, end, devices, [ring])
+
+    def update_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
+        """Returns the update, once per step."""
+        return self._costs.update_ns(begin, end)
+
+    def all_reduce_ns(
+        self, begin: "Positions", end: "Positions", devices: "Counts", links: Sequence[Bandwidth]
+    ) -> "IntArray":
+        """Returns the ring all-reduce over `devices` devices, joined by `links`, and their members."""
         in_group = np.asarray(self._costs.group_gradient_bytes(begin, end))
         num_devices = np.asarray(devices)
-        all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)) - in_group, num_devices, [ring])
+        all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)) - in_group, num_devices, links)
         if self._member_links:
-            all_links = [ring, *self._member_links]
+            all_links = [*links, *self._member_links]
             in_each = ring_ns(in_group, num_devices * self._num_members, self._member_links)
             over_all = ring_ns(in_group, num_devices * self._num_members, all_links)
             all_reduce = all_reduce + np.where(num_devices > 1, over_all, in_each)
-        return self._costs.update_ns(begin, end) + all_reduce
+        return all_reduce
 
     def with_feasible_replicas(
         self, loads: "IntArray", begin: "Positions", end: "Positions", devices: "Counts"
@@ -191,6 +201,13 @@ class StageCostSums:
                 stages = self._inside[ends[pairs]] - self._inside[begins[pairs]]  # [some, layers]
                 fits[pairs] = free_bytes[pairs] >= (stages * self._workspaces).max(axis=1)
         return fits
+
+
+def slowest_of(links: Sequence[Bandwidth]) -> Bandwidth:
+    """Returns the least bandwidth and the largest latency of some links."""
+    return Bandwidth(
+        bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
+    )
 
 
 def load_ceiling_ns(

@@ -1,15 +1,18 @@
-"""The naive plans for throughput: all layers as one stage, on one device or on replicas, at each micro-batch size.
+"""All layers as one stage, on one device or on replicas, at each micro-batch size.
 
-Every search begins with them, so no result has a larger load than one of them that fits. Of n replicas on the first n
-devices, the one at position p runs ceil((M - p) / n) of M micro-batches; of devices that are alike, the first runs the
-most. So the loads for all n need one computation for each kind, speed and limit of devices, and each slowest link.
+Every search begins with the best of these plans. Of n replicas, the one at position p runs ceil((M - p) / n) of M
+micro-batches; of devices that are alike, the first runs the most. So the loads for all n need one computation for each
+kind, speed and limit of devices, and each slowest link.
 
 A load counts the whole all-reduce, which in a step of replicas overlaps the backward. Steps of one stage follow each
-other without a pipeline to fill, so such a plan counts with its simulated step if that is shorter than its load.
+other without a pipeline to fill, so such a plan counts with its simulated step if that is shorter than its load. What
+is proven of loads does not hold for steps, so the plans of one stage are searched by themselves: each has a time that
+its step cannot beat, and those are simulated in which that is below the best.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +20,10 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import Alternative
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution
-from bapipe.planner.throughput.loads import StageCostSums
+from bapipe.planner.throughput.loads import StageCostSums, slowest_of
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import IntArray
@@ -27,18 +31,29 @@ if TYPE_CHECKING:
 ONE_DEVICE, DATA_PARALLEL = "one-device", "data-parallel"
 
 
+MAX_TIMED = 100
+"""So many plans on one device, and on several, are simulated at most. Of others the bound is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NaivePlan:
-    """All layers as one stage on some devices; `fits` says whether all of them have enough memory.
+    """All layers as one stage on some devices.
 
-    `load_ns` is the largest load or, if that is shorter, the step.
+    Attributes:
+        load_ns: the largest load or, of a plan that was simulated, its step if that is shorter.
+        least_ns: its step takes no less.
+        fits: whether all of the devices have enough memory.
     """
 
-    name: str
     microbatch_size: int
     ranks: tuple[int, ...]
     load_ns: int
+    least_ns: int
     fits: bool
+
+    @property
+    def name(self) -> str:
+        return ONE_DEVICE if len(self.ranks) == 1 else DATA_PARALLEL
 
     @property
     def sort_key(self) -> tuple[bool, int, int]:
@@ -55,23 +70,56 @@ class NaivePlan:
         )
 
 
-def best_naive_plans(whole: LoadSearch, microbatch_sizes: Sequence[int], deadline: Deadline) -> list[NaivePlan]:
-    """Returns the best plan on one device, and the best on several, over some micro-batch sizes.
+def best_naive_plans(
+    whole: LoadSearch, microbatch_sizes: Sequence[int], deadline: Deadline, work_ns: int
+) -> tuple[list[NaivePlan], float]:
+    """Returns the best plan on one device, and the best on several, over some micro-batch sizes, and a bound.
 
     Args:
         whole: the search with two boundaries, the ends of the graph.
         deadline: when it has passed, no more sizes are looked at after the first.
+        work_ns: no step of any plan takes less.
+
+    Returns:
+        The bound is on the times with which plans of one stage count that fit, infinite if there are none.
     """
-    links = slowest_links_of_first(whole.cluster)
-    best: dict[str, NaivePlan] = {}
+    plans: list[NaivePlan] = []
+    bound_ns = inf
+    links = [slowest_links_from(whole.cluster, start) for start in _starts(whole)]
     for size in microbatch_sizes:
-        if best and deadline.is_over:
+        if plans and deadline.is_over:
+            bound_ns = work_ns
             break
-        for plan in _plans_of_size(whole, size, links):
-            timed = _no_longer_than_step(whole, plan) if plan.fits else plan
-            if plan.name not in best or timed.sort_key < best[plan.name].sort_key:
-                best[plan.name] = timed
-    return list(best.values())
+        plans += _plans_of_size(whole, size, links)
+    best = []
+    for name in (ONE_DEVICE, DATA_PARALLEL):
+        of_name = sorted((plan for plan in plans if plan.name == name), key=lambda plan: plan.sort_key)
+        if of_name and of_name[0].fits:
+            fastest, of_name_ns = _fastest(whole, [plan for plan in of_name if plan.fits], deadline)
+            best.append(fastest)
+            bound_ns = min(bound_ns, of_name_ns)
+        else:
+            best += of_name[:1]
+    return best, bound_ns
+
+
+def _fastest(whole: LoadSearch, plans: Sequence[NaivePlan], deadline: Deadline) -> tuple[NaivePlan, int]:
+    """Returns the best of some plans that fit, the one with the smallest load first, and a bound on all of them."""
+    best = _no_longer_than_step(whole, plans[0])
+    others = sorted(plans[1:], key=lambda plan: plan.least_ns)
+    for number, plan in enumerate(others, start=1):
+        if plan.least_ns >= best.load_ns:
+            break
+        if number >= MAX_TIMED or deadline.is_over:
+            return best, plan.least_ns
+        best = min(best, _no_longer_than_step(whole, plan), key=lambda plan: plan.sort_key)
+    return best, best.load_ns
+
+
+def _starts(whole: LoadSearch) -> range:
+    """The devices at which replicas may begin, as in the search of more stages."""
+    num_devices = len(whole.cluster.devices)
+    return range(num_devices if not whole.is_homogeneous and num_devices <= MAX_DEVICES_WITH_GAPS else 1)
 
 
 def naive_alternatives(whole: LoadSearch, naive: Sequence[NaivePlan], load_ns: int) -> list[Alternative]:
@@ -103,102 +151,126 @@ def _no_longer_than_step(whole: LoadSearch, plan: NaivePlan) -> NaivePlan:
     return replace(plan, load_ns=min(plan.load_ns, prediction.step_ns))
 
 
-def slowest_links_of_first(cluster: Cluster) -> list[Bandwidth]:
-    """Returns for n = 1, 2, ... the least bandwidth and the largest latency of the links among the first n devices."""
-    found = [cluster.intra_host]  # one device has no link, and its all-reduce takes no time
+Links = tuple[Bandwidth, ...]
+
+
+def slowest_links_from(cluster: Cluster, start: int) -> list[Links]:
+    """Returns for n = 1, 2, ... the links that can be the slowest among n devices from one on.
+
+    These are the one with the least bandwidth, the one with the largest latency, and that of sums on a host.
+    """
+    # One device has no link, and its all-reduce takes no time.
+    narrowest = latest = cluster.intra_host
+    found: list[Links] = [(narrowest,)]
     # The hosts of the devices so far: a link within one, or between two of them, is met when a device joins.
-    hosts = {cluster.devices[0].host}
-    for rank in range(1, len(cluster.devices)):
-        links = found[-1:] if rank > 1 else []
+    hosts = {cluster.devices[start].host}
+    for rank in range(start + 1, len(cluster.devices)):
+        links = [narrowest, latest] if rank > start + 1 else []
         # Links of their own can differ from pair to pair, and in the two directions.
+        own = cluster.devices[rank].host
         if cluster.links:
-            links += [link for other in range(rank) for link in (cluster.link(rank, other), cluster.link(other, rank))]
+            before = range(start, rank)
+            links += [link for other in before for link in (cluster.link(rank, other), cluster.link(other, rank))]
         else:
-            own = cluster.devices[rank].host
             links += [cluster.intra_host] * (own in hosts) + [cluster.inter_host] * bool(hosts - {own})
-            hosts.add(own)
-        found.append(_slowest(links))
+        hosts.add(own)
+        narrowest = min(links, key=lambda link: link.bytes_per_s)
+        latest = max(links, key=lambda link: link.latency_ns)
+        of_host = cluster.host_sum_link(range(start, rank + 1))
+        found.append((narrowest, latest) if of_host is None else (narrowest, latest, of_host))
     return found
 
 
-def _slowest(known: Sequence[Bandwidth]) -> Bandwidth:
-    return Bandwidth(
-        bytes_per_s=min(link.bytes_per_s for link in known), latency_ns=max(link.latency_ns for link in known)
-    )
+def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]]) -> list[NaivePlan]:
+    """Returns the plans of one stage at a size.
 
-
-def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Bandwidth]) -> list[NaivePlan]:
-    """Returns the best plan on one device, and of those on several the best and that on the most, at one size."""
+    Args:
+        links: of `slowest_links_from`, for each device at which replicas begin.
+    """
     num_devices, num_microbatches = len(whole.cluster.devices), whole.minibatch_size // size
-    most = min(num_devices, num_microbatches)
-    # A device beyond the number of micro-batches would have nothing to do.
-    counts = np.arange(1, most + 1)
-    loads: IntArray = np.zeros(most, dtype=np.int64)  # [counts]
-    fits = np.ones(most, dtype=bool)
-    singles = []
-    for first, sums in _first_of_alike(whole, size):
-        has_room = _fits(sums, whole.limits[first])
-        single_ns = int(_loads(sums, num_microbatches, np.array([1]), links[:1], 0)[0])
-        singles.append(
-            NaivePlan(name=ONE_DEVICE, microbatch_size=size, ranks=(first,), load_ns=single_ns, fits=has_room)
-        )
-        # It takes part from n = first + 1 on.
-        with_it = counts[first:]
-        loads[first:] = np.maximum(loads[first:], _loads(sums, num_microbatches, with_it, links[first:most], first))
-        fits[first:] &= has_room
-        if sums.num_without_replicas(0, -1):
-            fits[1:] = False
-            most = 1  # a layer that several devices cannot run
-    best = [min(singles, key=lambda plan: plan.sort_key)]
-    if most > 1:
-        # The most devices have the longest ring, but in a step it may overlap the backward.
-        least = min(range(1, most), key=lambda i: (not fits[i], loads[i]))
-        best += [
-            NaivePlan(
-                name=DATA_PARALLEL,
-                microbatch_size=size,
-                ranks=tuple(range(i + 1)),
-                load_ns=int(loads[i]),
-                fits=bool(fits[i]),
+    sums_of = _sums_of_alike(whole, size)
+    plans = []
+    for start, of_start in enumerate(links):
+        # A device beyond the number of micro-batches would have nothing to do.
+        counts = np.arange(1, min(num_devices - start, num_microbatches) + 1)
+        loads: IntArray = np.zeros(counts.size, dtype=np.int64)  # [counts]
+        least, fits = loads.copy(), np.ones(counts.size, dtype=bool)
+        seen = set()
+        for rank in range(start, start + counts.size):
+            sums, has_room = sums_of[rank]
+            if (id(sums), has_room) in seen:
+                continue  # the first of devices that are alike runs the most micro-batches
+            seen.add((id(sums), has_room))
+            # It takes part from n = position + 1 on.
+            position = rank - start
+            load, shortest = _times_ns(
+                sums, num_microbatches, counts[position:], of_start[position : counts.size], position
             )
-            for i in sorted({least, most - 1})
+            loads[position:] = np.maximum(loads[position:], load)
+            least[position:] = np.maximum(least[position:], shortest)
+            fits[position:] &= has_room
+            if sums.num_without_replicas(0, -1):  # a layer that several devices cannot run
+                fits[1:] = False
+        plans += [
+            NaivePlan(
+                microbatch_size=size,
+                ranks=tuple(range(start, start + count)),
+                load_ns=int(load),
+                least_ns=int(shortest),
+                fits=bool(has_room),
+            )
+            for count, load, shortest, has_room in zip(counts, loads, least, fits, strict=True)
         ]
-    return best
-
-
-def _first_of_alike(whole: LoadSearch, size: int) -> list[tuple[int, StageCostSums]]:
-    """Returns the first device of each kind, speed, limit and links among members, and what the layers cost on it."""
-    cluster, first = whole.cluster, dict[tuple[str, float, int, tuple[Bandwidth, ...]], int]()
-    for rank, device in enumerate(cluster.devices):
-        first.setdefault((device.kind, device.speed, whole.limits[rank], tuple(cluster.member_links(rank))), rank)
-    nothing = np.zeros(2, dtype=np.int64)  # crosses the ends of the graph
-    return [
-        (
-            rank,
-            StageCostSums(whole.boundaries, whole.profiles[kind], size, speed, member_links, (nothing, nothing)),
+    # A single device may be any of them.
+    first_of = {(id(sums), has_room): rank for rank, (sums, has_room) in reversed([*enumerate(sums_of)])}
+    for rank in sorted(set(first_of.values()) - set(range(len(links)))):
+        sums, has_room = sums_of[rank]
+        load, shortest = _times_ns(sums, num_microbatches, np.array([1]), links[0][:1], 0)
+        plans.append(
+            NaivePlan(
+                microbatch_size=size, ranks=(rank,), load_ns=int(load[0]), least_ns=int(shortest[0]), fits=has_room
+            )
         )
-        for (kind, speed, _, member_links), rank in first.items()
-    ]
+    return plans
 
 
-def _loads(
-    sums: StageCostSums, num_microbatches: int, counts: "IntArray", links: Sequence[Bandwidth], position: int
-) -> "IntArray":
-    """Returns the loads of the device at a position for some numbers of replicas, with the slowest link of each."""
+def _sums_of_alike(whole: LoadSearch, size: int) -> list[tuple[StageCostSums, bool]]:
+    """Returns what the layers cost on each device, and whether they fit; one object for devices with equal costs."""
+    cluster, nothing = whole.cluster, np.zeros(2, dtype=np.int64)  # crosses the ends of the graph
+    sums: dict[tuple[str, float, Links], StageCostSums] = {}
+    found = []
+    for rank, device in enumerate(cluster.devices):
+        key = device.kind, device.speed, tuple(cluster.member_links(rank))
+        if key not in sums:
+            profile = whole.profiles[device.kind]
+            sums[key] = StageCostSums(whole.boundaries, profile, size, key[1], key[2], (nothing, nothing))
+        found.append((sums[key], _fits(sums[key], whole.limits[rank])))
+    return found
+
+
+def _times_ns(
+    sums: StageCostSums, num_microbatches: int, counts: "IntArray", links: Sequence[Links], position: int
+) -> "tuple[IntArray, IntArray]":
+    """Returns the loads of the device at a position for some numbers of replicas, and times that no step beats.
+
+    Both are [counts].
+
+    Args:
+        links: of each of the numbers.
+    """
     times = -(-(num_microbatches - position) // counts)
-    loads: IntArray = times * sums.microbatch_ns(0, -1)
+    each, update = int(sums.microbatch_ns(0, -1)), int(sums.update_ns(0, -1))
+    loads: IntArray = times * each + update
+    # The all-reduces begin when the last backward has begun.
+    shortest = loads - each
+    numbers = {of_count: number for number, of_count in enumerate(dict.fromkeys(links))}
+    of_links = np.array([numbers[of_count] for of_count in links])
     # The all-reduce is a ring over the slowest link, which few numbers of replicas change.
-    of_link = np.array([number for number, _ in _numbered(links)])
-    for number, link in dict(_numbered(links)).items():
-        some = of_link == number
-        loads[some] += sums.per_step_ns(0, -1, counts[some], link)
-    return loads
-
-
-def _numbered(links: Sequence[Bandwidth]) -> list[tuple[int, Bandwidth]]:
-    """Returns each link with a number that equal ones share."""
-    numbers = {link: number for number, link in enumerate(dict.fromkeys(links))}
-    return [(numbers[link], link) for link in links]
+    for of_count, number in numbers.items():
+        some = of_links == number
+        loads[some] += sums.all_reduce_ns(0, -1, counts[some], [slowest_of(of_count)])
+        shortest[some] += sums.all_reduce_ns(0, -1, counts[some], of_count)
+    return loads, np.maximum(times * each + update, shortest)
 
 
 def _fits(sums: StageCostSums, limit_bytes: int) -> bool:

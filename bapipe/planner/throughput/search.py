@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import floor, inf
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
@@ -115,9 +115,10 @@ def explore_throughput(
     listed, search = _search_of(graph, coarse, max_downsets, deadline)
     # As the first plans: they cost little, are known to fit, and no result is worse.
     whole = replace(coarse, boundaries=graph.evenly_spaced(2))
-    naive = best_naive_plans(whole, microbatch_sizes, deadline)
+    work_ns = work_bound_ns(profiles, cluster, minibatch_size)
+    naive, one_stage_ns = best_naive_plans(whole, microbatch_sizes, deadline, work_ns)
     first = _best_solution([plan.solution(search.boundaries.num_layers) for plan in naive if plan.fits])
-    report = _Report(progress, first, work_bound_ns(profiles, cluster, minibatch_size), len(microbatch_sizes))
+    report = _Report(progress, first, one_stage_ns, work_ns, len(microbatch_sizes))
     solutions = [search.solve(size, report.of(size), deadline) for size in microbatch_sizes]
     near = None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours)
     # The best plan of the searches is improved apart from the naive ones, whose cuts say nothing of where others are.
@@ -134,7 +135,7 @@ def explore_throughput(
         found, bounds_ns = _improved(large, search, solutions, found, near, report)
     best = _best_solution([solution for solution in (found, first) if solution is not None])
     assert best is not None  # or `_feasible` would have raised
-    bound_ns = min(best.load_ns, *bounds_ns)
+    bound_ns = min(best.load_ns, floor(min(one_stage_ns, *bounds_ns)))
     space = _searched_space(search, microbatch_sizes, max_downsets)
     return solution_of(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
 
@@ -142,9 +143,17 @@ def explore_throughput(
 class _Report:
     """Reports progress: only loads of plans that are known to fit, and bounds of all micro-batch sizes together."""
 
-    def __init__(self, progress: LoadProgress | None, first: LoadSolution | None, work_ns: int, num_sizes: int) -> None:
-        """`work_ns` is a bound at every size, for those whose search has not begun."""
+    def __init__(
+        self,
+        progress: LoadProgress | None,
+        first: LoadSolution | None,
+        one_stage_ns: float,
+        work_ns: int,
+        num_sizes: int,
+    ) -> None:
+        """`one_stage_ns` is a bound on plans of one stage, `work_ns` at every size, for those not searched yet."""
         self._progress, self._work_ns, self._num_sizes = progress, work_ns, num_sizes
+        self._one_stage_ns = one_stage_ns
         self._best_ns = inf if first is None else first.load_ns
         self._bounds_ns: dict[int, float] = {}
         self._say()
@@ -163,7 +172,7 @@ class _Report:
     def _say(self) -> None:
         if self._progress and self._best_ns < inf:
             unknown = [self._work_ns] if len(self._bounds_ns) < self._num_sizes else []
-            self._progress(self._best_ns, min(self._best_ns, *self._bounds_ns.values(), *unknown))
+            self._progress(self._best_ns, min(self._best_ns, self._one_stage_ns, *self._bounds_ns.values(), *unknown))
 
 
 def _best_solution(solutions: Sequence[LoadSolution]) -> LoadSolution | None:

@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 import bapipe
@@ -15,11 +16,13 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
-from bapipe.planner.throughput.naive_plans import slowest_links_of_first
+from bapipe.planner.throughput.load_search import is_homogeneous
+from bapipe.planner.throughput.loads import slowest_of
+from bapipe.planner.throughput.naive_plans import slowest_links_from
 from bapipe.simulator.stage_cost import build_stages
 from tests.builders import MS, chain, devices
-from tests.property.test_throughput import largest_load, load_ns
-from tests.random_profiles import random_cluster, random_profile
+from tests.property.test_throughput import largest_load, load_ns, minimal_load
+from tests.random_profiles import random_cluster, random_profile, same_devices
 
 
 def naive_load(profile: ModelProfile, cluster: Cluster, minibatch_size: int, sizes: tuple[int, ...]) -> int | None:
@@ -91,6 +94,48 @@ def test_replicas_count_with_their_step_where_the_all_reduce_overlaps_the_backwa
     assert ("data-parallel", "as small a load as this plan's") in [(a.name, a.why_not) for a in plan.alternatives]
 
 
+def test_all_plans_of_one_stage_count_with_their_steps() -> None:
+    """The result is the least load of more stages, or the shortest step of one, on any devices that follow each other."""
+    num_by_step = num_later = 0
+    for seed in range(150):
+        random = Random(seed)
+        num_devices, num_microbatches = random.choice([2, 3, 4]), random.choice([2, 3, 6])
+        is_alike = random.random() < 0.3
+        profile = random_profile(random, random.choice([2, 3]), sizes=(1,))
+        # Gradients fill more than one bucket, and take as long as some layers.
+        num_bytes = [random.choice([0, 1, 30, 60]) * 10**6 for _ in profile.layers]
+        heavy = zip(profile.layers, num_bytes, strict=True)
+        profile = replace(profile, layers=tuple(replace(layer, param_bytes=number) for layer, number in heavy))
+        cluster = (same_devices if is_alike else random_cluster)(random, num_devices)
+        fast, slow = (Bandwidth(bytes_per_s=random.choice([1, 3, 10]) * 10**15, latency_ns=i) for i in range(2))
+        limits = [random.choice([1, 10**12]) if i == 0 and not is_alike else 10**12 for i in range(num_devices)]
+        with_limits = zip(cluster.devices, limits, strict=True)
+        cluster = Cluster(
+            devices=tuple(replace(device, memory_bytes=limit) for device, limit in with_limits),
+            intra_host=fast,
+            inter_host=slow,
+            intra_host_sum=Bandwidth(bytes_per_s=10**15, latency_ns=3) if random.random() < 0.3 else UNSET,
+        )
+        is_alike = is_homogeneous(cluster, limits)
+        want = minimal_load(profile, cluster, num_microbatches, 1, is_alike)
+        try:
+            plan = bapipe.plan(
+                profile, cluster, minibatch_size=num_microbatches, microbatch_size=1, objective="throughput"
+            )
+        except Infeasible:
+            assert want is None, seed
+            continue
+        assert (load_ns(plan), plan.certificate.lower_bound_ns) == (want, want), seed
+        if len(plan.stages) == 1:
+            ranks = tuple(cluster.index[name] for name in plan.stages[0].devices)
+            stages = build_stages(plan.stages, {"a": profile}, cluster, 1)
+            load = largest_load(stages, (ranks,), cluster, num_microbatches, ranks[-1] + 1)
+            num_by_step += load is not None and load_ns(plan) < load
+            num_later += ranks[0] > 0
+    assert num_by_step > 10
+    assert num_later > 10
+
+
 def test_data_parallelism_is_an_alternative_at_its_own_micro_batch_size() -> None:
     """Micro-batches of 2 take as long as of 1, so a plan with them is best, but there are two for three devices."""
     profile = chain([1, 1, 1], param_bytes=10**6)
@@ -133,8 +178,10 @@ def test_the_slowest_links_are_those_of_all_pairs(has_links: bool) -> None:
         slow = Link(source="d1", target="d0", bytes_per_s=1000, latency_ns=7)
         names = {device.name for device in cluster.devices}
         cluster = replace(cluster, links=(slow,) if has_links and {"d0", "d1"} <= names else ())
-        for n, found in enumerate(slowest_links_of_first(cluster)[1:], start=2):
-            links = [cluster.link(a, b) for a in range(n) for b in range(n) if a != b]
-            assert found == Bandwidth(
+        start = seed % 2
+        for n, found in enumerate(slowest_links_from(cluster, start)[1:], start=start + 2):
+            links = [cluster.link(a, b) for a in range(start, n) for b in range(start, n) if a != b]
+            assert set(found) <= set(links)
+            assert slowest_of(found) == Bandwidth(
                 bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
             )
