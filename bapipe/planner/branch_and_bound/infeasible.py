@@ -12,7 +12,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
-from bapipe.planner.branch_and_bound.space import search_space, tries_any_order
+from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders, tries_any_order
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import disagree_at_cuts
@@ -167,8 +167,10 @@ def infeasible_error(
 
 def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
     """Returns on which devices no plan fits, if not on any: others may."""
-    if tries_any_order(profiles, cluster, options):
+    if tries_all_orders(profiles, cluster, options):
         return ""
+    if tries_any_order(profiles, cluster, options):
+        return " on the devices in the orders that were tried, of too many to try all,"
     return " on the first devices in the cluster's order, of too many choices to try all,"
 
 

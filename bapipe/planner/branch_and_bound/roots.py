@@ -3,7 +3,7 @@
 With few devices every choice is searched in any order; with many, the first devices of the cluster in its order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 
@@ -17,6 +17,7 @@ from bapipe.planner.branch_and_bound.placements import (
 )
 from bapipe.planner.branch_and_bound.problem import Root
 from bapipe.planner.equal_groups import group_sizes
+from bapipe.planner.searched_space import GIVEN_ORDER
 from bapipe.schedules import SCHEDULES
 
 MAX_DEVICE_GROUPS = 3_000
@@ -25,6 +26,9 @@ with more, they are taken in the cluster's order."""
 
 MAX_DEVICE_ORDERS = 500
 """Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
+
+SOME_ORDERS = f"{GIVEN_ORDER}, those of a host together, the fastest first, or those with the most memory first"
+"""The orders that are tried where all are too many, in the words of a certificate; they are part of plan files."""
 
 MAX_CONSECUTIVE_COUNTS = 64
 """If devices are taken in the cluster's order, every number up to this one is tried, then powers of two."""
@@ -118,30 +122,76 @@ def _device_counts(num_devices: int) -> list[int]:
     return sorted({*range(1, min(num_devices, MAX_CONSECUTIVE_COUNTS) + 1), *group_sizes(num_devices)})
 
 
+def num_in_any_order(classes: Sequence[DeviceClass]) -> int:
+    """Returns up to which number of devices all orders of them are tried with several stages per device."""
+    return max((count for count, orders in _all_orders(classes) if orders), default=0)
+
+
 def _device_orders(
     classes: Sequence[DeviceClass], max_stages: int, any_order: bool
 ) -> list[tuple[ClassSequence, ClassCounts]]:
     """Orders of devices by class, and their counts, for schedules with several stages per device.
 
-    All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices, and if
-    not `any_order`, the cluster's order alone.
+    All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices those
+    of `SOME_ORDERS` and, if not `any_order`, the cluster's order alone.
     """
-    line = _classes_by_rank(classes)
     orders: list[tuple[ClassSequence, ClassCounts]] = []
-    of_count: list[tuple[ClassSequence, ClassCounts]] = [((), (0,) * len(classes))]
-    for count in range(1, min(len(line), max_stages // 2) + 1):
-        # Each order of one device less is continued by every class that has a device left.
-        if any_order and of_count:
-            of_count = [
-                ((*devices, c), (*used[:c], used[c] + 1, *used[c + 1 :]))
-                for devices, used in of_count
-                for c, cls in enumerate(classes)
-                if used[c] < len(cls.ranks)
-            ]
-        if not any_order or len(of_count) > MAX_DEVICE_ORDERS:
-            of_count = []
-        orders += of_count or [(tuple(line[:count]), _count_classes(line[:count], classes))]
+    for count, all_of_count in _all_orders(classes):
+        if count > max_stages // 2:
+            break
+        lines = _some_orders(classes) if any_order else [_classes_by_rank(classes)]
+        some = dict.fromkeys(tuple(line[:count]) for line in lines)
+        chosen = all_of_count if any_order and all_of_count else some
+        orders += [(devices, _count_classes(devices, classes)) for devices in chosen]
     return orders
+
+
+def _all_orders(classes: Sequence[DeviceClass]) -> Iterator[tuple[int, list[ClassSequence]]]:
+    """Yields each number of devices with all orders of so many, by class; with none if these are too many.
+
+    Of hosts with the same devices the first that is not used comes first: to exchange two changes no step.
+    """
+    alike = _alike_hosts(classes)
+    of_count: list[ClassSequence] = [()]
+    for count in range(1, sum(len(cls.ranks) for cls in classes) + 1):
+        # Each order of one device less is continued by every class that has a device left.
+        of_count = [
+            (*devices, c)
+            for devices in of_count
+            for c, cls in enumerate(classes)
+            if devices.count(c) < len(cls.ranks)
+            and not _comes_later(cls.host, {classes[used].host for used in devices}, alike)
+        ]
+        of_count = of_count if len(of_count) <= MAX_DEVICE_ORDERS else []
+        yield count, of_count
+
+
+def _alike_hosts(classes: Sequence[DeviceClass]) -> dict[str, tuple[str, ...]]:
+    """Returns, for each host that makes a difference to a link, the hosts with the same devices."""
+    devices_of: dict[str, list[tuple[int, int]]] = {}
+    for cls in classes:
+        if cls.host is not None:
+            devices_of.setdefault(cls.host, []).append((cls.type_number, len(cls.ranks)))
+    return {
+        host: tuple(other for other in devices_of if sorted(devices_of[other]) == sorted(devices))
+        for host, devices in devices_of.items()
+    }
+
+
+def _comes_later(host: str | None, used: Container[str | None], alike: Mapping[str, Sequence[str]]) -> bool:
+    """Returns whether a host is not used, and another with the same devices is the first that is not."""
+    return host is not None and host not in used and next(other for other in alike[host] if other not in used) != host
+
+
+def _some_orders(classes: Sequence[DeviceClass]) -> list[ClassSequence]:
+    """Returns the classes of all devices in the orders of `SOME_ORDERS`."""
+    by_rank = _classes_by_rank(classes)
+    # A class without a host of its own is a host here.
+    hosts = [c if cls.host is None else cls.host for c, cls in enumerate(classes)]
+    first = {host: by_rank.index(c) for c, host in reversed([*enumerate(hosts)])}
+    orders = [by_rank, sorted(by_rank, key=lambda c: first[hosts[c]]), sorted(by_rank)]
+    orders.append(sorted(by_rank, key=lambda c: -classes[c].limit_bytes))
+    return [tuple(order) for order in orders]
 
 
 def total_rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:

@@ -10,14 +10,14 @@ from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, dev
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
-from bapipe.planner.branch_and_bound.roots import allow_any_order
+from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
 from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import FASTEST_FIRST, GIVEN_ORDER, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules
-from bapipe.schedules import SCHEDULES
+from bapipe.schedules import LOOPED, SCHEDULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,17 +97,32 @@ def build_space(
     max_stages = 0 if intervals is None else intervals.num_boundaries - 1
     return SearchSpace(
         problems=tuple(problems),
-        order=device_order_text(any_order, cluster, classes),
+        order=_device_order_text(any_order, cluster, classes, named_schedules(options)),
         stage_counts=_stage_counts(problems, len(cluster.devices), max_stages),
         device_counts=tuple(sorted({root.num_devices for problem in problems for root in problem.roots})),
     )
 
 
 def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
-    """Returns whether the space has any order of the devices, which are few or alike, or only the cluster's."""
+    """Returns whether the space has any order of the devices, which are few or alike, or only the cluster's.
+
+    With several stages on each of many devices it has some orders also then.
+    """
+    return _allows_any_order(profiles, cluster, options, _classes_of(profiles, cluster, options))
+
+
+def tries_all_orders(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+    """Returns whether the space has all orders of the devices, of every schedule."""
+    has_many = num_in_any_order(_classes_of(profiles, cluster, options)) < len(cluster.devices)
+    has_some = has_many and any(schedule in LOOPED for schedule in named_schedules(options))
+    return not has_some and tries_any_order(profiles, cluster, options)
+
+
+def _classes_of(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> tuple[DeviceClass, ...]:
     allowed = parse_constraints(options.constraints).allowed_layers(cluster)
-    classes = device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
-    return _allows_any_order(profiles, cluster, options, classes)
+    return device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
 
 
 def _allows_any_order(
@@ -133,15 +148,20 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
     return tuple(sorted(stage_counts))
 
 
-def device_order_text(any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass]) -> str:
+def _device_order_text(
+    any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass], schedules: Sequence[str]
+) -> str:
     """Returns how devices are given to stages, in the words of the certificate; they are part of plan files."""
     if len(cluster.devices) == 1:
         return ""
     if not any_order:
         return on_first_devices([GIVEN_ORDER])
-    if len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES:
-        return ", in any order"
-    return f", in any order{FASTEST_FIRST}"
+    is_permuted = len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES
+    num_in_all = num_in_any_order(classes)
+    some = ""
+    if num_in_all < len(cluster.devices) and any(schedule in LOOPED for schedule in schedules):
+        some = f", with several stages on each of more than {num_in_all} devices only the first ones {SOME_ORDERS}"
+    return f", in any order{'' if is_permuted else FASTEST_FIRST}{some}"
 
 
 def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
