@@ -135,7 +135,7 @@ def explore_throughput(
         found, bounds_ns = _improved(large, search, solutions, found, near, report)
     best = _best_solution([solution for solution in (found, first) if solution is not None])
     assert best is not None  # or `_feasible` would have raised
-    bound_ns = min(best.load_ns, floor(min(one_stage_ns, *bounds_ns)))
+    bound_ns = min(best.load_ns, max(work_ns, floor(min(one_stage_ns, *bounds_ns))))
     space = _searched_space(search, microbatch_sizes, max_downsets)
     return solution_of(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
 
@@ -172,7 +172,8 @@ class _Report:
     def _say(self) -> None:
         if self._progress and self._best_ns < inf:
             unknown = [self._work_ns] if len(self._bounds_ns) < self._num_sizes else []
-            self._progress(self._best_ns, min(self._best_ns, self._one_stage_ns, *self._bounds_ns.values(), *unknown))
+            known_ns = max(self._work_ns, min(self._one_stage_ns, *self._bounds_ns.values(), *unknown))
+            self._progress(self._best_ns, min(self._best_ns, known_ns))
 
 
 def _best_solution(solutions: Sequence[LoadSolution]) -> LoadSolution | None:
