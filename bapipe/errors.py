@@ -31,7 +31,15 @@ class InvalidSchedule(BapipeError):
 
 
 class Infeasible(BapipeError):
-    """No plan in the searched space fits; the message names the closest one and what it lacks."""
+    """No plan in the searched space fits; the message names the closest one and what it lacks.
+
+    Attributes:
+        is_proven: whether no plan fits; else none was found, or only some devices or orders of them were tried.
+    """
+
+    def __init__(self, message: str, *, is_proven: bool = True) -> None:
+        super().__init__(message)
+        self.is_proven = is_proven
 
 
 class InvalidModel(BapipeError):

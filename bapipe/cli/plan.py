@@ -47,7 +47,6 @@ from bapipe.cli.progress import (
     stops_on_interrupt,
 )
 from bapipe.errors import BapipeError
-from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, read
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
@@ -180,7 +179,7 @@ def plan(
             profiles = profiles_used_by(made, profiles_of_copies(made, measured))
         write_output(output, made)
         sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
-        front = _pareto_front(profiles, made.cluster, options, deadline) if pareto else ()
+        front = _pareto_front(made, profiles, options, deadline) if pareto else ()
     _say_what_more_time_could_do(made, first)
     for profile in profiles.values():
         if is_estimate(profile):
@@ -243,11 +242,11 @@ def _explain(
 
 
 def _pareto_front(
-    profiles: dict[str, ModelProfile], cluster: Cluster, options: PlanOptions, deadline: Deadline
+    made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> "tuple[ParetoPoint, ...]":
     with status("searching the Pareto front") as update:
 
         def show_next(num_devices: int, limit_bytes: int) -> None:
             update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
-        return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next)
+        return pareto_front(profiles, made.cluster, options, deadline=deadline, progress=show_next, known=made)

@@ -8,11 +8,12 @@ easier problem, so bisection finds the first.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import ReachedGoal, certify
+from bapipe.formats.certificate import Certificate, ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
@@ -57,6 +58,8 @@ class _Setting:
     Attributes:
         search: the one for the shortest step.
         limit_ns: a plan is fast enough if its step, or its load if that is the objective, takes no longer.
+        space: what a proof must be about, in words, if some questions may be answered by searches of other spaces:
+            under another memory limit other orders of the devices may be tried.
     """
 
     profiles: Profiles
@@ -66,6 +69,7 @@ class _Setting:
     deadline: Deadline
     progress: SearchProgress
     limit_ns: int = ANY_NS
+    space: str | None = None
 
     def ask(self) -> Answer:
         """Returns whether a plan is fast enough; the search ends at the first one."""
@@ -82,13 +86,14 @@ class _Setting:
 
         try:
             plan = self.search(self.profiles, self.cluster, self.options, share, end_when_fast_enough)
-        except Infeasible:
-            return Answer(is_refuted=True)
+        except Infeasible as error:
+            return Answer(is_refuted=error.is_proven)
         except OutOfTime as error:
             return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
         if plan.prediction.objective_ns <= self.limit_ns:
             return Answer(plan=plan)
-        return Answer(is_refuted=plan.certificate.lower_bound_ns > self.limit_ns)
+        is_refuted = plan.certificate.lower_bound_ns > self.limit_ns
+        return Answer(is_refuted=is_refuted and self.space in (None, _without_memory(plan.certificate)))
 
     def fastest(self, known: Plan) -> Plan:
         """Returns the fastest plan, at least as fast as a known one."""
@@ -136,7 +141,8 @@ def reach_goal(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
     fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
-    setting = replace(setting, limit_ns=_limit_ns(goal, fastest))
+    space = _without_memory(fastest.certificate) if goal.least == "memory" else None
+    setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
     if fastest.prediction.objective_ns > setting.limit_ns:
         raise _too_slow(goal, fastest, deadline)
     if goal.least == "memory":
@@ -220,14 +226,23 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 
 
 def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
-    from bapipe.planner.branch_and_bound.space import ns_per_sample  # loads numpy
+    from bapipe.planner.branch_and_bound.space import ns_per_sample, tries_all_orders  # loads numpy
+    from bapipe.planner.throughput.load_search import is_homogeneous
 
     grouping = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
     times_ns = ns_per_sample(grouping.profiles, setting.cluster)
 
+    # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
+    limits = setting.options.limits(setting.cluster)
+    is_alike = is_homogeneous(setting.cluster, limits)
+    has_any = setting.options.objective == "step" and tries_all_orders(
+        grouping.profiles, setting.cluster, setting.options
+    )
+    choices = partial(sub_clusters, setting.cluster, ns_per_sample=times_ns, in_order=not (is_alike or has_any))
+
     def ask(num_devices: int) -> Answer:
         is_refuted = True
-        for part in sub_clusters(setting.cluster, num_devices, times_ns).clusters:
+        for part in choices(num_devices).clusters:
             answer = replace(setting, cluster=part).ask()
             if answer.plan is not None:
                 return answer
@@ -242,8 +257,10 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     used = with_devices(best.cluster, _used_ranks(best))
     best = replace(setting, cluster=used).fastest(best)
     best = msgspec.structs.replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
-    has_all = bound == wanted[0] or sub_clusters(setting.cluster, bound - 1, times_ns).has_all
-    reached = ReachedGoal(quantity="devices", value=value, bound=bound, of="" if has_all else "the fastest devices")
+    has_all = bound == wanted[0] or choices(bound - 1).has_all
+    reached = ReachedGoal(
+        quantity="devices", value=value, bound=min(bound, value), of="" if has_all else "the fastest devices"
+    )
     return _with_goal(best, setting, reached)
 
 
@@ -312,6 +329,12 @@ def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -
         if " on " in text:
             raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
     return possible[0]
+
+
+def _without_memory(certificate: Certificate) -> str:
+    """Returns the space of a certificate in words, without the limit on memory."""
+    memory = certificate.memory
+    return certificate.space if memory is msgspec.UNSET else certificate.space.replace(f"; {memory.in_words}", "")
 
 
 def _used_ranks(plan: Plan) -> list[int]:

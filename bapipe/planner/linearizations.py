@@ -28,6 +28,8 @@ from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
+from bapipe.simulator.simulate import simulate_columns
+from bapipe.simulator.stage_cost import build_stages
 
 MAX_DOWNSETS = 1000
 """Graphs with more downsets are searched along the profile's order only."""
@@ -58,8 +60,12 @@ def solve_over_linearizations(
     """
     first = profiles[cluster.devices[0].kind]
     orders = [tuple(range(len(first.layers)))]
+    # Those of the devices' own memory too: a goal asks under several limits, and its proof is of the same orders.
+    own = [device.memory_bytes for device in cluster.devices]
     with suppress(OutOfTime):
-        orders += promising_linearizations(profiles, cluster, limits, deadline)
+        for within in dict.fromkeys([tuple(limits), tuple(own)]):
+            orders += promising_linearizations(profiles, cluster, within, deadline)
+    orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
     bounds_ns: list[int] = []
     failure: BapipeError | None = None
@@ -67,9 +73,9 @@ def solve_over_linearizations(
         share = deadline.share(len(orders) - number) if deadline.is_given else deadline
         in_order = {kind: with_layer_order(profile, order) for kind, profile in profiles.items()}
         try:
-            solutions.append(solve(in_order, share))
-        except (Infeasible, OutOfTime) as error:
-            failure = failure or error
+            solutions.append(_in_profile_order(solve(in_order, share), profiles))
+        except BapipeError as error:  # nothing fits, or constraints allow no cut along this order
+            failure = _more_telling(failure, error)
             if isinstance(error, OutOfTime):
                 bounds_ns.append(error.lower_bound_ns)  # its order may still have the fastest plan
     if not solutions:
@@ -82,7 +88,16 @@ def solve_over_linearizations(
     bounds_ns += [_bound_ns(solution, best) for solution in solutions]
     bound_ns = min(best.prediction.step_ns, *bounds_ns)
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
-    return replace(_in_profile_order(best, profiles), lower_bound_ns=bound_ns, space=space)
+    return replace(best, lower_bound_ns=bound_ns, space=space)
+
+
+def _more_telling(one: BapipeError | None, other: BapipeError) -> BapipeError:
+    """Returns of the errors along two orders the one to raise: that nothing was found, before constraints or sizes."""
+    if one is None or (isinstance(other, Infeasible | OutOfTime) and not isinstance(one, Infeasible | OutOfTime)):
+        return other
+    if isinstance(one, Infeasible) and isinstance(other, OutOfTime):
+        return other  # which proves nothing
+    return one
 
 
 def _bound_ns(solution: Solution, best: Solution) -> int:
@@ -93,21 +108,26 @@ def _bound_ns(solution: Solution, best: Solution) -> int:
 
 
 def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) -> Solution:
-    """Returns a solution with the layers of each stage in the profile's order instead of the linearization's."""
-    index = {layer.name: i for i, layer in enumerate(next(iter(profiles.values())).layers)}
-    return replace(
-        solution,
-        profiles=profiles,
-        stages=tuple(
-            stage_plan(
-                tuple(sorted(stage.layers, key=index.__getitem__)),
-                stage.devices,
-                recompute=stage.recompute,
-                recompute_layers=frozenset(stage.recomputed),
-            )
-            for stage in solution.stages
-        ),
+    """Returns a solution with the layers of each stage in the profile's order, in which they run, and its step then.
+
+    The order decides which gradients are there first, so the all-reduces of replicas begin at other times.
+    """
+    names = [layer.name for layer in next(iter(profiles.values())).layers]
+    if names == [layer.name for layer in next(iter(solution.profiles.values())).layers]:
+        return solution
+    index = {name: i for i, name in enumerate(names)}
+    stages = tuple(
+        stage_plan(
+            tuple(sorted(stage.layers, key=index.__getitem__)),
+            stage.devices,
+            recompute=stage.recompute,
+            recompute_layers=frozenset(stage.recomputed),
+        )
+        for stage in solution.stages
     )
+    costs = build_stages(stages, profiles, solution.cluster, solution.microbatch_size)
+    prediction = simulate_columns(solution.table, costs, solution.cluster).prediction(solution.minibatch_size)
+    return replace(solution, profiles=profiles, stages=stages, prediction=prediction)
 
 
 def promising_linearizations(

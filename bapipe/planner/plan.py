@@ -189,12 +189,13 @@ def pareto(
     *,
     deadline: Deadline | None = None,
     progress: ParetoProgress | None = None,
+    known: Plan | None = None,
 ) -> "tuple[ParetoPoint, ...]":
     """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
     from bapipe.planner.analysis.pareto import pareto as front
 
     deadline = deadline or deadline_of(options.time_limit_s)
-    return front(profiles, cluster.sequential, options, deadline=deadline, progress=progress)
+    return front(profiles, cluster.sequential, options, deadline=deadline, progress=progress, known=known)
 
 
 def _solve(request: SearchRequest) -> Solution:

@@ -12,6 +12,9 @@ from bapipe.schedules import LOOPED
 GIVEN_ORDER = "in the cluster's order"
 """How plans take devices where orders are too many to try all."""
 
+ORDERS_OF_STAGES = "every order of F, B, I and W for these stages"
+"""What the space of a searched order begins with: it is about the stages and micro-batches of one plan."""
+
 FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
 
@@ -103,10 +106,11 @@ class ThroughputSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParetoSpace:
-    """Plans for a number of devices under a memory limit."""
+    """Plans for a number of devices under a memory limit, of those that `all_counts` has for all numbers."""
 
     num_devices: int
     limit_bytes: int
+    all_counts: PartitionSpace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,20 +136,23 @@ def in_words(space: SearchedSpace) -> str:
         case ActionOrderSpace():
             origin = "the stages are" if space.has_same_stages else "the stages were made, a layer at a time, from"
             return (
-                f"every order of F, B, I and W for these stages; {origin} the best for {space.schedule}, chosen from "
+                f"{ORDERS_OF_STAGES}; {origin} the best for {space.schedule}, chosen from "
                 f"{in_words(space.stages_from)}; orders were searched for {space.num_other_partitions} other cuts too"
             )
         case LinearizationsSpace():
             return (
-                f"{space.num_orders} orders of the layers, the profile's and those of the best cuts of their graph; "
-                f"along each: {in_words(space.along_each)}"
+                f"{space.num_orders} orders of the layers, the profile's and those of the best cuts of their graph, in "
+                f"which the bound has the layers of each stage; along each: {in_words(space.along_each)}"
             )
         case GroupingsSpace():
             return (
                 f"the devices seen as {', or as '.join(space.names)}; with those of the plan: {in_words(space.of_best)}"
             )
         case ParetoSpace():
-            return f"{space.num_devices} devices, {space.limit_bytes:,} bytes each"
+            return (
+                f"{space.num_devices} devices, {space.limit_bytes:,} bytes each, of the plans of "
+                f"{in_words(space.all_counts)}"
+            )
 
 
 def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:

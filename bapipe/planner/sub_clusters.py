@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import msgspec
 
@@ -32,13 +34,16 @@ class SubClusters:
     has_all: bool
 
 
-def sub_clusters(cluster: Cluster, num_devices: int, ns_per_sample: Sequence[float]) -> SubClusters:
+def sub_clusters(
+    cluster: Cluster, num_devices: int, ns_per_sample: Sequence[float], *, in_order: bool = False
+) -> SubClusters:
     """Returns the choices of `num_devices` devices; of those that differ only in alike devices or hosts, one.
 
     Args:
         ns_per_sample: time of each device for the same work. [devices]
+        in_order: whether plans take devices in the cluster's order: choices of alike devices then differ, too.
     """
-    choices = _choices(cluster, num_devices)
+    choices = _all_choices(cluster, num_devices) if in_order else _choices(cluster, num_devices)
     if choices is None:
         fastest = sorted(range(len(cluster.devices)), key=lambda rank: (ns_per_sample[rank], rank))[:num_devices]
         return SubClusters(clusters=(with_devices(cluster, fastest),), has_all=False)
@@ -55,6 +60,13 @@ def with_devices(cluster: Cluster, ranks: Iterable[int]) -> Cluster:
     }
     links = tuple(link for link in cluster.links if {link.source, link.target} <= names)
     return msgspec.structs.replace(cluster, devices=devices, links=links)
+
+
+def _all_choices(cluster: Cluster, num_devices: int) -> list[list[int]] | None:
+    """Returns the ranks of all choices; None if there are too many."""
+    if comb(len(cluster.devices), num_devices) > MAX_CHOICES:
+        return None
+    return [list(ranks) for ranks in combinations(range(len(cluster.devices)), num_devices)]
 
 
 def _choices(cluster: Cluster, num_devices: int) -> list[list[int]] | None:

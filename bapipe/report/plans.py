@@ -93,18 +93,18 @@ def _goal(goal: ReachedGoal) -> str:
     if goal.quantity == "memory":
         found = f"least memory{fast}: {mib(goal.value)} a device"
         if is_exact:
-            return f"{found} (proven: no plan needs less)"
+            return f"{found} (proven: no plan of the searched space needs less)"
         if goal.bound < LEAST_BYTES_SAID:
             return f"{found} (it is not known whether one needs less)"
-        return f"{found} (proven: none needs less than {number_down(goal.bound / 2**20)} MiB)"
+        return f"{found} (proven: none of the searched space needs less than {number_down(goal.bound / 2**20)} MiB)"
     if goal.quantity == "devices":
         among = f" among {goal.of}" if goal.of else ""
         found = f"fewest devices{fast}: {goal.value}"
         if is_exact:
-            return f"{found} (proven: no plan needs fewer{among})"
+            return f"{found} (proven: no plan of the searched space needs fewer{among})"
         if goal.bound <= 1:
             return f"{found} (it is not known whether one needs fewer)"
-        return f"{found} (proven: none needs fewer than {goal.bound}{among})"
+        return f"{found} (proven: none of the searched space needs fewer than {goal.bound}{among})"
     if not goal.bound:
         return f"largest model{fast}: {goal.value} x {goal.of} (it is not known whether more fit)"
     return f"largest model{fast}: {goal.value} x {goal.of} (proven: {goal.bound + 1} do not fit)"

@@ -185,11 +185,20 @@ def test_what_is_not_decided_is_not_proven() -> None:
 @pytest.mark.parametrize(
     ("reached", "words"),
     [
-        (ReachedGoal(quantity="memory", value=2**20, bound=2**20), "1.00 MiB a device (proven: no plan needs less)"),
-        (ReachedGoal(quantity="memory", value=2**30, bound=2**20), "(proven: none needs less than 1.00 MiB)"),
+        (
+            ReachedGoal(quantity="memory", value=2**20, bound=2**20),
+            "1.00 MiB a device (proven: no plan of the searched space needs less)",
+        ),
+        (
+            ReachedGoal(quantity="memory", value=2**30, bound=2**20),
+            "(proven: none of the searched space needs less than 1.00 MiB)",
+        ),
         (ReachedGoal(quantity="memory", value=2**20, bound=5), "(it is not known whether one needs less)"),
-        (ReachedGoal(quantity="devices", value=1, bound=1), "1 (proven: no plan needs fewer)"),
-        (ReachedGoal(quantity="devices", value=3, bound=2), "3 (proven: none needs fewer than 2)"),
+        (ReachedGoal(quantity="devices", value=1, bound=1), "1 (proven: no plan of the searched space needs fewer)"),
+        (
+            ReachedGoal(quantity="devices", value=3, bound=2),
+            "3 (proven: none of the searched space needs fewer than 2)",
+        ),
         (ReachedGoal(quantity="devices", value=3, bound=1), "3 (it is not known whether one needs fewer)"),
     ],
 )
@@ -331,7 +340,7 @@ def test_the_command_line_says_what_is_proven(tmp_path: Path, capsys: pytest.Cap
         assert main_code([*common, *words, "-o", str(tmp_path / "plan.json")]) == 0
         return " ".join(capsys.readouterr().out.split())
 
-    assert "(proven: no plan needs less)" in printed("--least", "memory", "--within", "5%")
+    assert "(proven: no plan of the searched space needs less)" in printed("--least", "memory", "--within", "5%")
     assert "fewest devices at no more than" in printed("--least", "devices", "--min-throughput", "100")
     assert "largest model" in printed("--largest", "l1", "--memory-limit", "20MB")
     for words, message in (

@@ -67,7 +67,7 @@ def test_two_towers_with_interleaved_layers_go_to_two_devices() -> None:
     assert plan.prediction.step_ns == (8 + 1) * 400 + 2 * 10
     assert plan.certificate.proven_optimal
     assert plan.certificate.space.startswith(
-        "2 orders of the layers, the profile's and those of the best cuts of their graph; along each: every cut of 5 "
+        "2 orders of the layers, the profile's and those of the best cuts of their graph, in which the bound has the layers of each stage; along each: every cut of 5 "
     )
     in_turn = plan_step_time(
         {"a": profile}, cluster, PlanOptions(minibatch_size=8, schedules=["gpipe"], num_stages=2, replicas=False)

@@ -64,7 +64,7 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
         )
     try:
         found = solve_partition(
-            SearchRequest(profiles=profiles, cluster=plan.cluster, options=alone, deadline=deadline)
+            SearchRequest(profiles=profiles, cluster=plan.cluster.sequential, options=alone, deadline=deadline)
         )
     except BapipeError:
         return f"{longer}."

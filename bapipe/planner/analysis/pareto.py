@@ -9,7 +9,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.exact_search import solution_of
+from bapipe.planner.exact_search import solution_of, space_of_problems
 from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.searched_space import ParetoSpace
 from bapipe.planner.solution import make_plan
@@ -46,22 +46,27 @@ def pareto(
     *,
     deadline: Deadline = UNLIMITED,
     progress: ParetoProgress | None = None,
+    known: Plan | None = None,
 ) -> tuple[ParetoPoint, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
+
+    The searches are along the profile's order of the layers, for the named schedules. A plan that is `known`, which
+    other searches may have found, is compared with what they find.
 
     Points between the memory limits of two rounds are not searched. The deadline ends it with the points found so far.
     """
     from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
 
     check_inputs(profiles, cluster, options)
-    found: list[ParetoPoint] = []
+    found = [] if known is None else [_point(known, len(known.used_devices))]
     limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
         # The limits have the margin in them already, so it must not be taken of them again.
         given = replace(options, memory_limit_bytes=limit_that_leaves(limit, options.memory_margin))
         best: list[ParetoPoint] = []
         with suppress(OutOfTime):
-            problems = search_space(profiles, cluster, given, deadline).problems
+            searched = search_space(profiles, cluster, given, deadline)
+            problems, all_counts = searched.problems, space_of_problems(searched, profiles, cluster, given)
             for count in sorted({root.num_devices for problem in problems for root in problem.roots}):
                 deadline.check()
                 if progress:
@@ -69,7 +74,7 @@ def pareto(
                 on_count = [problem.with_num_devices(count) for problem in problems]
                 answer = best_first(on_count, max_nodes=NODES_PER_POINT, deadline=deadline)
                 if answer is not None:
-                    space = ParetoSpace(num_devices=count, limit_bytes=limit)
+                    space = ParetoSpace(num_devices=count, limit_bytes=limit, all_counts=all_counts)
                     best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))
         if not best:
             break

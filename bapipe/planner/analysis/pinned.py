@@ -54,14 +54,22 @@ def certify_pinned(
     try:
         found = solve_partition(
             SearchRequest(
-                profiles=profiles, cluster=plan.cluster, options=options, deadline=deadline, progress=progress
+                profiles=profiles,
+                cluster=plan.cluster.sequential,
+                options=options,
+                deadline=deadline,
+                progress=progress,
             )
         )
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
         space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
     judged = msgspec.structs.replace(
-        plan, prediction=timeline.prediction(plan.minibatch_size), certificate=NOT_CERTIFIED, alternatives=best
+        plan,
+        objective=msgspec.UNSET,  # the bound is of steps
+        prediction=timeline.prediction(plan.minibatch_size),
+        certificate=NOT_CERTIFIED,
+        alternatives=best,
     )
     # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
     bound_ns = min(timeline.step_ns, bound_ns)
@@ -87,6 +95,8 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
         reasons.append(f"schedule {plan.schedule}")
     elif decision_of(plan).own_table is not None:
         reasons.append(f"an order of its own, not that of {plan.schedule}")
+    if any(device.side_by_side for device in plan.cluster.devices):
+        reasons.append("forwards and backwards side by side")
     if not options.replicas and any(len(stage.devices) > 1 for stage in plan.stages):
         reasons.append("replicas")
     if not options.recompute and any(stage.recompute for stage in plan.stages):

@@ -16,7 +16,9 @@ from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import disagree_at_cuts
+from bapipe.planner.validation import named_schedules
 from bapipe.printable import and_others
+from bapipe.schedules import LOOPED
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
@@ -156,12 +158,16 @@ def infeasible_error(
     num_stages = len(layout.placements)
     has_unlike_cuts = disagree_at_cuts(profiles, cluster, [problem.microbatch_size])
     most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
+    # What devices with several stages hold together is known of whole plans only, and not all of those were tried.
+    is_looped = any(name in LOOPED for name in named_schedules(options))
+    tried, none_fits = _tried_devices(profiles, cluster, options), "was found that fits" if is_looped else "fits"
     return Infeasible(
-        f"no plan{_tried_devices(profiles, cluster, options)} fits in memory{most}; the closest is "
+        f"no plan{tried} {none_fits} in memory{most}; the closest is "
         f"{problem.schedule} with {num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of "
         f"{problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
-        f"{_advice(profiles, cluster, options, shortfall, deadline)}"
+        f"{_advice(profiles, cluster, options, shortfall, deadline)}",
+        is_proven=not tried and not is_looped,
     )
 
 

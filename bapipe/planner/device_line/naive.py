@@ -33,8 +33,9 @@ def naive_plans(
 ) -> list[tuple[int, LinePlan]]:
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
-    On all devices, and half, a quarter and so on: one stage on all, or stages of 1, 2, 4 ... devices each; for a given
-    number of stages, of as many devices each as there are for all of them, and half as many and so on.
+    On all devices, and half, a quarter and so on, and on as many as there are layers or micro-batches: one stage on
+    all, or stages of 1, 2, 4 ... devices each; for a given number of stages, of as many devices each as there are for
+    all of them, and half as many and so on.
 
     Args:
         may_lack_memory: whether plans whose parameters alone do not fit are among them.
@@ -140,7 +141,8 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
                 num_devices=num_replicas * wanted,
                 num_replicas=num_replicas,
             )
-    for num_devices in sorted({*halves(every), min(every, max_stages)}):
+    # As many as there are layers, and as there are micro-batches for replicas.
+    for num_devices in sorted({*halves(every), min(every, max_stages), min(every, num_microbatches)}):
         has_replicas = schedule in SCHEDULES and line.options.replicas
         for num_replicas in group_sizes(num_devices) if has_replicas else [1]:
             if num_replicas <= num_microbatches and num_devices % num_replicas == 0:

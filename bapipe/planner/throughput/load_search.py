@@ -14,7 +14,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
-from bapipe.planner.throughput.loads import Boundaries, StageCostSums, slowest_of
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, host_sum_links, slowest_of
 from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
 from bapipe.planner.throughput.min_max_dp import min_max_load
 from bapipe.planner.throughput.problem import MinMaxLoad
@@ -131,6 +131,7 @@ class LoadSearch:
                 microbatch_size,
                 device.speed,
                 self.cluster.member_links(0),
+                host_sum=host_sum_links(self.cluster),
             ),
             num_devices=len(self.cluster.devices),
             num_microbatches=self.minibatch_size // microbatch_size,
@@ -149,7 +150,13 @@ class LoadSearch:
         @cache
         def sums_of(kind: str, speed: float, member_links: tuple[Bandwidth, ...]) -> StageCostSums:
             return StageCostSums(
-                self.boundaries, self.profiles[kind], microbatch_size, speed, member_links, crossing[kind]
+                self.boundaries,
+                self.profiles[kind],
+                microbatch_size,
+                speed,
+                member_links,
+                crossing[kind],
+                host_sum_links(self.cluster),
             )
 
         return HeterogeneousDevices(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.formats.cluster import Bandwidth
+from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.downset_covers import packed_bits
@@ -111,11 +111,16 @@ class StageCostSums:
         speed: float,
         member_links: Sequence[Bandwidth] = (),
         crossing_bytes: "tuple[IntArray, IntArray] | None" = None,
+        host_sum: Sequence[Bandwidth] = (),
     ) -> None:
-        """`member_links` are those among the members of a group, `crossing_bytes` those of `cut_bytes` if known."""
+        """`member_links` are those among the members of a group, `crossing_bytes` those of `cut_bytes` if known.
+
+        `host_sum` is the link of all-reduces within a host, if those take its compute.
+        """
         measured, inside = profile.at(microbatch_size), boundaries.inside
         self._costs = IntervalCosts(profile, microbatch_size, speed, inside=inside)
         self._num_members, self._member_links = profile.device.num_members, tuple(member_links)
+        self._host_sum = host_sum
         self._inside = inside
         without_replicas = np.array([not layer.allows_replicas for layer in profile.layers], dtype=np.int64)  # [layers]
         self._num_without_replicas = inside @ without_replicas  # [boundaries]
@@ -144,7 +149,7 @@ class StageCostSums:
         all_reduce = ring_ns(np.asarray(self._costs.gradient_bytes(begin, end)) - in_group, num_devices, links)
         if self._member_links:
             all_links = [*links, *self._member_links]
-            in_each = ring_ns(in_group, num_devices * self._num_members, self._member_links)
+            in_each = ring_ns(in_group, num_devices * self._num_members, [*self._member_links, *self._host_sum])
             over_all = ring_ns(in_group, num_devices * self._num_members, all_links)
             all_reduce = all_reduce + np.where(num_devices > 1, over_all, in_each)
         return all_reduce
@@ -201,6 +206,12 @@ class StageCostSums:
                 stages = self._inside[ends[pairs]] - self._inside[begins[pairs]]  # [some, layers]
                 fits[pairs] = free_bytes[pairs] >= (stages * self._workspaces).max(axis=1)
         return fits
+
+
+def host_sum_links(cluster: Cluster) -> tuple[Bandwidth, ...]:
+    """Returns the link of all-reduces within a host, if those take its compute."""
+    found = cluster.host_sum_link([0])
+    return () if found is None else (found,)
 
 
 def slowest_of(links: Sequence[Bandwidth]) -> Bandwidth:

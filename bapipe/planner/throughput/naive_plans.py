@@ -23,7 +23,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution
-from bapipe.planner.throughput.loads import StageCostSums, slowest_of
+from bapipe.planner.throughput.loads import StageCostSums, host_sum_links, slowest_of
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import IntArray
@@ -243,7 +243,9 @@ def _sums_of_alike(whole: LoadSearch, size: int) -> list[tuple[StageCostSums, bo
         key = device.kind, device.speed, tuple(cluster.member_links(rank))
         if key not in sums:
             profile = whole.profiles[device.kind]
-            sums[key] = StageCostSums(whole.boundaries, profile, size, key[1], key[2], (nothing, nothing))
+            sums[key] = StageCostSums(
+                whole.boundaries, profile, size, key[1], key[2], (nothing, nothing), host_sum_links(cluster)
+            )
         found.append((sums[key], _fits(sums[key], whole.limits[rank])))
     return found
 

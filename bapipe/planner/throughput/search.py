@@ -293,10 +293,12 @@ def _fitting(search: LoadSearch, microbatch_size: int, near: Near | None, deadli
         return closest.solution
     hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(search.limits)))}"
     remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
+    is_proven = near is None and search.is_homogeneous
     none_fits = "no plan for throughput fits" if near is None else "no plan for throughput was found that fits"
     if closest is None:
-        raise Infeasible(f"{none_fits} in the memory of {hold}. {remedy}")
+        raise Infeasible(f"{none_fits} in the memory of {hold}. {remedy}", is_proven=is_proven)
     raise Infeasible(
         f"{none_fits} in memory; the closest, with micro-batches of {microbatch_size}, lacks {closest.num_bytes:,} "
-        f"bytes on {hold}. {remedy}"
+        f"bytes on {hold}. {remedy}",
+        is_proven=is_proven,
     )
