@@ -21,7 +21,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.goal import Goal
-from bapipe.planner.goal_search import Answer, first_with_plan, reach_goal
+from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_goal
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -360,3 +360,39 @@ def main_code(words: list[str]) -> int:
         except SystemExit as error:
             return int(error.code or 0)
     return 0
+
+
+def test_the_fewest_devices_for_throughput_are_looked_for_in_every_order() -> None:
+    """Loads depend on the order of unlike devices: of three alike ones behind a fast one, the first is not the last."""
+    cluster = devices(4, memory_bytes=10**9)
+    speeds = (0.5, 1.0, 0.5, 0.5)
+    unlike = tuple(
+        msgspec.structs.replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True)
+    )
+    cluster = msgspec.structs.replace(cluster, devices=unlike)
+    profile = chain([8, 5, 3])
+    two = msgspec.structs.replace(cluster, devices=unlike[1:3])
+    load_ns = bapipe.plan(profile, two, minibatch_size=7, objective="throughput").prediction.objective_ns
+    goal = Goal(least="devices", min_throughput=7e9 / (load_ns + 1))
+    plan = bapipe.plan(profile, cluster, minibatch_size=7, objective="throughput", goal=goal)
+    assert len(plan.used_devices) == 2
+    reached = plan.certificate.goal
+    assert reached is not msgspec.UNSET
+    assert (reached.value, reached.bound) == (2, 2)
+    assert {part.devices for part in sub_clusters(cluster, 2, [1.0] * 4, in_order=True).clusters} == set(
+        combinations(unlike, 2)
+    )
+    assert not sub_clusters(devices(40), 20, [1.0] * 40, in_order=True).has_all
+
+
+def test_an_error_of_some_orders_of_the_devices_refutes_no_goal() -> None:
+    def search(*_: object) -> Plan:
+        raise Infeasible("none of those tried fits", is_proven=False)
+
+    arguments: dict[str, Any] = {
+        "profiles": (chain([1]),),
+        "cluster": devices(1),
+        "options": PlanOptions(minibatch_size=1),
+    }
+    setting = _Setting(**arguments, search=search, deadline=Deadline(None), progress=lambda *_: None)
+    assert setting.ask() == Answer()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from random import Random
 
+import msgspec
 import pytest
 
 import bapipe
@@ -127,3 +128,50 @@ def test_more_orders_never_give_a_slower_plan() -> None:
         better += plan.prediction.step_ns < along.prediction.step_ns
     assert tried > 30
     assert better > 5
+
+
+@pytest.mark.parametrize(
+    ("constraints", "first"),
+    [
+        (["a0 with a1", "b0 without a1"], {("a0", "a1"), ("b0", "b1")}),
+        (["a0 with b0", "a1 without a0"], {("a0", "b0")}),
+    ],
+)
+def test_constraints_need_cuts_along_one_of_the_orders_only(
+    constraints: list[str], first: set[tuple[str, ...]]
+) -> None:
+    plan = bapipe.plan(towers(), devices(2), minibatch_size=8, num_stages=2, replicas=False, constraints=constraints)
+    assert plan.stages[0].layers in first
+    assert "2 orders of the layers" in plan.certificate.space
+
+
+def test_the_orders_under_a_memory_limit_are_those_without_it() -> None:
+    """A goal asks under lower and lower limits; what it proves is of the same orders."""
+    asked: list[list[str]] = []
+
+    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+        asked.append([layer.name for layer in profiles["a"].layers])
+        raise Infeasible("nothing fits")
+
+    for limit in (10**6, 1):
+        with pytest.raises(Infeasible):
+            solve_over_linearizations({"a": towers()}, devices(2, memory_bytes=10**6), [limit] * 2, solve)
+    assert asked[:2] == asked[2:]
+    assert len(asked) == 4
+
+
+def test_replicas_are_timed_with_the_layers_of_a_stage_in_the_order_in_which_they_run() -> None:
+    """Of two towers by turns, the gradients of a stage are there at other times than along an order that is cut."""
+    num_along_others = 0
+    for seed in range(60):
+        random = Random(seed)
+        profile = towers()
+        layers = [msgspec.structs.replace(layer, param_bytes=random.randrange(300)) for layer in profile.layers]
+        (measured,) = profile.measurements
+        times = [msgspec.structs.replace(m, weight_grad_ns=random.randrange(200)) for m in measured.layers]
+        measured = msgspec.structs.replace(measured, layers=tuple(times))
+        profile = msgspec.structs.replace(profile, layers=tuple(layers), measurements=(measured,))
+        plan = bapipe.plan(profile, devices(3), minibatch_size=4, schedules=["gpipe"])
+        assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
+        num_along_others += any("b0" not in stage.layers and "a1" in stage.layers for stage in plan.stages)
+    assert num_along_others > 5

@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
-from bapipe.formats.certificate import BY_HAND, OVER_LIMIT
+from bapipe.formats.certificate import BY_HAND, OVER_LIMIT, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, with_certificate
 from bapipe.planner.decision import decision_of
-from bapipe.planner.make import judge
+from bapipe.planner.make import ANY_PLAN, judge
+from bapipe.planner.searched_space import ORDERS_OF_STAGES
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
@@ -214,6 +215,12 @@ def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
     own = replace(plan, schedule="search")
     assert decision_of(own).own_table == own.table
     assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).order == plan.order
+    # A bound on the orders of some stages is none on those of others.
+    proven = certify(plan.prediction.step_ns, plan.prediction.step_ns, f"{ORDERS_OF_STAGES}; and so on")
+    own = with_certificate(own, proven)
+    assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).certificate.space == ANY_PLAN
+    swapped = bapipe.edit(own, PROFILE, swap=["d0", "d1"], schedule="1f1b")
+    assert swapped.certificate.lower_bound_ns < plan.prediction.step_ns
     with pytest.raises(BapipeError, match="'search' is not a named schedule"):
         bapipe.edit(own, PROFILE, minibatch_size=6)
 

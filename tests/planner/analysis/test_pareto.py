@@ -1,5 +1,9 @@
 """The Pareto front holds plans of which none is better than another in step time, memory and devices at once."""
 
+from msgspec.structs import replace
+
+import bapipe
+from bapipe.formats.certificate import NOT_CERTIFIED
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
@@ -39,3 +43,13 @@ def test_progress_names_the_devices_and_the_memory_limit_of_each_search() -> Non
     limits = list(dict.fromkeys(limit for _, limit in searches))
     assert limits == sorted(limits, reverse=True)
     assert {count for count, _ in searches} == {1, 2}
+
+
+def test_a_plan_of_another_search_is_compared() -> None:
+    """One in which nothing takes time dominates all others on as many devices, and more."""
+    made = bapipe.make(PROFILES["a"], devices(2), minibatch_size=4)
+    fast = replace(made, prediction=replace(made.prediction, step_ns=1), certificate=NOT_CERTIFIED)
+    points = pareto(PROFILES, devices(3), OPTIONS, known=fast)
+    assert points[0].plan is fast
+    assert all(point.num_devices < 2 or point.peak_bytes < points[0].peak_bytes for point in points[1:])
+    assert all("schedules 1f1b" in point.plan.certificate.space for point in points[1:])

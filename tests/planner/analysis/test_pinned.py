@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.certificate import outside_of, searched_space
+from bapipe.formats.codec import decode, encode
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -15,6 +16,8 @@ from bapipe.planner.edit import edit
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.solution import make_plan
+from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
@@ -114,3 +117,21 @@ def test_a_plan_changed_from_a_pinned_one_is_not_pinned() -> None:
     assert outside_of(changed.certificate) is None
     same = edit(best, profiles)
     assert proof(same.certificate).startswith("no plan of this space is faster: every cut of 4 layers")
+
+
+def test_devices_that_work_side_by_side_lie_outside() -> None:
+    """The bound is of devices that run one action at a time."""
+    profiles = {"a": chain([1, 1, 1, 1])}
+    best, _ = best_and_unbalanced(profiles)
+    side_by_side = tuple(replace(device, side_by_side=True) for device in best.cluster.devices)
+    pinned = certify_pinned(replace(best, cluster=replace(best.cluster, devices=side_by_side)), profiles, OPTIONS)
+    assert "forwards and backwards side by side" in (outside_of(pinned.certificate) or "")
+    assert pinned.certificate.lower_bound_ns <= pinned.prediction.step_ns
+
+
+def test_a_plan_for_throughput_is_pinned_with_a_bound_on_its_step() -> None:
+    profiles = {"a": chain([1, 1, 1, 1])}
+    plan = make_plan(solve_throughput(profiles, devices(2), PlanOptions(minibatch_size=4, objective="throughput")))
+    pinned = certify_pinned(plan, profiles, OPTIONS)
+    assert pinned.prediction.objective_ns == pinned.prediction.step_ns >= pinned.certificate.lower_bound_ns
+    assert decode(encode(pinned)) == pinned

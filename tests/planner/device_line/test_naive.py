@@ -19,3 +19,8 @@ def test_a_given_number_of_stages_has_plans_though_it_is_no_power_of_two(
     assert {len(plan.counts) for _, plan in found} <= {num_stages}
     assert {plan.counts[0] for _, plan in found} == counts
     assert all(set(plan.counts) == {plan.counts[0]} for _, plan in found)
+
+
+def test_as_many_replicas_as_micro_batches_are_among_them() -> None:
+    found = naive_plans(DeviceLine({"a": chain([1])}, devices(40), PlanOptions(minibatch_size=37)), ["1f1b"], [1])
+    assert (37,) in {plan.counts for _, plan in found}

@@ -74,3 +74,21 @@ def test_profiles_of_other_training_are_refused(change: dict[str, object], diffe
         plan(unlike, cluster, minibatch_size=2)
     alone = replace(cluster, devices=cluster.devices[:1])
     assert plan(unlike, alone, minibatch_size=2).stages  # the other kind is not there
+
+
+def test_members_that_sum_with_their_own_compute_take_as_long_as_the_simulator_says() -> None:
+    """F + B of 3 ms for each of four micro-batches, and a ring of 10 MB over two members at 1 GB/s, not at the link's."""
+    single = chain([1], param_bytes=10**7)
+    device = replace(single.device, members=2, split="filter")
+    profile = replace(single, device=device, layers=(replace(single.layers[0], group_sum_bytes=10**7),))
+    groups = tuple(
+        Device(name=f"g{i}", host="h", kind="a", memory_bytes=10**10, members=(f"g{i}a", f"g{i}b")) for i in range(2)
+    )
+    link = Bandwidth(bytes_per_s=10**12, latency_ns=0)
+    for used in (groups[:1], groups):
+        cluster = Cluster(devices=used, intra_host=link, inter_host=link, intra_host_sum=FAST)
+        found = plan(profile, cluster, minibatch_size=4, objective="throughput")
+        assert found.prediction.load_ns == found.prediction.step_ns == simulate(found, profile).step_ns
+        assert found.certificate.lower_bound_ns == found.prediction.load_ns
+    # Two groups: two micro-batches each, and a ring of four, 2 x 3/4 of 10 ms.
+    assert found.prediction.load_ns == (2 * 3 + 15) * MS
