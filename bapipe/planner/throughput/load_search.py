@@ -179,6 +179,7 @@ def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
         for device, limit in zip(cluster.devices, limits, strict=True)
     }
     hosts = {device.host for device in cluster.devices}
+    # A ring within a host takes its compute, and one over several hosts does not.
     has_one_speed = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
     one_link = has_one_speed or len(hosts) in (1, len(cluster.devices))
     return len(kinds) == 1 and one_link and not cluster.links

@@ -94,6 +94,7 @@ def best_naive_plans(
     best = []
     for name in (ONE_DEVICE, DATA_PARALLEL):
         of_name = sorted((plan for plan in plans if plan.name == name), key=lambda plan: plan.sort_key)
+        # Plans that do not fit sort last: if the first one does not, none does, and it is shown as the closest.
         if of_name and of_name[0].fits:
             fastest, of_name_ns = _fastest(whole, [plan for plan in of_name if plan.fits], deadline)
             best.append(fastest)
@@ -108,6 +109,7 @@ def _fastest(whole: LoadSearch, plans: Sequence[NaivePlan], deadline: Deadline) 
     best = _no_longer_than_step(whole, plans[0])
     others = sorted(plans[1:], key=lambda plan: plan.least_ns)
     for number, plan in enumerate(others, start=1):
+        # They are sorted: all that follow take no less.
         if plan.least_ns >= best.load_ns:
             break
         if number >= MAX_TIMED or deadline.is_over:
