@@ -430,7 +430,7 @@ def test_nothing_fits_exits_with_3_and_names_the_closest_plan(folder: Path) -> N
         folder, "plan", "profile.json", "--cluster", "cluster.json", "--memory-limit", "60", "--minibatch-size", "8"
     )
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("error: no plan was found that fits in memory; the closest is ")
+    assert done.stderr.splitlines()[-1].startswith("error: no plan fits in memory; the closest is ")
     assert "bytes short" in done.stderr
     assert not (folder / "plan.json").exists()
 
