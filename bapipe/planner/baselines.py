@@ -9,6 +9,7 @@ import msgspec
 
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.plan import Alternative, Plan
+from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -192,9 +193,8 @@ def _why_not(simulated: SimulatedCandidate, plan: Planned) -> str:
     return f"{1 - simulated.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
 
 
-def compared_with(alternatives: Iterable[Alternative], plan: Plan) -> tuple[Alternative, ...]:
-    """Returns the alternatives of another plan of the same problem, with reasons that compare them with this one."""
-    this = plan.prediction
+def compared_with(alternatives: Iterable[Alternative], this: Prediction) -> tuple[Alternative, ...]:
+    """Returns the alternatives of another plan of the same problem, with reasons that compare them with this one's."""
     return tuple(_compared_with(other, this.step_ns, this.peak_bytes) for other in alternatives)
 
 

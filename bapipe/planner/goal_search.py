@@ -201,7 +201,7 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     best = within(value).fastest(best)
     # Bound and alternatives are of the devices' own memory, not only of what the plan was searched in.
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
-    best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best))
+    best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best.prediction))
     proven = fastest.certificate
     best_ns = best.prediction.objective_ns
     bound_ns = min(best_ns, proven.lower_bound_ns)

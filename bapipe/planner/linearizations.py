@@ -19,6 +19,7 @@ from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import of_layers, topological_order
+from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace
@@ -127,7 +128,13 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
     )
     costs = build_stages(stages, profiles, solution.cluster, solution.microbatch_size)
     prediction = simulate_columns(solution.table, costs, solution.cluster).prediction(solution.minibatch_size)
-    return replace(solution, profiles=profiles, stages=stages, prediction=prediction)
+    return replace(
+        solution,
+        profiles=profiles,
+        stages=stages,
+        prediction=prediction,
+        alternatives=compared_with(solution.alternatives, prediction),
+    )
 
 
 def promising_linearizations(
