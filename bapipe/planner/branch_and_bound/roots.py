@@ -135,11 +135,11 @@ def _device_orders(
     All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices those
     of `SOME_ORDERS` and, if not `any_order`, the cluster's order alone.
     """
+    lines = _some_orders(classes) if any_order else [_classes_by_rank(classes)]
     orders: list[tuple[ClassSequence, ClassCounts]] = []
     for count, all_of_count in _all_orders(classes):
         if count > max_stages // 2:
             break
-        lines = _some_orders(classes) if any_order else [_classes_by_rank(classes)]
         some = dict.fromkeys(tuple(line[:count]) for line in lines)
         chosen = all_of_count if any_order and all_of_count else some
         orders += [(devices, _count_classes(devices, classes)) for devices in chosen]
