@@ -1,6 +1,7 @@
 """The stages of minimal load at one micro-batch size, over given boundaries and devices."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
@@ -11,7 +12,7 @@ from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, host_sum_links, slowest_of
@@ -101,6 +102,16 @@ class LoadSearch:
         result = MinMaxLoad(best=best, bound=bound_ns if best is not None else ceiling_ns)
         if best is not None:
             result = min_max_load_homogeneous(problem, bound=bound_ns, ceiling=ceiling_ns, best=best, deadline=deadline)
+        return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
+
+    def solve_any(self, microbatch_size: int, deadline: Deadline) -> LoadSolution:
+        """Returns stages that fit, none if none were found; of equal devices any, which takes less than the best."""
+        if not self.is_homogeneous:
+            return self.solve(microbatch_size, deadline=deadline)
+        problem, best = self.homogeneous(microbatch_size), None
+        with suppress(OutOfTime):
+            best = find_plan_below(problem, problem.ceiling_ns, deadline)
+        result = MinMaxLoad(best=best, bound=problem.bound_ns)
         return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
 
     def _solution(

@@ -44,7 +44,10 @@ def reduced(
     near_cuts: Callable[[LoadSolution], Boundaries],
     deadline: Deadline,
 ) -> Shortfall:
-    """Returns a plan that lacks less, or the same, by searches among the downsets next to its cuts."""
+    """Returns a plan that lacks less, or the same, by searches among the downsets next to its cuts.
+
+    One that lacks nothing is the best of the last search.
+    """
     while shortfall.num_bytes and not deadline.is_over:
         near = replace(search, boundaries=near_cuts(shortfall.solution), has_all_downsets=False)
         size = shortfall.solution.microbatch_size
@@ -52,6 +55,9 @@ def reduced(
         if found.num_bytes > shortfall.num_bytes - max(1, shortfall.num_bytes // PRECISION_DIVISOR):
             break
         shortfall = found
+        if not found.num_bytes:
+            best = near.solve(size, deadline=deadline)
+            return replace(found, solution=best) if best.stages else found
     return shortfall
 
 
@@ -68,7 +74,6 @@ def _bisected(search: LoadSearch, microbatch_size: int, known: Shortfall, deadli
 
 
 def _with_more(search: LoadSearch, microbatch_size: int, more: int, deadline: Deadline) -> Shortfall | None:
-    solution = replace(search, limits=tuple(limit + more for limit in search.limits)).solve(
-        microbatch_size, deadline=deadline
-    )
+    with_more = replace(search, limits=tuple(limit + more for limit in search.limits))
+    solution = with_more.solve_any(microbatch_size, deadline)
     return Shortfall(num_bytes=more, solution=solution) if solution.stages else None
