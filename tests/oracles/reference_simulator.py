@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from functools import wraps
 from itertools import permutations
-from math import ceil, floor
+from math import ceil
 
 BUCKET_BYTES = 25 * 2**20
 FIGURES = (
@@ -54,7 +54,8 @@ def simulate(plan, profiles):
 
 def half_up(number):
     """Rounded to the nearest integer, halves upwards, exactly."""
-    return floor(Fraction(number) + Fraction(1, 2))
+    exact = Fraction(number)
+    return (2 * exact.numerator + exact.denominator) // (2 * exact.denominator)
 
 
 def remembered(answer):
@@ -62,7 +63,7 @@ def remembered(answer):
 
     @wraps(answer)
     def asked(self, *question, **more):
-        key = (answer, question, tuple(more.items()))
+        key = (answer, question, tuple(more.items())) if more else (answer, question)
         if key not in self.answers:
             self.answers[key] = answer(self, *question, **more)
         return self.answers[key]
@@ -487,8 +488,8 @@ def play(case, table):
     running = []  # (device, action, start, end) of actions begun but not ended
     flying = []  # (transfer, start, end) of transfers begun but not ended; transfer as made by `transfer_after`
     waiting = []  # transfers that are ready and have not begun
-    ended = []  # actions that have ended
-    arrived = []  # (direction, sender stage, micro-batch) whose data is at the receiver
+    ended = set()  # actions that have ended
+    arrived = set()  # (direction, sender stage, micro-batch) whose data is at the receiver
     spans = {}
     flights = []
 
@@ -543,19 +544,19 @@ def play(case, table):
             for entry in [entry for entry in running if entry[3] == now]:
                 device, action, start, end = entry
                 running.remove(entry)
-                ended.append(action)
+                ended.add(action)
                 changed = True
                 transfer = transfer_after(action)
                 if transfer is not None:
                     _, sender, direction, m, source, target, size = transfer
                     if source == target or size == 0:
-                        arrived.append((direction, sender, m))  # takes no time, occupies nothing
+                        arrived.add((direction, sender, m))  # takes no time, occupies nothing
                     else:
                         waiting.append(transfer)
             for entry in [entry for entry in flying if entry[2] == now]:
                 (_, sender, direction, m, source, target, _), start, end = entry
                 flying.remove(entry)
-                arrived.append((direction, sender, m))
+                arrived.add((direction, sender, m))
                 changed = True
             # Rule 4, then: transfers that can start.
             for transfer in sorted(waiting, key=precedence):
@@ -732,23 +733,22 @@ def peak(case, table, spans, device):
     actions = table[device]
     if case.has_lanes(device):
         return static + buffers + peak_of_lanes(case, actions, spans, device)
+    place = {action: number for number, action in enumerate(actions)}
+    lives = []  # (the first and the last place at which bytes live, the bytes)
+    for (s, phase, m), first in place.items():
+        if phase != "F":
+            continue
+        backward = place[s, "B", m] if (s, "B", m) in place else place[s, "I", m]
+        last = place[s, "B", m] if (s, "B", m) in place else place[s, "W", m]
+        kept, besides = case.held_bytes(s, device)
+        lives += [(first, last, kept), (backward, last, besides)]
+        if (s, "I", m) in place:
+            lives.append((backward, last, case.left_for_w(s, device)))
     moments = [0]
     for now, (running_stage, _, _) in enumerate(actions):
         # Places in the order stand for time: what ends at an instant is freed before what starts there is counted.
         total = max(case.figures(running_stage, device, "workspace_bytes"))
-        for s, phase, m in actions:
-            if phase != "F":
-                continue
-            first = actions.index((s, "F", m))
-            backward = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "I", m))
-            last = actions.index((s, "B", m) if (s, "B", m) in actions else (s, "W", m))
-            kept, besides = case.held_bytes(s, device)
-            if (s, "I", m) in actions and backward <= now <= last:
-                total += case.left_for_w(s, device)
-            if first <= now <= last:
-                total += kept
-            if backward <= now <= last:
-                total += besides
+        total += sum(size for since, until, size in lives if since <= now <= until)
         moments.append(total)
     return static + buffers + max(moments)
 
