@@ -2,11 +2,11 @@
 
 The step-time search cuts a chain of layers. Along the profile's order it may not be able to separate two branches whose
 layers alternate. So a min-max DP over the downsets of the layer graph finds the cuts that minimize the largest load of
-a stage, for some numbers of stages. A linearization through such cuts is searched too if that load is well below the
-minimum along the profile's order (`MAX_LOAD_RATIO`).
+a stage, or its memory, for some numbers of stages. A linearization through such cuts is searched too if they are well
+below the minimum along the profile's order (`MAX_RATIO`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -22,9 +22,11 @@ from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
+from bapipe.planner.lightest_cuts import lightest_cuts
+from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace
 from bapipe.planner.solution import Solution
-from bapipe.planner.throughput.contracted_graph import contracted_graph
+from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
@@ -35,8 +37,11 @@ from bapipe.simulator.stage_cost import build_stages
 MAX_DOWNSETS = 1000
 """Graphs with more downsets are searched along the profile's order only."""
 
-MAX_LOAD_RATIO = 0.995
-"""A linearization is searched if its largest load, relative to that of the profile's order, is below this."""
+MAX_RATIO = 0.995
+"""A linearization is searched if its largest load or memory, relative to that of the profile's order, is below this."""
+
+NO_LIMIT = 1 << 62
+"""More bytes than any stage needs."""
 
 Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
 """Searches along the order of the layers in some profiles until a deadline."""
@@ -45,14 +50,14 @@ Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
 def solve_over_linearizations(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    limits: Sequence[int],
+    options: PlanOptions,
     solve: Solve,
     deadline: Deadline = UNLIMITED,
 ) -> Solution:
     """Returns the fastest solution over the promising linearizations, with its layers in the profile's order.
 
     Args:
-        limits: the bytes that each device may hold.
+        options: what the linearizations are chosen for; `solve` may ask under another limit on memory.
         deadline: if a user gave it, each linearization has an equal share of its time: the bound of all is the lowest.
 
     Raises:
@@ -60,12 +65,12 @@ def solve_over_linearizations(
         OutOfTime: the deadline passed before any plan was found that fits.
     """
     first = profiles[cluster.devices[0].kind]
+    graph = _branching_graph(first)
     orders = [tuple(range(len(first.layers)))]
-    # Those of the devices' own memory too: a goal asks under several limits, and its proof is of the same orders.
-    own = [device.memory_bytes for device in cluster.devices]
-    with suppress(OutOfTime):
-        for within in dict.fromkeys([tuple(limits), tuple(own)]):
-            orders += promising_linearizations(profiles, cluster, within, deadline)
+    if graph is not None:
+        with suppress(OutOfTime):
+            for order in _promising(graph, first, cluster, options, deadline):
+                orders.append(order)
     orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
     bounds_ns: list[int] = []
@@ -81,7 +86,7 @@ def solve_over_linearizations(
                 bounds_ns.append(error.lower_bound_ns)  # its order may still have the fastest plan
     if not solutions:
         assert failure is not None
-        raise failure
+        raise failure if graph is None else _along(failure, len(orders))
     best = min(solutions, key=lambda solution: solution.prediction.step_ns)
     if len(orders) == 1:
         return best
@@ -137,36 +142,66 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
     )
 
 
-def promising_linearizations(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, limits: Sequence[int], deadline: Deadline = UNLIMITED
-) -> list[tuple[int, ...]]:
-    """Returns linearizations, as layer numbers, whose min-max load is well below that of the profile's order.
+def _along(failure: BapipeError, num_orders: int) -> BapipeError:
+    """Returns the error, and along which orders of the layers no plan was found."""
+    if not isinstance(failure, Infeasible):
+        return failure
+    along = "the profile's order" if num_orders == 1 else f"each of {num_orders} orders"
+    return Infeasible(f"along {along} of the layers, of more, {failure}", is_proven=failure.is_proven)
 
-    Loads are compared for the largest micro-batches, one device per stage, all devices like the first, and the slowest
+
+def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
+    """Returns the graph of the layers, None if it has one order only, or at least cuts along one order only."""
+    if of_layers(profile).has_single_order:
+        return None
+    graph = contracted_graph(profile)
+    node_sets = downsets(graph.graph, graph.graph.num_nodes + 1)
+    return graph if node_sets is None else None
+
+
+def _promising(
+    graph: ContractedGraph, profile: ModelProfile, cluster: Cluster, options: PlanOptions, deadline: Deadline
+) -> Iterator[tuple[int, ...]]:
+    """Yields linearizations, as layer numbers, with much less load or memory than along the profile's order.
+
+    Loads are compared within the memory of the fullest device and without a limit, for the largest micro-batches; bytes
+    with and without recomputation, for the smallest. There is one device per stage, all like the first, and the slowest
     link.
+
+    Raises:
+        OutOfTime: the deadline passed before all are found.
     """
-    first = profiles[cluster.devices[0].kind]
-    if of_layers(first).has_single_order:
-        return []
-    graph = contracted_graph(first)
     node_sets = downsets(graph.graph, MAX_DOWNSETS)
-    if node_sets is None or len(node_sets) == graph.graph.num_nodes + 1:
-        return []
-    chain_boundaries = graph.boundaries(prefixes(topological_order(graph.graph)))
-    all_boundaries = graph.boundaries(node_sets)
-    orders, size = [], first.microbatch_sizes[-1]
-    for num_stages in sorted({2, (len(limits) + 1) // 2, len(limits)} - {0, 1}):
-        deadline.check()
-        on_chain = _min_max_path(_homogeneous_problem(chain_boundaries, first, cluster, limits, size, num_stages))
-        best = _min_max_path(_homogeneous_problem(all_boundaries, first, cluster, limits, size, num_stages))
-        if best is not None and (on_chain is None or best.load < MAX_LOAD_RATIO * on_chain.load):
-            stages = [all_boundaries.layers(begin, end) for begin, end in pairwise(best.boundaries)]
-            order = [layer for stage in stages for layer in stage]
-            if first.layers[-1].name == LOSS:  # the loss stays last
-                order.remove(len(order) - 1)
-                order.append(len(order))
-            orders.append(tuple(order))
-    return list(dict.fromkeys(orders))
+    if node_sets is None:
+        return
+    chain = graph.boundaries(prefixes(topological_order(graph.graph)))
+    every = graph.boundaries(node_sets)
+    num_devices, limit = len(cluster.devices), max(options.limits(cluster))
+    for num_stages in sorted({2, (num_devices + 1) // 2, num_devices} - {0, 1}):
+        for memory_bytes in (limit, NO_LIMIT):
+            deadline.check()
+            on_chain, best = (
+                _min_max_path(_homogeneous_problem(boundaries, profile, cluster, memory_bytes, num_stages))
+                for boundaries in (chain, every)
+            )
+            if best is not None and (on_chain is None or best.load < MAX_RATIO * on_chain.load):
+                yield _order(every, best.boundaries, profile)
+        for recompute in (False, True)[: 1 + options.recompute]:
+            along_chain, lightest = (
+                lightest_cuts(boundaries, profile, num_stages, recompute=recompute, deadline=deadline)
+                for boundaries in (chain, every)
+            )
+            if lightest.num_bytes < MAX_RATIO * along_chain.num_bytes:
+                yield _order(every, lightest.boundaries, profile)
+
+
+def _order(every: Boundaries, path: Sequence[int], profile: ModelProfile) -> tuple[int, ...]:
+    """Returns the layers of the stages between some boundaries, one stage after the other."""
+    order = [layer for begin, end in pairwise(path) for layer in every.layers(begin, end)]
+    if profile.layers[-1].name == LOSS:  # the loss stays last
+        order.remove(len(order) - 1)
+        order.append(len(order))
+    return tuple(order)
 
 
 def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfile:
@@ -182,11 +217,11 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
 
 
 def _homogeneous_problem(
-    boundaries: Boundaries, profile: ModelProfile, cluster: Cluster, limits: Sequence[int], size: int, num_stages: int
+    boundaries: Boundaries, profile: ModelProfile, cluster: Cluster, memory_bytes: int, num_stages: int
 ) -> HomogeneousDevices:
     """Returns the partition into `num_stages` stages, one device each, all like the first and with the slowest link."""
-    device = cluster.devices[0]
-    links = cluster.links_among(range(len(limits)))
+    device, size = cluster.devices[0], profile.microbatch_sizes[-1]
+    links = cluster.links_among(range(len(cluster.devices)))
     return HomogeneousDevices(
         boundaries,
         StageCostSums(boundaries, profile, size, device.speed),
@@ -197,7 +232,7 @@ def _homogeneous_problem(
             bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
         ),
         overlaps=all(device.overlaps_transfers for device in cluster.devices),
-        memory_bytes=max(limits),
+        memory_bytes=memory_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +68,24 @@ def plan(
 
         goal, options = options.goal, replace(options, goal=None)
         return reach_goal(
-            profiles, cluster, options, goal, search=_plan_groupings, deadline=deadline, progress=progress
+            profiles,
+            cluster,
+            options,
+            goal,
+            search=partial(_plan_groupings, orders_for=options),
+            deadline=deadline,
+            progress=progress,
         )
     return _plan_groupings(profiles, cluster, options, deadline, progress)
 
 
 def _plan_groupings(
-    profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: SearchProgress | None
+    profiles: Profiles,
+    cluster: Cluster,
+    options: PlanOptions,
+    deadline: Deadline,
+    progress: SearchProgress | None,
+    orders_for: PlanOptions | None = None,
 ) -> Plan:
     """Returns the plan with the shortest step, or the least load, over the groupings of the devices."""
 
@@ -86,6 +98,7 @@ def _plan_groupings(
                 deadline=until,
                 progress=progress,
                 rival=rival,
+                orders_for=orders_for,
             )
         )
 
@@ -218,7 +231,8 @@ def _solve_step_time(request: SearchRequest) -> Solution:
         return solve(request.profiles, request.deadline)
     from bapipe.planner.linearizations import solve_over_linearizations
 
-    return solve_over_linearizations(request.profiles, cluster, options.limits(cluster), solve, request.deadline)
+    orders_for = request.orders_for or options
+    return solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
 
 
 def _solve_throughput(request: SearchRequest) -> Solution:

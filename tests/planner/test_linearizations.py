@@ -88,7 +88,7 @@ def test_every_order_has_its_share_of_a_time_limit() -> None:
 
     deadline = Deadline(8.0, clock=lambda: now)
     with pytest.raises(OutOfTime):
-        solve_over_linearizations({"a": towers()}, devices(2), [10**6] * 2, solve, deadline)
+        solve_over_linearizations({"a": towers()}, devices(2), PlanOptions(minibatch_size=8), solve, deadline)
     assert shares == [4.0, 4.0]
 
 
@@ -102,7 +102,7 @@ def test_an_order_that_was_not_searched_for_lack_of_time_leaves_the_plan_without
         solved.append(solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options)))
         return solved[0]
 
-    found = solve_over_linearizations({"a": towers()}, cluster, [10**6] * 2, solve)
+    found = solve_over_linearizations({"a": towers()}, cluster, options, solve)
     assert solved[0].lower_bound_ns == solved[0].prediction.step_ns
     assert found.lower_bound_ns == 7
 
