@@ -34,12 +34,17 @@ class Infeasible(BapipeError):
     """No plan in the searched space fits; the message names the closest one and what it lacks.
 
     Attributes:
-        is_proven: whether no plan fits; else none was found, or only some devices or orders of them were tried.
+        is_proven: whether no plan fits, cut along the orders of the layers that the message names, if it does; else
+            none was found, or only some devices, or orders of devices or actions, were tried.
     """
 
     def __init__(self, message: str, *, is_proven: bool = True) -> None:
         super().__init__(message)
         self.is_proven = is_proven
+
+
+class ConstraintsUnmet(BapipeError):
+    """No plan of the searched space keeps the constraints, whatever its memory; the message names which to drop."""
 
 
 class InvalidModel(BapipeError):

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import Certificate, ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
@@ -21,8 +21,9 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.goal import Goal
 from bapipe.planner.inputs import Profiles, listed
-from bapipe.planner.options import PlanOptions, limit_that_leaves
+from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
+from bapipe.planner.searched_space import is_of_stages
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
 from bapipe.planner.validation import named_schedules
@@ -88,12 +89,15 @@ class _Setting:
             plan = self.search(self.profiles, self.cluster, self.options, share, end_when_fast_enough)
         except Infeasible as error:
             return Answer(is_refuted=error.is_proven)
+        except ConstraintsUnmet:
+            return Answer(is_refuted=True)
         except OutOfTime as error:
             return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
         if plan.prediction.objective_ns <= self.limit_ns:
             return Answer(plan=plan)
-        is_refuted = plan.certificate.lower_bound_ns > self.limit_ns
-        return Answer(is_refuted=is_refuted and self.space in (None, _without_memory(plan.certificate)))
+        # The bound may be of some stages, or of the named schedules only, where orders of actions are searched, too.
+        is_of_all = SEARCH not in self.options.schedules and self.space in (None, _without_memory(plan.certificate))
+        return Answer(is_refuted=is_of_all and plan.certificate.lower_bound_ns > self.limit_ns)
 
     def fastest(self, known: Plan) -> Plan:
         """Returns the fastest plan, at least as fast as a known one."""
@@ -199,13 +203,15 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
         range(peak + 1), fastest, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
     )
     best = within(value).fastest(best)
-    # Bound and alternatives are of the devices' own memory, not only of what the plan was searched in.
+    # Alternatives, and the bound if it is of the same space, are of the devices' own memory, not only of what the plan
+    # was searched in.
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
     best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best.prediction))
-    proven = fastest.certificate
-    best_ns = best.prediction.objective_ns
-    bound_ns = min(best_ns, proven.lower_bound_ns)
-    best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
+    own, proven = best.certificate, fastest.certificate
+    if _without_memory(own) == _without_memory(proven) and not is_of_stages(own):
+        best_ns = best.prediction.objective_ns
+        bound_ns = min(best_ns, proven.lower_bound_ns)
+        best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
     return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
 
 
@@ -309,7 +315,8 @@ def _too_slow(goal: Goal, fastest: Plan, deadline: Deadline) -> BapipeError:
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
     if fastest.certificate.proven_optimal:
-        return Infeasible(f"{message}, which is proven to be the most; ask for less, or plan for more devices")
+        most_of_all = "which is proven to be the most of the plans searched"
+        return Infeasible(f"{message}, {most_of_all}; ask for less, or plan for more devices")
     return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or {deadline.advice}")
 
 

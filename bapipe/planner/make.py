@@ -24,7 +24,7 @@ from bapipe.formats.profile import LOSS, ModelProfile, common_settings
 from bapipe.planner.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import ORDERS_OF_STAGES
+from bapipe.planner.searched_space import is_of_stages
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import ALL, LOOPED
@@ -151,8 +151,8 @@ def certificate_by_hand(
     # A plan outside the space that was searched may be faster than all plans of the space.
     if changed_from is not None and _same_inputs(plan, changed_from):
         proven = changed_from.certificate
-        is_of_stages = proven.space.startswith(ORDERS_OF_STAGES) and not _same_stages(plan, changed_from)
-        if not is_of_stages and bound_ns < proven.lower_bound_ns <= step_ns:
+        is_of_others = is_of_stages(proven) and not _same_stages(plan, changed_from)
+        if not is_of_others and bound_ns < proven.lower_bound_ns <= step_ns:
             space = searched_space(proven).removesuffix(OVER_LIMIT).removesuffix(BY_HAND) + BY_HAND
             exceeds = exceeds_limit(plan.prediction, plan.cluster, proven.memory)
             return certify(step_ns, proven.lower_bound_ns, space + OVER_LIMIT * exceeds, proven.memory)

@@ -61,9 +61,14 @@ def solve_step_time(request: SearchRequest) -> Solution:
     """
     if SEARCH not in request.options.schedules:
         return solve_partition(request)
-    if not request.options.replicas:
-        return _with_searched_order(solve_partition(request), request)
-    named = solve_partition(replace(request, deadline=request.deadline.share(2)))
+    has_replicas = request.options.replicas
+    try:
+        named = solve_partition(replace(request, deadline=request.deadline.share(2)) if has_replicas else request)
+    except Infeasible as error:
+        schedules = ", ".join(request.schedules)
+        raise Infeasible(f"under {schedules}, whose stages `{SEARCH}` begins with, {error}", is_proven=False) from None
+    if not has_replicas:
+        return _with_searched_order(named, request)
     try:
         start = _without_replicas(named, request)
     except (Infeasible, OutOfTime):

@@ -6,7 +6,7 @@ from typing import Union
 
 import msgspec
 
-from bapipe.formats.certificate import MemoryLimit
+from bapipe.formats.certificate import Certificate, MemoryLimit
 from bapipe.schedules import LOOPED
 
 GIVEN_ORDER = "in the cluster's order"
@@ -14,6 +14,12 @@ GIVEN_ORDER = "in the cluster's order"
 
 ORDERS_OF_STAGES = "every order of F, B, I and W for these stages"
 """What the space of a searched order begins with: it is about the stages and micro-batches of one plan."""
+
+
+def is_of_stages(certificate: Certificate) -> bool:
+    """Returns whether the space, or a part of it, is about the stages of one plan."""
+    return ORDERS_OF_STAGES in certificate.space
+
 
 FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
@@ -150,7 +156,7 @@ def in_words(space: SearchedSpace) -> str:
             )
         case ParetoSpace():
             return (
-                f"{space.num_devices} devices, {space.limit_bytes:,} bytes each, of the plans of "
+                f"{_count((space.num_devices,) * 2, 'device')}, {space.limit_bytes:,} bytes each, of the plans of "
                 f"{in_words(space.all_counts)}"
             )
 
@@ -205,7 +211,7 @@ def _throughput(space: ThroughputSpace) -> str:
     held = "; of stages that fit if all later devices have stages, too" if space.counts_later else ""
     return (
         f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
-        f"layers; {counts} of {space.num_devices} devices for a stage, in the cluster's order"
+        f"layers; {counts} of {space.num_devices} devices for a stage, next to one another in the cluster's order"
         f"{'' if space.has_gaps else ', without gaps'}; micro-batches of "
         f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
         f"{_as_one_stage(space)}"

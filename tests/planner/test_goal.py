@@ -13,7 +13,7 @@ import pytest
 import bapipe
 from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import ReachedGoal
+from bapipe.formats.certificate import MemoryLimit, ReachedGoal
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan
@@ -23,7 +23,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.goal import Goal
 from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_goal
 from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.sub_clusters import sub_clusters
@@ -301,6 +301,35 @@ def test_memory_margins_are_left_free() -> None:
     goal = Goal(least="memory", within=0.5)
     free = bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal).certificate.goal
     assert bapipe.plan(profile, devices(2), minibatch_size=4, goal=goal, memory_margin=0.3).certificate.goal == free
+
+
+def test_a_named_schedule_that_does_not_fit_proves_nothing_about_other_orders() -> None:
+    """Micro-batches one after another need less than any named schedule: for 2 layers a stage 2 stashes, not 3."""
+    profile = chain([1] * 4, param_bytes=1000, stash_bytes=5000, output_bytes=100)
+    options = PlanOptions(
+        minibatch_size=6, schedules=("1f1b", SEARCH), recompute=False, num_stages=2, search_effort=0.1
+    )
+    plan = bapipe.plan(profile, devices(2, memory_bytes=10**6), replace(options, goal=Goal(least="memory")))
+    one_by_one = bapipe.make(profile, plan.cluster, minibatch_size=6, microbatch_size=1, cuts=[2], devices=["d0", "d1"])
+    order = tuple(tuple(f"{stage}{phase}{m}" for m in range(6) for phase in "FB") for stage in range(2))
+    one_by_one = msgspec.structs.replace(one_by_one, order=order, schedule=SEARCH)
+    needed = max(memory.total for memory in simulate(one_by_one, {"a": profile}).memory)
+    assert needed < peak_bytes(plan)
+    assert plan.certificate.goal is not msgspec.UNSET
+    assert plan.certificate.goal.bound <= needed
+    # What is said of the orders of these stages is said within their memory.
+    assert plan.certificate.memory == MemoryLimit(bytes_per_device=peak_bytes(plan))
+    with pytest.raises(Infeasible, match="under 1f1b, whose stages `search` begins with, no plan fits") as caught:
+        bapipe.plan(profile, plan.cluster, replace(options, memory_limit_bytes=needed))
+    assert not caught.value.is_proven
+
+
+def test_constraints_that_fewer_devices_cannot_keep_refute_those() -> None:
+    plan = bapipe.plan(
+        chain([1, 2, 1]), devices(3), minibatch_size=6, goal=Goal(least="devices"), constraints=["l0 without l1"]
+    )
+    assert plan.certificate.goal is not msgspec.UNSET
+    assert (plan.certificate.goal.value, plan.certificate.goal.bound) == (2, 2)
 
 
 def test_alternatives_to_the_least_memory_may_use_what_the_devices_have() -> None:

@@ -1,6 +1,8 @@
 """Cuts that no default order of the layers allows."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations, pairwise, product
 from random import Random
 
 import msgspec
@@ -8,15 +10,22 @@ import pytest
 
 import bapipe
 from bapipe.errors import Infeasible
+from bapipe.formats.certificate import ReachedGoal
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.graph.downsets import downsets
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.decision import Decision, simulate_decision
+from bapipe.planner.goal import Goal
+from bapipe.planner.lightest_cuts import lightest_cuts
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time, solve_step_time
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Solution
+from bapipe.planner.throughput.contracted_graph import contracted_graph
+from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
 from tests.builders import devices
 from tests.random_graphs import branching_profile
@@ -145,19 +154,103 @@ def test_constraints_need_cuts_along_one_of_the_orders_only(
     assert "2 orders of the layers" in plan.certificate.space
 
 
-def test_the_orders_under_a_memory_limit_are_those_without_it() -> None:
+def test_the_orders_of_a_goal_are_those_of_its_options() -> None:
     """A goal asks under lower and lower limits; what it proves is of the same orders."""
     asked: list[list[str]] = []
 
     def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
         asked.append([layer.name for layer in profiles["a"].layers])
-        raise Infeasible("nothing fits")
+        raise Infeasible("no plan fits")
 
-    for limit in (10**6, 1):
-        with pytest.raises(Infeasible):
-            solve_over_linearizations({"a": towers()}, devices(2, memory_bytes=10**6), [limit] * 2, solve)
-    assert asked[:2] == asked[2:]
-    assert len(asked) == 4
+    cluster, options = devices(2, memory_bytes=10**6), PlanOptions(minibatch_size=8, replicas=False)
+    with pytest.raises(Infeasible, match="along each of 2 orders of the layers, of more, no plan fits"):
+        solve_over_linearizations({"a": towers()}, cluster, options, solve)
+    assert len(asked) == 2
+    least = bapipe.plan(heavy_towers(Random(1)), cluster, replace(options, goal=Goal(least="memory")))
+    fastest = bapipe.plan(heavy_towers(Random(1)), cluster, options)
+    assert least.prediction.peak_bytes < fastest.prediction.peak_bytes
+    assert least.certificate.space == fastest.certificate.space
+
+
+def heavy_towers(random: Random) -> ModelProfile:
+    """The towers with random times and stashes."""
+    profile = towers()
+    (measured,) = profile.measurements
+    layers = [
+        msgspec.structs.replace(
+            m,
+            forward_ns=random.randint(20, 200),
+            stash_bytes=random.choice([10, 500]),
+            output_bytes=(3 + 30 * (i < 4),),
+        )
+        for i, m in enumerate(measured.layers)
+    ]
+    measured = msgspec.structs.replace(measured, layers=tuple(layers))
+    return msgspec.structs.replace(profile, measurements=(measured,))
+
+
+def test_towers_apart_need_no_less_memory_than_is_proven() -> None:
+    """Under a limit that neither tower keeps without recomputation, cuts between the two are searched too."""
+    cluster, num_recomputed = devices(2, memory_bytes=10**6), 0
+    for seed in range(12):
+        profile = heavy_towers(Random(seed))
+        plan = bapipe.plan(profile, cluster, minibatch_size=2, goal=Goal(least="memory"))
+        apart = [
+            max(memory.total for memory in simulate_decision(apart_on_two(recompute), {"a": profile}, cluster).memory)
+            for recompute in product((False, True), repeat=2)
+        ]
+        assert isinstance(plan.certificate.goal, ReachedGoal)
+        assert plan.certificate.goal.bound == plan.prediction.peak_bytes <= min(apart)
+        within = bapipe.plan(profile, cluster, minibatch_size=2, memory_limit_bytes=min(apart))
+        assert within.prediction.peak_bytes <= min(apart)
+        num_recomputed += min(apart) < apart[0]
+    assert num_recomputed > 5
+
+
+def apart_on_two(recompute: tuple[bool, ...]) -> Decision:
+    return Decision(
+        layers=("a0", "a1", "b0", "b1", "join"),
+        cuts=(2,),
+        devices=(("d0",), ("d1",)),
+        recompute=recompute,
+        schedule="1f1b",
+        minibatch_size=2,
+        microbatch_size=1,
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_lightest_cuts_are_those_of_all_chains_of_downsets(recompute: bool) -> None:
+    for seed in range(20):
+        profile = branching_profile(Random(seed), 6)
+        graph = contracted_graph(profile)
+        every = graph.boundaries(downsets(graph.graph, 1000) or [])
+        found = lightest_cuts(every, profile, 3, recompute=recompute, deadline=UNLIMITED)
+        size = profile.microbatch_sizes[0]
+        sent, back = cut_bytes(profile, size, every.inside)
+        measured, least = profile.at(size), []
+        for num_inner in range(3):
+            for inner in combinations(range(1, every.num_boundaries - 1), num_inner):
+                path = (0, *inner, every.num_boundaries - 1)
+                if not all(every.nested[begin, end] for begin, end in pairwise(path)):
+                    continue
+                fullest = 0
+                for number, (begin, end) in enumerate(pairwise(path)):
+                    layers = every.layers(begin, end)
+                    in_flight = len(path) - 1 - number
+                    stash = sum(measured[i].stash_bytes for i in layers)
+                    held = sum(
+                        profile.layers[i].param_bytes
+                        + profile.layers[i].gradient_bytes
+                        + profile.layers[i].optimizer_state_bytes
+                        for i in layers
+                    )
+                    held += 3 * int(sent[begin] + back[end])
+                    held += stash + in_flight * int(sent[begin]) if recompute else in_flight * stash
+                    fullest = max(fullest, held)
+                least.append((fullest, path))
+        assert found.num_bytes == min(least)[0]
+        assert (found.num_bytes, found.boundaries) in least
 
 
 def test_replicas_are_timed_with_the_layers_of_a_stage_in_the_order_in_which_they_run() -> None:

@@ -219,6 +219,11 @@ def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
     proven = certify(plan.prediction.step_ns, plan.prediction.step_ns, f"{ORDERS_OF_STAGES}; and so on")
     own = with_certificate(own, proven)
     assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).certificate.space == ANY_PLAN
+    along_each = certify(
+        plan.prediction.step_ns, proven.lower_bound_ns, f"2 orders of the layers; along each: {proven.space}"
+    )
+    branching = with_certificate(own, along_each)
+    assert bapipe.edit(branching, PROFILE, moves=["stage 0 -1"]).certificate.space == ANY_PLAN
     swapped = bapipe.edit(own, PROFILE, swap=["d0", "d1"], schedule="1f1b")
     assert swapped.certificate.lower_bound_ns < plan.prediction.step_ns
     with pytest.raises(BapipeError, match="'search' is not a named schedule"):

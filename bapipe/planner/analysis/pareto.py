@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -54,9 +55,14 @@ def pareto(
     other searches may have found, is compared with what they find.
 
     Points between the memory limits of two rounds are not searched. The deadline ends it with the points found so far.
+
+    Raises:
+        BapipeError: as the search for the shortest step; and another objective than the step.
     """
     from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
 
+    if options.objective != "step":
+        raise BapipeError(f"the Pareto front is of steps: leave `objective` {options.objective} out")
     check_inputs(profiles, cluster, options)
     found = [] if known is None else [_point(known, len(known.used_devices))]
     limit = max(options.limits(cluster))

@@ -97,6 +97,9 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
         reasons.append(f"an order of its own, not that of {plan.schedule}")
     if any(device.side_by_side for device in plan.cluster.devices):
         reasons.append("forwards and backwards side by side")
+    in_profile = [layer.name for layer in next(iter(profiles.values())).layers]
+    if [name for stage in plan.stages for name in stage.layers] != in_profile:
+        reasons.append("its layers in another order")
     if not options.replicas and any(len(stage.devices) > 1 for stage in plan.stages):
         reasons.append("replicas")
     if not options.recompute and any(stage.recompute for stage in plan.stages):

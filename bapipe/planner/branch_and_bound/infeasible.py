@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
@@ -152,7 +152,7 @@ def infeasible_error(
     If constraints leave no plan at all, it is about these.
     """
     if closest is None:
-        return BapipeError(_contradiction(profiles, cluster, options))
+        return ConstraintsUnmet(_contradiction(profiles, cluster, options))
     problem, layout, shortfall = closest
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.placements)

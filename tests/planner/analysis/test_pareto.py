@@ -1,8 +1,10 @@
 """The Pareto front holds plans of which none is better than another in step time, memory and devices at once."""
 
+import pytest
 from msgspec.structs import replace
 
 import bapipe
+from bapipe.errors import BapipeError
 from bapipe.formats.certificate import NOT_CERTIFIED
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.options import PlanOptions
@@ -53,3 +55,9 @@ def test_a_plan_of_another_search_is_compared() -> None:
     assert points[0].plan is fast
     assert all(point.num_devices < 2 or point.peak_bytes < points[0].peak_bytes for point in points[1:])
     assert all("schedules 1f1b" in point.plan.certificate.space for point in points[1:])
+
+
+def test_only_steps_have_a_front() -> None:
+    options = PlanOptions(minibatch_size=4, objective="throughput")
+    with pytest.raises(BapipeError, match="the Pareto front is of steps: leave `objective` throughput out"):
+        pareto({"a": chain([1, 2])}, devices(2), options)

@@ -15,12 +15,14 @@ from bapipe.planner.analysis.pinned import BEST_FOUND, certify_pinned
 from bapipe.planner.edit import edit
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.planner.test_linearizations import towers
 
 OPTIONS = PlanOptions(minibatch_size=4, schedules=("1f1b",), replicas=False)
 
@@ -127,6 +129,14 @@ def test_devices_that_work_side_by_side_lie_outside() -> None:
     pinned = certify_pinned(replace(best, cluster=replace(best.cluster, devices=side_by_side)), profiles, OPTIONS)
     assert "forwards and backwards side by side" in (outside_of(pinned.certificate) or "")
     assert pinned.certificate.lower_bound_ns <= pinned.prediction.step_ns
+
+
+def test_a_plan_along_another_order_of_the_layers_lies_outside() -> None:
+    profiles, cluster = {"a": towers()}, devices(2, memory_bytes=10**6)
+    apart = plan(profiles, cluster, minibatch_size=4, num_stages=2, replicas=False, schedules=["1f1b"])
+    assert [stage.layers for stage in apart.stages] == [("a0", "a1"), ("b0", "b1", "join")]
+    pinned = certify_pinned(apart, profiles, OPTIONS)
+    assert outside_of(pinned.certificate) == ", which lies outside (its layers in another order)"
 
 
 def test_a_plan_for_throughput_is_pinned_with_a_bound_on_its_step() -> None:
