@@ -50,14 +50,14 @@ Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
 def solve_over_linearizations(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    options: PlanOptions,
+    chosen_for: Sequence[PlanOptions],
     solve: Solve,
     deadline: Deadline = UNLIMITED,
 ) -> Solution:
     """Returns the fastest solution over the promising linearizations, with its layers in the profile's order.
 
     Args:
-        options: what the linearizations are chosen for; `solve` may ask under another limit on memory.
+        chosen_for: what the linearizations are chosen for; `solve` may ask under another limit on memory.
         deadline: if a user gave it, each linearization has an equal share of its time: the bound of all is the lowest.
 
     Raises:
@@ -69,8 +69,9 @@ def solve_over_linearizations(
     orders = [tuple(range(len(first.layers)))]
     if graph is not None:
         with suppress(OutOfTime):
-            for order in _promising(graph, first, cluster, options, deadline):
-                orders.append(order)
+            for options in chosen_for:
+                for order in _promising(graph, first, cluster, options, deadline):
+                    orders.append(order)
     orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
     bounds_ns: list[int] = []
@@ -164,9 +165,9 @@ def _promising(
 ) -> Iterator[tuple[int, ...]]:
     """Yields linearizations, as layer numbers, with much less load or memory than along the profile's order.
 
-    Loads are compared within the memory of the fullest device and without a limit, for the largest micro-batches; bytes
-    with and without recomputation, for the smallest. There is one device per stage, all like the first, and the slowest
-    link.
+    Loads are compared within the memory of the fullest device and without a limit, for the largest micro-batches; where
+    the two differ also bytes, with and without recomputation, for the smallest. There is one device per stage, all like
+    the first, and the slowest link.
 
     Raises:
         OutOfTime: the deadline passed before all are found.
@@ -176,16 +177,24 @@ def _promising(
         return
     chain = graph.boundaries(prefixes(topological_order(graph.graph)))
     every = graph.boundaries(node_sets)
-    num_devices, limit = len(cluster.devices), max(options.limits(cluster))
+    num_devices = len(cluster.devices)
+
+    def paths(num_stages: int, memory_bytes: int) -> tuple[StagePath | None, StagePath | None]:
+        deadline.check()
+        on_chain, best = (
+            _min_max_path(_homogeneous_problem(boundaries, profile, cluster, memory_bytes, num_stages))
+            for boundaries in (chain, every)
+        )
+        return on_chain, best
+
     for num_stages in sorted({2, (num_devices + 1) // 2, num_devices} - {0, 1}):
-        for memory_bytes in (limit, NO_LIMIT):
-            deadline.check()
-            on_chain, best = (
-                _min_max_path(_homogeneous_problem(boundaries, profile, cluster, memory_bytes, num_stages))
-                for boundaries in (chain, every)
-            )
+        unlimited = paths(num_stages, NO_LIMIT)
+        limited = paths(num_stages, max(options.limits(cluster)))
+        for on_chain, best in (unlimited, limited):
             if best is not None and (on_chain is None or best.load < MAX_RATIO * on_chain.load):
                 yield _order(every, best.boundaries, profile)
+        if limited == unlimited:
+            continue
         for recompute in (False, True)[: 1 + options.recompute]:
             along_chain, lightest = (
                 lightest_cuts(boundaries, profile, num_stages, recompute=recompute, deadline=deadline)

@@ -67,12 +67,14 @@ def plan(
         from bapipe.planner.goal_search import reach_goal
 
         goal, options = options.goal, replace(options, goal=None)
+        # The least memory is asked for under lower and lower limits.
+        orders_for = (options, replace(options, memory_limit_bytes=0)) if goal.least == "memory" else (options,)
         return reach_goal(
             profiles,
             cluster,
             options,
             goal,
-            search=partial(_plan_groupings, orders_for=options),
+            search=partial(_plan_groupings, orders_for=orders_for),
             deadline=deadline,
             progress=progress,
         )
@@ -85,7 +87,7 @@ def _plan_groupings(
     options: PlanOptions,
     deadline: Deadline,
     progress: SearchProgress | None,
-    orders_for: PlanOptions | None = None,
+    orders_for: tuple[PlanOptions, ...] = (),
 ) -> Plan:
     """Returns the plan with the shortest step, or the least load, over the groupings of the devices."""
 
@@ -231,7 +233,7 @@ def _solve_step_time(request: SearchRequest) -> Solution:
         return solve(request.profiles, request.deadline)
     from bapipe.planner.linearizations import solve_over_linearizations
 
-    orders_for = request.orders_for or options
+    orders_for = request.orders_for or (options,)
     return solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
 
 

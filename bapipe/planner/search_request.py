@@ -26,8 +26,8 @@ class SearchRequest:
         progress: called with (plans simulated, best step time, lower bound).
         rival: the best plan for another grouping of the devices. A search for many devices ends as soon as it is clear
             that it cannot do better.
-        orders_for: the options for which other orders of the layers are chosen, if not `options`. The searches of a
-            goal have limits on memory of their own, and what it proves is of the same orders.
+        orders_for: the options for which other orders of the layers are chosen, if not only `options`. The searches of
+            a goal have limits on memory of their own, and what it proves is of the same orders.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -36,7 +36,7 @@ class SearchRequest:
     deadline: Deadline = UNLIMITED
     progress: SearchProgress | None = None
     rival: Rival | None = None
-    orders_for: PlanOptions | None = None
+    orders_for: tuple[PlanOptions, ...] = ()
 
     @property
     def num_layers(self) -> int:
