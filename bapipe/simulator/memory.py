@@ -12,7 +12,7 @@ import msgspec
 from bapipe.formats.prediction import Memory
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
-from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
+from bapipe.simulator.in_flight import RETURNED_BY_PHASE, TAKEN_BY_PHASE, in_flight_bytes
 from bapipe.simulator.stage import Stage, received_bytes
 from bapipe.simulator.timeline import SpanColumns
 
@@ -66,9 +66,11 @@ def rank_memory(
     return tuple(memory)
 
 
-def peak_memory(schedule: Schedule, stages: Sequence[Stage]) -> tuple[Memory, ...]:
-    """Returns the memory of each rank at its peak; see `rank_memory`."""
-    return tuple(memory.peak for memory in rank_memory(schedule, stages, compile_schedule(schedule)))
+def peak_memory(
+    schedule: Schedule, stages: Sequence[Stage], compiled: CompiledSchedule | None = None
+) -> tuple[Memory, ...]:
+    """Returns the memory of each rank at its peak; see `rank_memory`. `compiled` is the schedule, if it is known so."""
+    return tuple(memory.peak for memory in rank_memory(schedule, stages, compiled or compile_schedule(schedule)))
 
 
 def kept_bytes(stages: Sequence[Stage], stage: int, replica: int = 0) -> int:
@@ -103,9 +105,9 @@ def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
         for replica, cost in enumerate(stage.costs):
             kept, recomputed = kept_bytes(stages, s, replica), recomputed_bytes(stages, s, replica)
             left_for_w = cost.gradient_stash_bytes
-            takes += [in_flight_bytes(TAKEN[phase], kept, recomputed, left_for_w) for phase in Phase]
-            workspaces += [cost.workspace_bytes] * len(Phase)
-            returns += [in_flight_bytes(RETURNED[phase], kept, recomputed, left_for_w) for phase in Phase]
+            takes += [in_flight_bytes(taken, kept, recomputed, left_for_w) for taken in TAKEN_BY_PHASE]
+            workspaces += [cost.workspace_bytes] * len(TAKEN_BY_PHASE)
+            returns += [in_flight_bytes(returned, kept, recomputed, left_for_w) for returned in RETURNED_BY_PHASE]
     return takes, workspaces, returns
 
 

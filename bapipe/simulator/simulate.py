@@ -76,13 +76,18 @@ def simulate_schedule(schedule: Schedule, stages: Sequence[Stage], cluster: Clus
     return simulate_columns(schedule, stages, cluster).timeline()
 
 
-def simulate_columns(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> StepColumns:
+def simulate_columns(
+    schedule: Schedule, stages: Sequence[Stage], cluster: Cluster, compiled: CompiledSchedule | None = None
+) -> StepColumns:
     """Returns the step of `simulate_schedule` as columns, for those who need no record of each action.
+
+    Args:
+        compiled: what `compile_for_cluster` returns, if it is known.
 
     Raises:
         InvalidSchedule: the table is incomplete, misplaced, or deadlocks.
     """
-    compiled = compile_for_cluster(schedule, cluster)
+    compiled = compiled or compile_for_cluster(schedule, cluster)
     duration_ns, transfer_ns = stage_durations(stages), transfer_times(compiled, stages, cluster)
     times = _run(compiled, duration_ns, transfer_ns, cluster)
     lanes = _lanes(compiled, duration_ns, times)

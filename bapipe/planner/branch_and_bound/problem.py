@@ -237,9 +237,9 @@ class Problem:
 
     def shortfall_bytes(self, layout: Layout) -> dict[int, int]:
         """Returns how many bytes each rank in use needs beyond its limit, by the simulator; negative if it fits."""
-        schedule, _ = self.compiled(layout.placements)
+        schedule, compiled = self.compiled(layout.placements)
         # By the simulator's own count: here devices with several stages are exact, too.
-        peaks = peak_memory(schedule, self.stages(layout))
+        peaks = peak_memory(schedule, self.stages(layout), compiled)
         return {rank: peaks[rank].total - limit for rank, limit in self._limits(schedule).items()}
 
     def _limits(self, schedule: Schedule) -> dict[int, int]:
@@ -268,14 +268,15 @@ class Problem:
 
     def simulate(self, layout: Layout) -> StepColumns:
         """Returns one step."""
-        return simulate_columns(self.compiled(layout.placements)[0], self.stages(layout), self.cluster)
+        schedule, compiled = self.compiled(layout.placements)
+        return simulate_columns(schedule, self.stages(layout), self.cluster, compiled)
 
 
 def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> int:
     """Returns the simulator's step time of a compiled schedule, without the rest of the timeline."""
     # Only the whole timeline has the sums of tied weights across stages, and all-reduces between a device's stages.
     if any(stage.tied_gradients for stage in stages) or _sums_between_stages(schedule, stages):
-        return simulate_columns(schedule, stages, cluster).step_ns
+        return simulate_columns(schedule, stages, cluster, compiled).step_ns
     done_ns = finish_ns(compiled, stages, cluster)
     for stage, ranks in zip(stages, schedule.devices, strict=True):
         # A step ends with all-reduces and updates, which are not among the actions of the schedule.
