@@ -47,9 +47,6 @@ RETURNED = {
 }
 """What it removes when it ends."""
 
-# Looked up for every stage of every plan that is tried.
-TAKEN_BY_PHASE, RETURNED_BY_PHASE = (tuple(changes[phase] for phase in Phase) for changes in (TAKEN, RETURNED))
-
 
 def in_flight_during(phases: Iterable[Phase]) -> Iterator[InFlight]:
     """Yields what is in flight during each action of a stage on a device, which runs one action at a time."""

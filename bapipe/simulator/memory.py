@@ -3,16 +3,15 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from operator import add, itemgetter, sub
 from typing import NamedTuple
 
-import msgspec
-
 from bapipe.formats.prediction import Memory
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
-from bapipe.simulator.in_flight import RETURNED_BY_PHASE, TAKEN_BY_PHASE, in_flight_bytes
+from bapipe.simulator.in_flight import RETURNED, TAKEN, in_flight_bytes
 from bapipe.simulator.stage import Stage, received_bytes
 from bapipe.simulator.timeline import SpanColumns
 
@@ -57,11 +56,8 @@ def rank_memory(
             work = _workspaces_at_starts(both, workspaces)
         totals = list(map(add, stashes, work))
         peak = totals.index(max(totals)) if totals else None
-        at_peak = msgspec.structs.replace(
-            _constant_memory(rank, own_stages[rank], schedule, stages),
-            stash=0 if peak is None else stashes[peak],
-            workspace=0 if peak is None else work[peak],
-        )
+        stash, workspace = (0, 0) if peak is None else (stashes[peak], work[peak])
+        at_peak = _memory_with(stash, workspace, rank, own_stages[rank], schedule, stages)
         memory.append(RankMemory(at_peak, stashes, work))
     return tuple(memory)
 
@@ -100,15 +96,27 @@ def _changes(stages: Sequence[Stage]) -> tuple[list[int], list[int], list[int]]:
 
     The lists are indexed as durations in `CompiledSchedule`: every phase of every replica of every stage.
     """
-    takes, workspaces, returns = [], [], []
+    takes: list[int] = []
+    workspaces: list[int] = []
+    returns: list[int] = []
     for s, stage in enumerate(stages):
         for replica, cost in enumerate(stage.costs):
             kept, recomputed = kept_bytes(stages, s, replica), recomputed_bytes(stages, s, replica)
-            left_for_w = cost.gradient_stash_bytes
-            takes += [in_flight_bytes(taken, kept, recomputed, left_for_w) for taken in TAKEN_BY_PHASE]
-            workspaces += [cost.workspace_bytes] * len(TAKEN_BY_PHASE)
-            returns += [in_flight_bytes(returned, kept, recomputed, left_for_w) for returned in RETURNED_BY_PHASE]
+            taken, returned = _by_phase(kept, recomputed, cost.gradient_stash_bytes)
+            takes += taken
+            workspaces += [cost.workspace_bytes] * len(Phase)
+            returns += returned
     return takes, workspaces, returns
+
+
+@lru_cache(maxsize=4096)
+def _by_phase(kept: int, recomputed: int, left_for_w: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns what the action of each phase takes at its start, and what it returns at its end."""
+    taken, returned = (
+        tuple(in_flight_bytes(changes[phase], kept, recomputed, left_for_w) for phase in Phase)
+        for changes in (TAKEN, RETURNED)
+    )
+    return taken, returned
 
 
 class _Timed(NamedTuple):
@@ -160,16 +168,19 @@ def _workspaces_at_starts(both: Sequence[_Timed], workspaces: Sequence[int]) -> 
     return total
 
 
-def _constant_memory(rank: int, own_stages: Sequence[int], schedule: Schedule, stages: Sequence[Stage]) -> Memory:
-    """Returns the memory of a rank that lives all through the step."""
-    costs = {s: stages[s].costs[schedule.devices[s].index(rank)] for s in own_stages}
+def _memory_with(
+    stash: int, workspace: int, rank: int, own_stages: Sequence[int], schedule: Schedule, stages: Sequence[Stage]
+) -> Memory:
+    """Returns the memory of a rank with some stash and workspace, besides what lives all through the step."""
+    params = gradients = optimizer = buffers = 0
+    for s in own_stages:
+        cost = stages[s].costs[schedule.devices[s].index(rank)]
+        params += cost.param_bytes
+        gradients += cost.gradient_bytes
+        optimizer += cost.optimizer_bytes
+        buffers += _buffer_bytes(rank, s, schedule, stages)
     return Memory(
-        params=sum(cost.param_bytes for cost in costs.values()),
-        gradients=sum(cost.gradient_bytes for cost in costs.values()),
-        optimizer=sum(cost.optimizer_bytes for cost in costs.values()),
-        stash=0,
-        workspace=0,
-        buffers=sum(_buffer_bytes(rank, s, schedule, stages) for s in costs),
+        params=params, gradients=gradients, optimizer=optimizer, stash=stash, workspace=workspace, buffers=buffers
     )
 
 
