@@ -35,7 +35,8 @@ class Infeasible(BapipeError):
 
     Attributes:
         is_proven: whether no plan fits, cut along the orders of the layers that the message names, if it does; else
-            none was found, or only some devices, or orders of devices or actions, were tried.
+            none was found, or only some devices, or orders of devices or actions, were tried, or some plans are counted
+            with more bytes than they need.
     """
 
     def __init__(self, message: str, *, is_proven: bool = True) -> None:
@@ -44,7 +45,7 @@ class Infeasible(BapipeError):
 
 
 class ConstraintsUnmet(BapipeError):
-    """No plan of the searched space keeps the constraints, whatever its memory; the message names which to drop."""
+    """No plan keeps the constraints, or has the number of stages asked for, whatever its memory."""
 
 
 class InvalidModel(BapipeError):

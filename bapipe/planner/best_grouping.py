@@ -57,11 +57,12 @@ def best_grouping(
         order: in which they are searched. The first has half of the time, the others equal shares of the rest.
 
     Raises:
-        Infeasible: nothing fits with any grouping; the message is that of the first one searched.
+        Infeasible: nothing fits with any grouping; the message is that of the first one of which that is not proven, or
+            else of the first one searched.
         OutOfTime: the deadline passed before any plan was found that fits.
     """
     solutions: dict[str, Solution] = {}
-    refused: list[BapipeError] = []
+    refused: list[Infeasible | OutOfTime] = []
     bounds_ns: list[int] = []
     rival: Rival | None = None
     for number, grouping in enumerate(order or possible):
@@ -73,13 +74,15 @@ def best_grouping(
             refused.append(error)
             if isinstance(error, OutOfTime):
                 bounds_ns.append(error.lower_bound_ns)
+            elif not error.is_proven:
+                bounds_ns.append(0)  # it may have the fastest plan
             continue
         solutions[grouping.name] = found
         bounds_ns.append(found.lower_bound_ns)
         if rival is None or found.objective_ns < rival.objective_ns:
             rival = Rival(objective_ns=found.objective_ns, lower_bound_ns=min(bounds_ns))
     if not solutions:
-        raise refused[0]
+        raise next((error for error in refused if not _is_proof(error)), refused[0])
     names = [grouping.name for grouping in possible]
     solutions = {name: solutions[name] for name in names if name in solutions}
     best = min(solutions.values(), key=lambda solution: solution.objective_ns)
@@ -92,6 +95,10 @@ def best_grouping(
         space=GroupingsSpace(names=tuple(names), of_best=best.space),
         alternatives=sort_alternatives((*best.alternatives, *others)),
     )
+
+
+def _is_proof(error: Infeasible | OutOfTime) -> bool:
+    return isinstance(error, Infeasible) and error.is_proven
 
 
 def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:

@@ -23,7 +23,7 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import is_of_stages
+from bapipe.planner.searched_space import counts_more_bytes, is_of_stages
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
 from bapipe.planner.validation import named_schedules
@@ -95,8 +95,10 @@ class _Setting:
             return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
         if plan.prediction.objective_ns <= self.limit_ns:
             return Answer(plan=plan)
-        # The bound may be of some stages, or of the named schedules only, where orders of actions are searched, too.
-        is_of_all = SEARCH not in self.options.schedules and self.space in (None, _without_memory(plan.certificate))
+        # The bound may be of some stages, or of the named schedules only, where orders of actions are searched, too; or
+        # leave plans out that fit.
+        is_of_all = SEARCH not in self.options.schedules and not counts_more_bytes(plan.certificate)
+        is_of_all = is_of_all and self.space in (None, _without_memory(plan.certificate))
         return Answer(is_refuted=is_of_all and plan.certificate.lower_bound_ns > self.limit_ns)
 
     def fastest(self, known: Plan) -> Plan:
@@ -148,7 +150,7 @@ def reach_goal(
     space = _without_memory(fastest.certificate) if goal.least == "memory" else None
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
     if fastest.prediction.objective_ns > setting.limit_ns:
-        raise _too_slow(goal, fastest, deadline)
+        raise _too_slow(goal, fastest, setting)
     if goal.least == "memory":
         return _least_memory(setting, fastest)
     if goal.least == "devices":
@@ -307,17 +309,24 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, fastest: Plan, deadline: Deadline) -> BapipeError:
+def _too_slow(goal: Goal, fastest: Plan, setting: _Setting) -> Infeasible:
     num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
     most *= 1 + 5e-6  # so that six digits do not round it down
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
+    if (
+        SEARCH in setting.options.schedules
+    ):  # the bound may be of the stages of one plan, or of the named schedules only
+        return Infeasible(f"{message}; ask for less, or plan for more devices", is_proven=False)
     if fastest.certificate.proven_optimal:
         most_of_all = "which is proven to be the most of the plans searched"
         return Infeasible(f"{message}, {most_of_all}; ask for less, or plan for more devices")
-    return Infeasible(f"{message}, and none has more than {most:.6g}; ask for less, or {deadline.advice}")
+    return Infeasible(
+        f"{message}, and none has more than {most:.6g}; ask for less, or {setting.deadline.advice}",
+        is_proven=fastest.certificate.lower_bound_ns > setting.limit_ns,
+    )
 
 
 def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -> Grouping:

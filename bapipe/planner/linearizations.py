@@ -83,8 +83,11 @@ def solve_over_linearizations(
             solutions.append(_in_profile_order(solve(in_order, share), profiles))
         except BapipeError as error:  # nothing fits, or constraints allow no cut along this order
             failure = _more_telling(failure, error)
+            # Its order may still have the fastest plan.
             if isinstance(error, OutOfTime):
-                bounds_ns.append(error.lower_bound_ns)  # its order may still have the fastest plan
+                bounds_ns.append(error.lower_bound_ns)
+            elif isinstance(error, Infeasible) and not error.is_proven:
+                bounds_ns.append(0)
     if not solutions:
         assert failure is not None
         raise failure if graph is None else _along(failure, len(orders))
@@ -102,8 +105,8 @@ def _more_telling(one: BapipeError | None, other: BapipeError) -> BapipeError:
     """Returns of the errors along two orders the one to raise: that nothing was found, before constraints or sizes."""
     if one is None or (isinstance(other, Infeasible | OutOfTime) and not isinstance(one, Infeasible | OutOfTime)):
         return other
-    if isinstance(one, Infeasible) and isinstance(other, OutOfTime):
-        return other  # which proves nothing
+    if isinstance(one, Infeasible) and one.is_proven and isinstance(other, Infeasible | OutOfTime):
+        return other  # which may prove nothing
     return one
 
 

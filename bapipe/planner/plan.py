@@ -20,7 +20,7 @@ from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import Grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import add_baselines, solve_step_time
+from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
 from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Rival, Solution, make_plan
@@ -234,7 +234,8 @@ def _solve_step_time(request: SearchRequest) -> Solution:
     from bapipe.planner.linearizations import solve_over_linearizations
 
     orders_for = request.orders_for or (options,)
-    return solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
+    found = solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
+    return with_step_bound(found, request)
 
 
 def _solve_throughput(request: SearchRequest) -> Solution:

@@ -96,7 +96,7 @@ def _with_searched_order(solution: Solution, request: SearchRequest) -> Solution
         may_move=not options.constraints,
         deadline=request.deadline,
     )
-    return _with_step_bound(improved, request)
+    return with_step_bound(improved, request)
 
 
 def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:
@@ -139,10 +139,10 @@ def _with_slower(best: Solution, name: str, other: Solution) -> tuple[Alternativ
 
 def solve_partition(request: SearchRequest) -> Solution:
     """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
-    return _with_step_bound(_solve_partition(request), request)
+    return with_step_bound(_solve_partition(request), request)
 
 
-def _with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
+def with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
     """Returns a solution whose bound is at least the one that needs no search."""
     bound_ns = max(solution.lower_bound_ns, request.step_bound_ns)
     return replace(solution, lower_bound_ns=min(bound_ns, solution.prediction.step_ns))

@@ -16,6 +16,16 @@ ORDERS_OF_STAGES = "every order of F, B, I and W for these stages"
 """What the space of a searched order begins with: it is about the stages and micro-batches of one plan."""
 
 
+MOST_AT_CUTS = "of stages that fit with the most bytes that any kind of device has at their cuts"
+IF_ALL_LATER = "of stages that fit if all later devices have stages, too"
+"""Which plans a space leaves out although they fit: their stages are counted with more bytes than they may need."""
+
+
+def counts_more_bytes(certificate: Certificate) -> bool:
+    """Returns whether plans are left out that need less than they are counted with."""
+    return any(words in certificate.space for words in (MOST_AT_CUTS, IF_ALL_LATER))
+
+
 def is_of_stages(certificate: Certificate) -> bool:
     """Returns whether the space, or a part of it, is about the stages of one plan."""
     return ORDERS_OF_STAGES in certificate.space
@@ -179,7 +189,7 @@ def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
 def _partitions(space: PartitionSpace) -> str:
     sizes = ", ".join(map(str, space.microbatch_sizes))
     constraints = f"; where {'; '.join(space.constraints)}" if space.constraints else ""
-    cuts = "; of stages that fit with the most bytes that any kind of device has at their cuts"
+    cuts = f"; {MOST_AT_CUTS}"
     return (
         f"every cut of {space.num_layers} layers, in the profile's order, into "
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
@@ -208,7 +218,7 @@ def _throughput(space: ThroughputSpace) -> str:
         else f"all cuts, at {space.num_downsets} downsets,"
     )
     counts = "any number" if space.has_all_device_counts else "1, 2, 4, 8 and so on"
-    held = "; of stages that fit if all later devices have stages, too" if space.counts_later else ""
+    held = f"; {IF_ALL_LATER}" if space.counts_later else ""
     return (
         f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
         f"layers; {counts} of {space.num_devices} devices for a stage, next to one another in the cluster's order"

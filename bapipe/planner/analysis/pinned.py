@@ -51,19 +51,16 @@ def certify_pinned(
     check_inputs(profiles, plan.cluster, options)
     # The bound is that of the whole space, so the gap is the most that planning could gain.
     best: tuple[Alternative, ...] = ()
+    request = SearchRequest(
+        profiles=profiles, cluster=plan.cluster.sequential, options=options, deadline=deadline, progress=progress
+    )
     try:
-        found = solve_partition(
-            SearchRequest(
-                profiles=profiles,
-                cluster=plan.cluster.sequential,
-                options=options,
-                deadline=deadline,
-                progress=progress,
-            )
-        )
+        found = solve_partition(request)
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
         space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
+    except Infeasible:  # nor does any plan of the space fit
+        space, bound_ns = line_space(profiles, plan.cluster, options), request.step_bound_ns
     judged = msgspec.structs.replace(
         plan,
         objective=msgspec.UNSET,  # the bound is of steps

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 import msgspec
 
+from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -77,7 +78,10 @@ def _more_memory(
         changed = replace(options, memory_limit_bytes=limit)
         deadline.check()
         request = SearchRequest(profiles=profiles, cluster=cluster, options=changed, deadline=deadline)
-        found_ns = solve_partition(request).prediction.step_ns
+        try:
+            found_ns = solve_partition(request).prediction.step_ns
+        except Infeasible:  # along the profile's order, which the plan need not have
+            return plan.prediction.step_ns
         # A gain that is possible without more memory is not an effect of memory.
         return plan.prediction.step_ns if found_ns >= min(known) else found_ns
 

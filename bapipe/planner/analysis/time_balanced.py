@@ -52,7 +52,9 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadlin
         best = extended
     (_, cuts) = best[len(layers)]
     stages = tuple(
-        msgspec.structs.replace(stage, layers=tuple(layer.name for layer in layers[start:stop]))
+        msgspec.structs.replace(
+            stage, layers=tuple(layer.name for layer in layers[start:stop]), recompute_layers=msgspec.UNSET
+        )
         for stage, (start, stop) in zip(plan.stages, pairwise(cuts), strict=True)
     )
     return msgspec.structs.replace(plan, stages=stages)

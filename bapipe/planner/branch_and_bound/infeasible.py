@@ -16,7 +16,7 @@ from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import disagree_at_cuts
-from bapipe.planner.validation import named_schedules
+from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.printable import and_others
 from bapipe.schedules import LOOPED
 
@@ -156,7 +156,7 @@ def infeasible_error(
     problem, layout, shortfall = closest
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.placements)
-    has_unlike_cuts = disagree_at_cuts(profiles, cluster, [problem.microbatch_size])
+    has_unlike_cuts = disagree_at_cuts(profiles, cluster, microbatch_sizes(profiles, cluster, options))
     most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
     # What devices with several stages hold together is known of whole plans only, and not all of those were tried.
     is_looped = any(name in LOOPED for name in named_schedules(options))
@@ -167,7 +167,7 @@ def infeasible_error(
         f"{problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
         f"{_advice(profiles, cluster, options, shortfall, deadline)}",
-        is_proven=not tried and not is_looped,
+        is_proven=not tried and not is_looped and not has_unlike_cuts,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bapipe.errors import BapipeError
+from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, device_classes
@@ -45,7 +45,8 @@ def search_space(
     """Returns the search space of some options.
 
     Raises:
-        BapipeError: constraints that cannot be met, or a number of stages that is impossible.
+        BapipeError: constraints that name what is not there.
+        ConstraintsUnmet: a number of stages that is impossible.
         OutOfTime: the deadline passed before.
     """
     check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
@@ -53,7 +54,7 @@ def search_space(
     space = build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
     if not any(problem.roots for problem in space.problems):
         asked = "any number of" if options.num_stages is None else options.num_stages
-        raise BapipeError(
+        raise ConstraintsUnmet(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {_num_layers(profiles)} layers and "
             f"{', '.join(named_schedules(options))} allow {', '.join(map(str, space.stage_counts)) or 'none'}"
             f"{f' where {options.in_words}' if options.constraints else ''}"
