@@ -13,11 +13,11 @@ import pytest
 import bapipe
 from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import MemoryLimit, ReachedGoal
+from bapipe.formats.certificate import MemoryLimit, ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.plan import Plan, with_certificate
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.goal import Goal
@@ -26,6 +26,7 @@ from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.repeat_block import block_layers, repeat_block
+from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS
 from bapipe.planner.sub_clusters import sub_clusters
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
@@ -322,6 +323,90 @@ def test_a_named_schedule_that_does_not_fit_proves_nothing_about_other_orders() 
     with pytest.raises(Infeasible, match="under 1f1b, whose stages `search` begins with, no plan fits") as caught:
         bapipe.plan(profile, plan.cluster, replace(options, memory_limit_bytes=needed))
     assert not caught.value.is_proven
+
+
+@pytest.mark.parametrize("words", ["", MOST_AT_CUTS, IF_ALL_LATER])
+@pytest.mark.parametrize("schedules", [("1f1b",), ("1f1b", SEARCH)])
+def test_a_bound_that_leaves_plans_out_refutes_nothing(schedules: tuple[str, ...], words: str) -> None:
+    plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
+    certificate = msgspec.structs.replace(plan.certificate, space=f"{plan.certificate.space}; {words}")
+    found = with_certificate(plan, certificate)
+    setting = _Setting(
+        profiles=(chain([1, 2]),),
+        cluster=devices(2),
+        options=PlanOptions(minibatch_size=4, schedules=schedules),
+        search=lambda *_: found,
+        deadline=UNLIMITED,
+        progress=lambda *_: None,
+        limit_ns=certificate.lower_bound_ns - 1,
+    )
+    assert setting.ask() == Answer(is_refuted=not words and SEARCH not in schedules)
+
+
+def test_kinds_that_disagree_about_a_cut_prove_no_least_memory() -> None:
+    """Stages are counted with the most bytes of any kind; the simulator counts those of the sender's."""
+    heavy = msgspec.structs.replace(chain([1, 1], output_bytes=1000, param_bytes=100), device=kind("b"))
+    profiles = {"a": chain([1, 1], output_bytes=100, param_bytes=100), "b": heavy}
+    cluster = devices(2, memory_bytes=10**6)
+    cluster = msgspec.structs.replace(
+        cluster, devices=(cluster.devices[0], msgspec.structs.replace(cluster.devices[1], kind="b"))
+    )
+    options = PlanOptions(minibatch_size=2, schedules=("1f1b",), replicas=False, recompute=False, num_stages=2)
+    plan = bapipe.plan(tuple(profiles.values()), cluster, replace(options, goal=Goal(least="memory")))
+    peaks = [
+        peak_bytes(bapipe.make(profiles, cluster, minibatch_size=2, microbatch_size=1, cuts=[1], devices=list(ranks)))
+        for ranks in (("d0", "d1"), ("d1", "d0"))
+    ]
+    assert plan.certificate.goal is not msgspec.UNSET
+    assert plan.certificate.goal.bound <= min(peaks)
+    with pytest.raises(Infeasible) as caught:
+        bapipe.plan(tuple(profiles.values()), cluster, replace(options, memory_limit_bytes=min(peaks) - 1))
+    assert not caught.value.is_proven
+
+
+def kind(name: str) -> DeviceKind:
+    return msgspec.structs.replace(chain([1]).device, kind=name)
+
+
+def test_stages_of_looped_schedules_do_not_halve_those_of_others() -> None:
+    options = PlanOptions(minibatch_size=4, schedules=("1f1b", "zb-v"), num_stages=3, goal=Goal(least="devices"))
+    plan = bapipe.plan(chain([1] * 8), devices(3), options)
+    assert plan.certificate.goal is not msgspec.UNSET
+    assert (plan.certificate.goal.value, plan.certificate.goal.bound) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "factor", "is_proven"),
+    [(("1f1b",), 2.0, True), (("1f1b", SEARCH), 2.0, False)],
+)
+def test_a_throughput_out_of_reach_is_refused_with_what_is_proven(
+    schedules: tuple[str, ...], factor: float, is_proven: bool
+) -> None:
+    options = PlanOptions(minibatch_size=4, schedules=schedules, search_effort=0.1, replicas=False)
+    fastest = bapipe.plan(chain([1, 2]), devices(2), options)
+    goal = Goal(least="memory", min_throughput=factor * fastest.prediction.samples_per_s)
+    with pytest.raises(Infeasible) as caught:
+        bapipe.plan(chain([1, 2]), devices(2), replace(options, goal=goal))
+    assert caught.value.is_proven == is_proven
+    assert ("proven to be the most" in str(caught.value)) == is_proven
+
+
+def test_an_unproven_bound_below_the_throughput_asked_for_refutes_nothing() -> None:
+    plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4)
+    step_ns = plan.prediction.step_ns
+    unproven = with_certificate(plan, certify(step_ns, step_ns // 2, plan.certificate.space))
+    for ns, is_proven in ((step_ns * 3 // 4, False), (step_ns // 4, True)):
+        goal = Goal(least="memory", min_throughput=4e9 / ns)
+        with pytest.raises(Infeasible, match="none has more than") as caught:
+            reach_goal(
+                (chain([1, 2]),),
+                devices(2),
+                PlanOptions(minibatch_size=4),
+                goal,
+                search=lambda *_: unproven,
+                deadline=Deadline(None),
+            )
+        assert caught.value.is_proven == is_proven
 
 
 def test_constraints_that_fewer_devices_cannot_keep_refute_those() -> None:

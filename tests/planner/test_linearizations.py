@@ -21,6 +21,7 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.lightest_cuts import lightest_cuts
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import evaluate_pinned, explain
 from bapipe.planner.plan_step import plan_step_time, solve_step_time
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Solution
@@ -114,6 +115,34 @@ def test_an_order_that_was_not_searched_for_lack_of_time_leaves_the_plan_without
     found = solve_over_linearizations({"a": towers()}, cluster, [options], solve)
     assert solved[0].lower_bound_ns == solved[0].prediction.step_ns
     assert found.lower_bound_ns == 7
+
+
+@pytest.mark.parametrize(("is_proven", "is_optimal"), [(True, True), (False, False)])
+def test_an_order_along_which_no_plan_was_found_proves_nothing_unless_none_fits(
+    is_proven: bool, is_optimal: bool
+) -> None:
+    options, cluster = PlanOptions(minibatch_size=8, replicas=False), devices(2, memory_bytes=10**6)
+    solved: list[Solution] = []
+
+    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+        if solved:
+            raise Infeasible("nothing found", is_proven=is_proven)
+        solved.append(solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options)))
+        return solved[0]
+
+    found = solve_over_linearizations({"a": towers()}, cluster, [options], solve)
+    assert (found.lower_bound_ns == found.prediction.step_ns) == is_optimal
+
+
+def test_a_plan_that_fits_along_one_order_only_is_pinned_and_explained() -> None:
+    profile = heavy_towers(Random(1))
+    least = bapipe.plan(profile, devices(2, memory_bytes=10**6), minibatch_size=2, goal=Goal(least="memory"))
+    options = PlanOptions(minibatch_size=2, memory_limit_bytes=least.prediction.peak_bytes)
+    with pytest.raises(Infeasible):
+        plan_step_time({"a": profile}, least.cluster, options)
+    pinned = evaluate_pinned(least, {"a": profile}, options)
+    assert 0 < pinned.certificate.lower_bound_ns <= pinned.prediction.step_ns
+    assert explain(least, {"a": profile}, options)
 
 
 def test_more_orders_never_give_a_slower_plan() -> None:

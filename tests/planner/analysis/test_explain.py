@@ -94,6 +94,16 @@ def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:
     assert [len(stage.layers) for stage in balanced.stages] == [1, 4]
 
 
+def test_balanced_cuts_leave_no_stage_with_the_recomputed_layers_of_another() -> None:
+    plan, profiles = planned([4, 1, 1, 1, 1], 2, replicas=False, schedules=("1f1b",))
+    first, second = plan.stages
+    names = tuple(layer.name for layer in profiles["a"].layers)
+    some = replace(first, layers=names[:4], recompute=True, recompute_layers=names[1:3])
+    balanced = time_balanced_plan(replace(plan, stages=(some, replace(second, layers=names[4:]))), profiles)
+    assert balanced is not None
+    assert balanced.stages[0].recomputed == names[:1]
+
+
 def test_several_stages_per_device_have_no_balanced_plan_to_compare_with() -> None:
     plan, profiles = planned([1, 1, 1, 1], 2, schedules=("interleaved-1f1b",))
     assert time_balanced_plan(plan, profiles) is None
