@@ -316,9 +316,8 @@ def _too_slow(goal: Goal, fastest: Plan, setting: _Setting) -> Infeasible:
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
-    if (
-        SEARCH in setting.options.schedules
-    ):  # the bound may be of the stages of one plan, or of the named schedules only
+    # The bound may be of the stages of one plan, or of the named schedules only.
+    if SEARCH in setting.options.schedules:
         return Infeasible(f"{message}; ask for less, or plan for more devices", is_proven=False)
     if fastest.certificate.proven_optimal:
         most_of_all = "which is proven to be the most of the plans searched"

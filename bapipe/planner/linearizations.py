@@ -151,7 +151,7 @@ def _along(failure: BapipeError, num_orders: int) -> BapipeError:
     if not isinstance(failure, Infeasible):
         return failure
     along = "the profile's order" if num_orders == 1 else f"each of {num_orders} orders"
-    return Infeasible(f"along {along} of the layers, of more, {failure}", is_proven=failure.is_proven)
+    return Infeasible(f"along {along} of the layers (there are more) {failure}", is_proven=failure.is_proven)
 
 
 def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
