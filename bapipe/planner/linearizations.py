@@ -69,9 +69,8 @@ def solve_over_linearizations(
     orders = [tuple(range(len(first.layers)))]
     if graph is not None:
         with suppress(OutOfTime):
-            for options in chosen_for:
-                for order in _promising(graph, first, cluster, options, deadline):
-                    orders.append(order)
+            for order in _promising(graph, first, cluster, chosen_for, deadline):
+                orders.append(order)
     orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
     bounds_ns: list[int] = []
@@ -164,7 +163,11 @@ def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
 
 
 def _promising(
-    graph: ContractedGraph, profile: ModelProfile, cluster: Cluster, options: PlanOptions, deadline: Deadline
+    graph: ContractedGraph,
+    profile: ModelProfile,
+    cluster: Cluster,
+    chosen_for: Sequence[PlanOptions],
+    deadline: Deadline,
 ) -> Iterator[tuple[int, ...]]:
     """Yields linearizations, as layer numbers, with much less load or memory than along the profile's order.
 
@@ -181,6 +184,8 @@ def _promising(
     chain = graph.boundaries(prefixes(topological_order(graph.graph)))
     every = graph.boundaries(node_sets)
     num_devices = len(cluster.devices)
+    limits = dict.fromkeys(max(options.limits(cluster)) for options in chosen_for)
+    may_recompute = any(options.recompute for options in chosen_for)
 
     def paths(num_stages: int, memory_bytes: int) -> tuple[StagePath | None, StagePath | None]:
         deadline.check()
@@ -192,13 +197,13 @@ def _promising(
 
     for num_stages in sorted({2, (num_devices + 1) // 2, num_devices} - {0, 1}):
         unlimited = paths(num_stages, NO_LIMIT)
-        limited = paths(num_stages, max(options.limits(cluster)))
-        for on_chain, best in (unlimited, limited):
+        limited = [paths(num_stages, limit) for limit in limits]
+        for on_chain, best in (unlimited, *limited):
             if best is not None and (on_chain is None or best.load < MAX_RATIO * on_chain.load):
                 yield _order(every, best.boundaries, profile)
-        if limited == unlimited:
+        if all(within == unlimited for within in limited):
             continue
-        for recompute in (False, True)[: 1 + options.recompute]:
+        for recompute in (False, True)[: 1 + may_recompute]:
             along_chain, lightest = (
                 lightest_cuts(boundaries, profile, num_stages, recompute=recompute, deadline=deadline)
                 for boundaries in (chain, every)
