@@ -126,17 +126,31 @@ def _search(
     num_processes: int,
 ) -> None:
     """Searches every so many-th chain; SIGTERM ends it with the points that are done."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # between two chains it waits for the next one
     signal.signal(signal.SIGTERM, _interrupt_once)
 
-    def send_whole(message: object) -> None:
-        with blocked(signal.SIGTERM):
-            send(message)
+    def point_done() -> None:
+        with blocked(signal.SIGTERM):  # not in the middle of a message
+            send(_PointDone())
 
     for number in range(index, len(chains), num_processes):
-        plans = _plan_chain(profiles, chains[number], exact, lambda: send_whole(_PointDone()))
-        send_whole(_ChainDone(number, plans))
+        plans = _plan_chain_until_sigterm(profiles, chains[number], exact, point_done)
+        send(_ChainDone(number, plans))
         if None in plans:
             return
+
+
+def _plan_chain_until_sigterm(
+    profiles: Mapping[str, ModelProfile], chain: Chain, exact: bool, tick: Callable[[], None]
+) -> Plans:
+    """Returns the plans of a chain while SIGTERM, which the caller has blocked, is let through."""
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        plans = _plan_chain(profiles, chain, exact, tick)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    except KeyboardInterrupt:  # right before the search, or right after it
+        return [None] * len(chain)
+    return plans
 
 
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
@@ -198,7 +212,8 @@ def _search_rest(profiles: Mapping[str, ModelProfile], chain: Chain, found: Plan
     try:
         for number, point in enumerate(chain):
             if found[number] is None:
-                found[number] = _searched_in_full(profiles, point, tick)
+                found[number] = _searched_in_full(profiles, point)
+                tick()
     except KeyboardInterrupt:
         return
 
@@ -214,12 +229,8 @@ def _path(profiles: Mapping[str, ModelProfile], point: nearby.Point) -> Path:
     return cached_plan_path(tuple(profiles.values()), point.cluster, point.options, **limits)
 
 
-def _searched_in_full(
-    profiles: Mapping[str, ModelProfile], point: nearby.Point, tick: Callable[[], None]
-) -> Plan | str:
+def _searched_in_full(profiles: Mapping[str, ModelProfile], point: nearby.Point) -> Plan | str:
     try:
-        found: Plan | str = plan_cached(tuple(profiles.values()), point.cluster, point.options)
+        return plan_cached(tuple(profiles.values()), point.cluster, point.options)
     except BapipeError as error:
-        found = str(error)
-    tick()
-    return found
+        return str(error)

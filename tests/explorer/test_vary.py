@@ -21,6 +21,7 @@ from bapipe.formats.cache import cache_folder
 from bapipe.planner import nearby
 from bapipe.planner.nearby import Point
 from bapipe.planner.options import PlanOptions
+from bapipe.processes import blocked
 from bapipe.report import worth_words
 from tests.builders import chain, devices
 from tests.random_profiles import random_profile
@@ -131,6 +132,33 @@ def test_ctrl_c_keeps_what_processes_have_done(monkeypatch: pytest.MonkeyPatch) 
     assert len(plans) == len(points)
     assert sum(plan is not None for (plan,) in plans) >= 2
     assert num_done >= 3
+
+
+@pytest.mark.parametrize(
+    ("after", "are_found"),
+    [(sweep_processes._PointDone, [[True, False]]), (sweep_processes._ChainDone, [[True, True], [False, False]])],
+)
+def test_a_process_of_a_sweep_that_is_to_end_sends_what_it_has(after: type, are_found: list[list[bool]]) -> None:
+    sent: list[object] = []
+
+    def send(message: object) -> None:
+        sent.append(message)
+        if isinstance(message, after):
+            signal.raise_signal(signal.SIGTERM)
+
+    chains = [
+        [Point(cluster=devices(num), options=PlanOptions(minibatch_size=4, schedules=["1f1b"])) for num in (1, 2)]
+        for _ in range(3)
+    ]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with blocked(signal.SIGTERM):
+            sweep_processes._search(0, send, {"a": random_profile(Random(3), 8)}, chains, True, 1)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    ended = [message for message in sent if isinstance(message, sweep_processes._ChainDone)]
+    assert [message.number for message in ended] == list(range(len(ended)))
+    assert [[plan is not None for plan in message.plans] for message in ended] == are_found
 
 
 def test_a_point_where_nothing_fits_says_so() -> None:
