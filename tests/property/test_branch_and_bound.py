@@ -17,6 +17,8 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
+from bapipe.planner.branch_and_bound.intervals import INF
+from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
@@ -99,25 +101,38 @@ def test_branch_and_bound_is_exact_if_devices_have_two_stages(schedule: str) -> 
     assert seen > 10
 
 
-def prefixes_of(problem: Problem, layout: Layout) -> Iterator[int]:
-    """The bounds of all prefixes of a layout, up to one that does not fit."""
-    bounds = problem.lower_bound
-    boundaries = [problem.cuts.index(cut) for cut in layout.cuts]
-    num_positions = next(
-        start.num_positions for start in problem.roots if layout.placements[0] in start.first_placements
-    )
-    for bound_ns, prefix in bounds.roots(layout.placements[:1], num_positions):
-        yield bound_ns
-        for end, placement in zip(boundaries[1:], (*layout.placements[1:], None), strict=True):
-            number = prefix.placements[-1].successors.index(placement) if placement else -1
-            for child_bound_ns, child_end, child_number in zip(*bounds.children(prefix), strict=True):
-                if (child_end, child_number) == (end, number) and child_bound_ns < 2**60:
-                    yield int(child_bound_ns)
-                    break
-            else:
-                return
-            prefix = bounds.extend(prefix, end, number)
-            assert prefix.bound_ns <= child_bound_ns
+class Prefixes:
+    """The bounds of all prefixes of the layouts of a problem, each of which is extended once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._children: dict[tuple[int, ...], dict[tuple[int, int], int]] = {}
+        self._extended: dict[tuple[int, ...], PartialPlan] = {}
+
+    def bounds_of(self, layout: Layout) -> Iterator[int]:
+        """The bounds of all prefixes of a layout, up to one that does not fit."""
+        bounds = self._problem.lower_bound
+        boundaries = [self._problem.cuts.index(cut) for cut in layout.cuts]
+        num_positions = next(
+            start.num_positions for start in self._problem.roots if layout.placements[0] in start.first_placements
+        )
+        for bound_ns, root in bounds.roots(layout.placements[:1], num_positions):
+            yield bound_ns
+            prefix, path = root, (id(layout.placements[0]),)
+            for end, placement in zip(boundaries[1:], (*layout.placements[1:], None), strict=True):
+                number = prefix.placements[-1].successors.index(placement) if placement else -1
+                if path not in self._children:
+                    bounds_ns, ends, numbers = (found.tolist() for found in bounds.children(prefix))
+                    self._children[path] = dict(zip(zip(ends, numbers, strict=True), bounds_ns, strict=True))
+                child_bound_ns = self._children[path].get((end, number), INF)
+                if child_bound_ns >= INF:
+                    return
+                yield child_bound_ns
+                path = (*path, end, number)
+                if path not in self._extended:
+                    self._extended[path] = bounds.extend(prefix, end, number)
+                    assert self._extended[path].bound_ns <= child_bound_ns
+                prefix = self._extended[path]
 
 
 def test_bounds_hold_if_stages_recompute_and_the_host_is_slower_than_the_device() -> None:
@@ -133,11 +148,12 @@ def test_bounds_hold_if_stages_recompute_and_the_host_is_slower_than_the_device(
             minibatch_size=4, schedules=("1f1b", "zb-h1"), memory_limit_bytes=random.randrange(150, 400)
         )
         for problem in build_space({"a": profile}, cluster, options, sizes=[1]).problems:
+            prefixes = Prefixes(problem)
             for layout in layouts(problem):
                 if any(layout.recompute) and all(lack <= 0 for lack in problem.shortfall_bytes(layout).values()):
                     num_recomputing += 1
                     step_ns = problem.step_ns(layout)
-                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), seed
+                    assert all(bound_ns <= step_ns for bound_ns in prefixes.bounds_of(layout)), seed
     assert num_recomputing > 10
 
 
@@ -150,11 +166,12 @@ def test_bounds_never_exceed_the_simulated_step(schedule: str) -> None:
     def check(problems: tuple[Problem, ...]) -> None:
         nonlocal num_checked
         for problem in problems:
+            prefixes = Prefixes(problem)
             for layout in layouts(problem):
                 if all(lack <= 0 for lack in problem.shortfall_bytes(layout).values()):
                     step_ns = problem.simulate(layout).step_ns
                     assert problem.step_ns(layout) == step_ns
-                    assert all(bound_ns <= step_ns for bound_ns in prefixes_of(problem, layout)), layout.cuts
+                    assert all(bound_ns <= step_ns for bound_ns in prefixes.bounds_of(layout)), layout.cuts
                     num_checked += 1
 
     check()
