@@ -11,11 +11,15 @@ stages each, one slot from rank to rank:
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bapipe.schedules.table import Action, Phase, Schedule, is_ready
 
 PERIOD = 6
 """Slots from one micro-batch to the next: F, I and W of a rank's two stages."""
+
+MAX_KEPT = 50_000
+"""Ranks times micro-batches of tables that are kept: each has 300,000 actions then, in 40 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +51,15 @@ def v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
     """Returns the schedule that repeats the block for all micro-batches, then fills its start and its end.
 
     Rank r has the stages r and 2p-1-r. No rank keeps more stashes in flight than the repeated block's fullest rank.
-    O(n p) for n actions.
+    O(n p) for n actions. The last tables are kept, unless they are very large.
     """
+    is_small = num_ranks * num_microbatches <= MAX_KEPT
+    make = _v_shaped if is_small else _v_shaped.__wrapped__
+    return make(num_ranks, num_microbatches, block)
+
+
+@lru_cache(maxsize=3)
+def _v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
     last = 2 * num_ranks - 1
     planned = [_repeat(rank, last - rank, num_microbatches, block.slots(rank, num_ranks)) for rank in range(num_ranks)]
     limit = max(_max_in_flight(actions) for actions in planned)

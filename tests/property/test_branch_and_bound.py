@@ -118,21 +118,21 @@ class Prefixes:
         )
         for bound_ns, root in bounds.roots(layout.placements[:1], num_positions):
             yield bound_ns
-            prefix, path = root, (id(layout.placements[0]),)
+            prefix, path = root, [id(layout.placements[0])]
             for end, placement in zip(boundaries[1:], (*layout.placements[1:], None), strict=True):
                 number = prefix.placements[-1].successors.index(placement) if placement else -1
-                if path not in self._children:
+                if tuple(path) not in self._children:
                     bounds_ns, ends, numbers = (found.tolist() for found in bounds.children(prefix))
-                    self._children[path] = dict(zip(zip(ends, numbers, strict=True), bounds_ns, strict=True))
-                child_bound_ns = self._children[path].get((end, number), INF)
+                    self._children[tuple(path)] = dict(zip(zip(ends, numbers, strict=True), bounds_ns, strict=True))
+                child_bound_ns = self._children[tuple(path)].get((end, number), INF)
                 if child_bound_ns >= INF:
                     return
                 yield child_bound_ns
-                path = (*path, end, number)
-                if path not in self._extended:
-                    self._extended[path] = bounds.extend(prefix, end, number)
-                    assert self._extended[path].bound_ns <= child_bound_ns
-                prefix = self._extended[path]
+                path += end, number
+                if tuple(path) not in self._extended:
+                    self._extended[tuple(path)] = bounds.extend(prefix, end, number)
+                    assert self._extended[tuple(path)].bound_ns <= child_bound_ns
+                prefix = self._extended[tuple(path)]
 
 
 def test_bounds_hold_if_stages_recompute_and_the_host_is_slower_than_the_device() -> None:

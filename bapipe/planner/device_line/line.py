@@ -19,6 +19,7 @@ from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.planner.searched_space import SearchedSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL, SCHEDULES
@@ -184,10 +185,11 @@ class DeviceLine:
         """Returns a plan as a solution, without alternatives."""
         plan = timed.plan
         assert timed.line is self
-        order, _ = self._order(plan)
+        order, compiled = self._order(plan)
         stages = self._stages(plan, order.devices, timed.recompute)
         table = permute_ranks(order, self.ranks, len(self.ranks))
-        prediction = simulate_columns(table, stages, self._given).prediction(self.options.minibatch_size)
+        compiled = permute_compiled(compiled, self.ranks, len(self.ranks))
+        prediction = simulate_columns(table, stages, self._given, compiled).prediction(self.options.minibatch_size)
         return Solution(
             profiles=self.profiles,
             cluster=self._given,

@@ -12,7 +12,7 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.stage_times import StageTable, StageTimes
@@ -65,6 +65,8 @@ class Pipeline:
         for channel, (_, _, stage, is_forward) in enumerate(self._compiled.channels):
             self._channels_after[stage if is_forward else stage - 1].append(channel)
         self._path = LongestPath(self._compiled, self._queues())
+        self._fastest_ns = INF
+        self._fastest: tuple[Cuts, Layout] | None = None
 
     def _make_stages(self) -> list[StageTimes]:
         """The times of each stage; equal ones are shared."""
@@ -258,4 +260,15 @@ class Pipeline:
         if not fits[0]:
             return None
         layout = self.problem.layout(cuts, self.placements)
-        return self.problem.step_ns(layout) if self.problem.fits(layout) else None
+        if not self.problem.fits(layout):
+            return None
+        step_ns = self.problem.step_ns(layout)
+        if step_ns < self._fastest_ns:
+            self._fastest_ns, self._fastest = step_ns, (cuts, layout)
+        return step_ns
+
+    def layout(self, cuts: Cuts) -> Layout:
+        """Returns the layout with these cuts; that of the fastest ones is known, without what it takes to choose it."""
+        if self._fastest is not None and self._fastest[0] == cuts:
+            return self._fastest[1]
+        return self.problem.layout(cuts, self.placements)

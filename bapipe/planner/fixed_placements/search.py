@@ -345,7 +345,7 @@ class _Search:
         assert best.game is not None
         return SearchResult(
             problem=best.problem,
-            layout=best.problem.layout(best.best, best.game.pipeline.placements),
+            layout=best.game.pipeline.layout(best.best),
             step_ns=best.best_ns,
             lower_bound_ns=min(best.best_ns, self.bound_ns),
         )

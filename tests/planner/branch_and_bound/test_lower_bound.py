@@ -23,7 +23,7 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     ZIGZAG,
 )
 from bapipe.planner.options import PlanOptions
-from tests.property.test_branch_and_bound import prefixes_of, random_pipeline
+from tests.property.test_branch_and_bound import Prefixes, random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
 ONE_STAGE = ("1f1b", "1f1b+1", "eager-1f1b", "2f2b", "zb-h1", "gpipe")
@@ -112,7 +112,7 @@ def random_plans(name: str) -> Iterator[tuple[int, Problem, Layout]]:
 
 def check_bounds(seed: int, problem: Problem, layout: Layout) -> None:
     """Every prefix of the plan has a bound, and none exceeds the simulated step."""
-    bounds_ns, step_ns = list(prefixes_of(problem, layout)), problem.simulate(layout).step_ns
+    bounds_ns, step_ns = list(Prefixes(problem).bounds_of(layout)), problem.simulate(layout).step_ns
     case = f"seed {seed}: {problem.schedule}, cuts {layout.cuts}, bounds {bounds_ns}, step {step_ns}"
     assert len(bounds_ns) == len(layout.placements) + 1, case
     assert max(bounds_ns) <= step_ns, case
@@ -167,8 +167,8 @@ def test_bounds_by_sync_class_never_exceed_the_simulator() -> None:
 def test_bound_is_needed(name: str) -> None:
     needed = plans = 0
     for seed, problem, layout in random_plans(name):
-        with_all = list(prefixes_of(with_bounds(problem, BOUND_NAMES), layout))
-        without = list(prefixes_of(with_bounds(problem, BOUND_NAMES - {name}), layout))
+        with_all = list(Prefixes(with_bounds(problem, BOUND_NAMES)).bounds_of(layout))
+        without = list(Prefixes(with_bounds(problem, BOUND_NAMES - {name})).bounds_of(layout))
         assert all(a >= b for a, b in zip(with_all, without, strict=True)), (seed, name, with_all, without)
         needed += with_all != without
         plans += 1
