@@ -4,6 +4,7 @@ BapipeError
   + InvalidFile      a file with missing or wrong contents
   + InvalidSchedule  an order of actions that cannot run
   + Infeasible       no plan fits the memory of the devices (exit code 3)
+  + ConstraintsUnmet no plan keeps the constraints
   + InvalidModel     a model that cannot be built, traced or cut, or is not the one a plan was made for
       + LayerFailed  a layer's own code, or its backward, raised an error while a stage ran
   + RunFailed        a rank died or hung

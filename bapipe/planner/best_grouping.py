@@ -8,6 +8,7 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping
+from bapipe.planner.no_plan import bounds_without_plan, error_of_all
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import GroupingsSpace
 from bapipe.planner.solution import Rival, Solution, sort_alternatives
@@ -72,17 +73,14 @@ def best_grouping(
             found = solve(grouping, share, rival)
         except (Infeasible, OutOfTime) as error:
             refused.append(error)
-            if isinstance(error, OutOfTime):
-                bounds_ns.append(error.lower_bound_ns)
-            elif not error.is_proven:
-                bounds_ns.append(0)  # it may have the fastest plan
+            bounds_ns += bounds_without_plan(error)
             continue
         solutions[grouping.name] = found
         bounds_ns.append(found.lower_bound_ns)
         if rival is None or found.objective_ns < rival.objective_ns:
             rival = Rival(objective_ns=found.objective_ns, lower_bound_ns=min(bounds_ns))
     if not solutions:
-        raise next((error for error in refused if not _is_proof(error)), refused[0])
+        raise error_of_all(refused)
     names = [grouping.name for grouping in possible]
     solutions = {name: solutions[name] for name in names if name in solutions}
     best = min(solutions.values(), key=lambda solution: solution.objective_ns)
@@ -95,10 +93,6 @@ def best_grouping(
         space=GroupingsSpace(names=tuple(names), of_best=best.space),
         alternatives=sort_alternatives((*best.alternatives, *others)),
     )
-
-
-def _is_proof(error: Infeasible | OutOfTime) -> bool:
-    return isinstance(error, Infeasible) and error.is_proven
 
 
 def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:

@@ -17,6 +17,7 @@ from bapipe.planner.throughput.loads import Boundaries
 from bapipe.simulator.interval_costs import IntArray, IntervalCosts, cut_bytes
 
 MORE_THAN_ANY = 1 << 62
+"""Bytes: no stage needs so many."""
 
 
 class LightestCuts(NamedTuple):

@@ -22,7 +22,8 @@ from bapipe.graph.layer_graph import of_layers, topological_order
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
-from bapipe.planner.lightest_cuts import lightest_cuts
+from bapipe.planner.lightest_cuts import MORE_THAN_ANY, lightest_cuts
+from bapipe.planner.no_plan import bounds_without_plan, error_of_all
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace
 from bapipe.planner.solution import Solution
@@ -39,9 +40,6 @@ MAX_DOWNSETS = 1000
 
 MAX_RATIO = 0.995
 """A linearization is searched if its largest load or memory, relative to that of the profile's order, is below this."""
-
-NO_LIMIT = 1 << 62
-"""More bytes than any stage needs."""
 
 Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
 """Searches along the order of the layers in some profiles until a deadline."""
@@ -74,21 +72,17 @@ def solve_over_linearizations(
     orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
     bounds_ns: list[int] = []
-    failure: BapipeError | None = None
+    failures: list[BapipeError] = []
     for number, order in enumerate(orders):
         share = deadline.share(len(orders) - number) if deadline.is_given else deadline
         in_order = {kind: with_layer_order(profile, order) for kind, profile in profiles.items()}
         try:
             solutions.append(_in_profile_order(solve(in_order, share), profiles))
         except BapipeError as error:  # nothing fits, or constraints allow no cut along this order
-            failure = _more_telling(failure, error)
-            # Its order may still have the fastest plan.
-            if isinstance(error, OutOfTime):
-                bounds_ns.append(error.lower_bound_ns)
-            elif isinstance(error, Infeasible) and not error.is_proven:
-                bounds_ns.append(0)
+            failures.append(error)
+            bounds_ns += bounds_without_plan(error)
     if not solutions:
-        assert failure is not None
+        failure = error_of_all(failures)
         raise failure if graph is None else _along(failure, len(orders))
     best = min(solutions, key=lambda solution: solution.prediction.step_ns)
     if len(orders) == 1:
@@ -98,15 +92,6 @@ def solve_over_linearizations(
     bound_ns = min(best.prediction.step_ns, *bounds_ns)
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(best, lower_bound_ns=bound_ns, space=space)
-
-
-def _more_telling(one: BapipeError | None, other: BapipeError) -> BapipeError:
-    """Returns of the errors along two orders the one to raise: that nothing was found, before constraints or sizes."""
-    if one is None or (isinstance(other, Infeasible | OutOfTime) and not isinstance(one, Infeasible | OutOfTime)):
-        return other
-    if isinstance(one, Infeasible) and one.is_proven and isinstance(other, Infeasible | OutOfTime):
-        return other  # which may prove nothing
-    return one
 
 
 def _bound_ns(solution: Solution, best: Solution) -> int:
@@ -196,7 +181,7 @@ def _promising(
         return on_chain, best
 
     for num_stages in sorted({2, (num_devices + 1) // 2, num_devices} - {0, 1}):
-        unlimited = paths(num_stages, NO_LIMIT)
+        unlimited = paths(num_stages, MORE_THAN_ANY)
         limited = [paths(num_stages, limit) for limit in limits]
         for on_chain, best in (unlimited, *limited):
             if best is not None and (on_chain is None or best.load < MAX_RATIO * on_chain.load):
