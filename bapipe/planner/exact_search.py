@@ -13,7 +13,6 @@ from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.device_line.line import DeviceLine
-from bapipe.planner.device_line.search import MIN_DEVICES
 from bapipe.planner.layout_search import search_layouts
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import disagree_at_cuts, partition_space
@@ -33,11 +32,12 @@ UNLIMITED_NODES = 10**12
 INTERVALS_PER_S = 10_000_000
 """No search is begun if the time that is left allows for fewer than this many intervals a second."""
 
-TABLES_PER_KIND, BYTES_PER_TIME = 5, 8
-"""Times that are tabulated for each interval of layers, on each kind and speed of devices."""
+BYTES_PER_SIZE, BYTES_PER_KIND = 300, 80
+"""What tables take for each interval of layers, as measured: for each micro-batch size, and for each kind and speed of
+devices."""
 
-MAX_TABLE_BYTES = 2**31
-"""Of the times of all intervals on all kinds and speeds of many devices, at all micro-batch sizes."""
+MAX_TABLE_BYTES = 2**32
+"""Of these tables: with one size and devices alike 4,750 layers."""
 
 
 def find_best_layout(request: SearchRequest) -> tuple[PartitionSpace, SearchResult]:
@@ -68,16 +68,16 @@ def _check_table_size(request: SearchRequest) -> None:
     """Raises OutOfTime if the tables of all intervals of layers need too much memory, or more time than is left."""
     num_boundaries = len(DeviceLine(request.profiles, request.cluster, request.options).cuts)
     num_intervals = num_boundaries * (num_boundaries - 1) // 2
-    devices = request.cluster.devices
-    unlike = {(device.kind, device.speed) for device in devices}
-    # Of many devices that differ, only: one of each kind and speed has tables of its own.
-    if len(unlike) > 1 and len(devices) >= MIN_DEVICES:
-        num_tables = TABLES_PER_KIND * len(unlike) * len(request.microbatch_sizes)
-        if num_tables * num_intervals * BYTES_PER_TIME > MAX_TABLE_BYTES:
-            raise OutOfTime("the search of so many layers on so many unlike devices needs too much memory")
+    unlike = {(device.kind, device.speed) for device in request.cluster.devices}
+    num_bytes = num_intervals * (BYTES_PER_SIZE * len(request.microbatch_sizes) + BYTES_PER_KIND * len(unlike))
+    if num_bytes > MAX_TABLE_BYTES:
+        raise OutOfTime(
+            f"the tables of a full search would take {num_bytes / 1e9:,.0f} GB, more than {MAX_TABLE_BYTES / 1e9:.1f}: "
+            "profile larger layers, as whole blocks with `leaf_modules`"
+        )
     remaining_s = request.deadline.remaining_s
     if remaining_s is not None and num_intervals > INTERVALS_PER_S * remaining_s:
-        raise OutOfTime("the time left is too short for a table of all intervals of so many layers")
+        raise OutOfTime(f"the time left is too short for the tables of a full search: {request.deadline.advice}")
 
 
 def space_of_problems(

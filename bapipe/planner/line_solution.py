@@ -119,24 +119,22 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     )
 
 
-def naive_solution(request: SearchRequest, bound_ns: int) -> Solution:
-    """Returns the best of the naive plans, for when the deadline has passed before a search has found any plan.
+def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
+    """Returns the best of the naive plans, for when a search has ended before it found any plan, or was not begun.
 
     Args:
-        bound_ns: a lower bound on all plans that the search has reached.
+        error: with which it ended.
 
     Raises:
         OutOfTime: none of those tried fits.
     """
-    bound_ns = max(bound_ns, request.step_bound_ns)
+    bound_ns = max(error.lower_bound_ns, request.step_bound_ns)
     line = DeviceLine(request.profiles, request.cluster, request.options)
     best = best_naive(line, request.schedules, request.microbatch_sizes, request.deadline)
     if best is None:
         raise OutOfTime(
-            "the search ended before a plan was found that fits, and none of the naive plans tried fits; that does "
-            f"not prove that there is none: {request.deadline.advice}",
-            bound_ns,
-        )
+            f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
+        ) from None
     return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))
 
 

@@ -169,7 +169,7 @@ def _solve_partition(request: SearchRequest) -> Solution:
     try:
         space, result = find_best_layout(request)
     except OutOfTime as error:
-        return naive_solution(request, error.lower_bound_ns)
+        return naive_solution(request, error)
     solution = solution_of(request.profiles, result, request.options.minibatch_size, space)
     if result.lower_bound_ns == result.step_ns:
         return solution
