@@ -46,7 +46,15 @@ class Infeasible(BapipeError):
 
 
 class ConstraintsUnmet(BapipeError):
-    """No plan keeps the constraints, or has the number of stages asked for, whatever its memory."""
+    """No plan keeps the constraints, or has the number of stages asked for, whatever its memory.
+
+    Attributes:
+        is_proven: false where that was found along some orders of the layers, and there are more.
+    """
+
+    def __init__(self, message: str, *, is_proven: bool = True) -> None:
+        super().__init__(message)
+        self.is_proven = is_proven
 
 
 class InvalidModel(BapipeError):

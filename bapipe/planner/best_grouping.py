@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping
@@ -63,7 +63,7 @@ def best_grouping(
         OutOfTime: the deadline passed before any plan was found that fits.
     """
     solutions: dict[str, Solution] = {}
-    refused: list[Infeasible | OutOfTime] = []
+    refused: list[BapipeError] = []
     bounds_ns: list[int] = []
     rival: Rival | None = None
     for number, grouping in enumerate(order or possible):
@@ -71,7 +71,7 @@ def best_grouping(
         share = deadline if num_left == 1 else deadline.share(2 if number == 0 else num_left)
         try:
             found = solve(grouping, share, rival)
-        except (Infeasible, OutOfTime) as error:
+        except (Infeasible, ConstraintsUnmet, OutOfTime) as error:
             refused.append(error)
             bounds_ns += bounds_without_plan(error)
             continue

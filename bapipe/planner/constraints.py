@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
@@ -75,7 +75,8 @@ class Constraints:
             legal: whether the profile allows each cut. [layers + 1]
 
         Raises:
-            BapipeError: a layer is unknown, or no allowed cut separates two layers that must be in different stages.
+            BapipeError: a layer is unknown.
+            ConstraintsUnmet: no allowed cut separates two layers that must be in different stages.
         """
         self.check_layers(profile)
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
@@ -87,7 +88,7 @@ class Constraints:
         for a, b in self.separate:
             low, high = sorted((index[a], index[b]))
             if not any(low < cut <= high for cut in cuts):
-                raise BapipeError(
+                raise ConstraintsUnmet(
                     f"the constraint '{a} without {b}' contradicts the others: no cut is allowed between these layers "
                     "(layers that share parameters stay together too); drop one of them"
                 )
@@ -176,18 +177,18 @@ def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluste
 
 
 def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int]) -> None:
-    """Raises BapipeError if layers that no cut separates have no device in common that may run them."""
+    """Raises ConstraintsUnmet if layers that no cut separates have no device in common that may run them."""
     devices_of_group: dict[int, tuple[str, set[str]]] = {}
     for name, devices in rules.on:
         group = sum(cut <= names.index(name) for cut in cuts)
         other, common = devices_of_group.get(group, (name, set(devices)))
         if not common & set(devices):
             if other == name:
-                raise BapipeError(
+                raise ConstraintsUnmet(
                     f"the constraints contradict one another: no device is allowed by all those on '{name}'; "
                     "drop one of them"
                 )
-            raise BapipeError(
+            raise ConstraintsUnmet(
                 f"the constraints contradict one another: '{other}' and '{name}' must share a stage, and no device is "
                 "allowed for both; drop one of them"
             )

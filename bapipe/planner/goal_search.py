@@ -87,10 +87,8 @@ class _Setting:
 
         try:
             plan = self.search(self.profiles, self.cluster, self.options, share, end_when_fast_enough)
-        except Infeasible as error:
+        except (Infeasible, ConstraintsUnmet) as error:
             return Answer(is_refuted=error.is_proven)
-        except ConstraintsUnmet:
-            return Answer(is_refuted=True)
         except OutOfTime as error:
             return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
         if plan.prediction.objective_ns <= self.limit_ns:
@@ -107,7 +105,7 @@ class _Setting:
             return known
         try:
             found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress)
-        except (Infeasible, OutOfTime):
+        except (Infeasible, ConstraintsUnmet, OutOfTime):
             return known
         return found if found.prediction.objective_ns <= known.prediction.objective_ns else known
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import msgspec
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
@@ -132,10 +132,13 @@ def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) 
 
 def _along(failure: BapipeError, num_orders: int) -> BapipeError:
     """Returns the error, and along which orders of the layers no plan was found."""
-    if not isinstance(failure, Infeasible):
+    if not isinstance(failure, Infeasible | ConstraintsUnmet):
         return failure
     along = "the profile's order" if num_orders == 1 else f"each of {num_orders} orders"
-    return Infeasible(f"along {along} of the layers (there are more) {failure}", is_proven=failure.is_proven)
+    message = f"along {along} of the layers (there are more) {failure}"
+    if isinstance(failure, Infeasible):
+        return Infeasible(message, is_proven=failure.is_proven)
+    return ConstraintsUnmet(message, is_proven=False)
 
 
 def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bapipe.errors import BapipeError, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.planner.deadline import OutOfTime
 
 
@@ -10,7 +10,7 @@ def bounds_without_plan(error: BapipeError) -> tuple[int, ...]:
     """Returns the lower bound that remains of a part; none if it is proven to have no plan."""
     if isinstance(error, OutOfTime):
         return (error.lower_bound_ns,)
-    if isinstance(error, Infeasible) and not error.is_proven:
+    if isinstance(error, Infeasible | ConstraintsUnmet) and not error.is_proven:
         return (0,)  # it may have the fastest plan of all
     return ()
 

@@ -196,12 +196,15 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
     recompute = f"Recomputed to fit: stage{numbers}. " if recomputed else ""
     limit = f", {limits[fullest]:,} bytes" if options.memory.in_words else ""
     usage = f"{recompute}{fullest} is the fullest device, with {shares[fullest]:.0%} of its limit{limit}"
-    unlimited_ns = next((effect.step_ns for effect in effects if effect.resource == UNLIMITED_MEMORY), None)
-    if unlimited_ns is None:
+    unlimited = next((effect for effect in effects if effect.resource == UNLIMITED_MEMORY), None)
+    if unlimited is None:
         return f"Memory fine-tuning: not known; no time was left to plan with more memory. {usage}."
-    if unlimited_ns >= plan.prediction.step_ns:
+    if unlimited.step_ns >= unlimited.without_ns:
         return f"Memory fine-tuning: not needed; no plan found is faster with more memory. {usage}."
-    return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ns / 1e6:,.1f} ms. {usage}."
+    best = f", {unlimited.without_ns / 1e6:,.1f} ms with this memory and the best plan"
+    best = best if unlimited.without_ns < plan.prediction.step_ns else ""
+    unlimited_ms = f"{unlimited.step_ns / 1e6:,.1f} ms"
+    return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ms}{best}. {usage}."
 
 
 def _data_parallelism(plan: Plan) -> str:
@@ -218,20 +221,13 @@ def _data_parallelism(plan: Plan) -> str:
 
 
 def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
-    now_ns = plan.prediction.step_ns
     saved = [
-        f"{effect.resource} {1 - effect.step_ns / now_ns:.1%}{' with another plan' if effect.is_replanned else ''}"
+        f"{effect.resource} {1 - effect.ratio:.1%}{' with another plan' if effect.is_replanned else ''}"
         for effect in effects
-        if effect.resource != UNLIMITED_MEMORY
-        and effect.step_ns < now_ns
-        and effect.step_ns <= now_ns * (1 - MIN_TIME_SHARE_NAMED)
+        if effect.resource != UNLIMITED_MEMORY and effect.ratio < 1 and effect.ratio <= 1 - MIN_TIME_SHARE_NAMED
     ]
     # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
-    delaying = [
-        effect.resource
-        for effect in effects
-        if effect.step_ns > now_ns and effect.step_ns >= now_ns * (1 + MIN_TIME_SHARE_NAMED)
-    ]
+    delaying = [effect.resource for effect in effects if effect.ratio > 1 and effect.ratio >= 1 + MIN_TIME_SHARE_NAMED]
     num_tried = sum(not effect.is_replanned for effect in effects)
     num_all = len(changes_of_resources(plan))
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)

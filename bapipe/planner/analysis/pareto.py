@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -66,11 +66,13 @@ def pareto(
     check_inputs(profiles, cluster, options)
     found = [] if known is None else [_point(known, len(known.used_devices))]
     limit = max(options.limits(cluster))
+    # A known plan may have another order of the layers, which alone keeps the constraints.
+    ending = (OutOfTime,) if known is None else (OutOfTime, ConstraintsUnmet)
     for _ in range(MAX_ROUNDS):
         # The limits have the margin in them already, so it must not be taken of them again.
         given = replace(options, memory_limit_bytes=limit_that_leaves(limit, options.memory_margin))
         best: list[ParetoPoint] = []
-        with suppress(OutOfTime):
+        with suppress(*ending):
             searched = search_space(profiles, cluster, given, deadline)
             problems, all_counts = searched.problems, space_of_problems(searched, profiles, cluster, given)
             for count in sorted({root.num_devices for problem in problems for root in problem.roots}):

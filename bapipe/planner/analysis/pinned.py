@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from bapipe.errors import Infeasible
+from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
@@ -59,7 +59,7 @@ def certify_pinned(
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
         space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
-    except Infeasible:  # nor does any plan of the space fit
+    except (Infeasible, ConstraintsUnmet):  # no plan of the space fits, or keeps the constraints
         space, bound_ns = line_space(profiles, plan.cluster, options), request.step_bound_ns
     judged = msgspec.structs.replace(
         plan,

@@ -8,7 +8,8 @@ from itertools import takewhile
 
 import msgspec
 
-from bapipe.errors import Infeasible
+from bapipe.errors import ConstraintsUnmet, Infeasible
+from bapipe.formats.certificate import outside_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -33,12 +34,19 @@ class Effect:
     """The step time of a plan with 10 % more of one resource.
 
     Attributes:
-        is_replanned: whether the time is that of the best plan for the changed cluster, not of the same plan.
+        without_ns: its step time without.
+        is_replanned: whether the times are those of the best plans found, not of the same plan.
     """
 
     resource: str
     step_ns: int
+    without_ns: int
     is_replanned: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """The step time, relative to that without."""
+        return self.step_ns / max(self.without_ns, 1)
 
 
 def sensitivity(
@@ -50,25 +58,25 @@ def sensitivity(
     not use more. Effects for which the deadline leaves no time are left out.
     """
     effects = [
-        Effect(resource=name, step_ns=simulate(msgspec.structs.replace(plan, cluster=changed()), profiles).step_ns)
+        Effect(
+            resource=name,
+            step_ns=simulate(msgspec.structs.replace(plan, cluster=changed()), profiles).step_ns,
+            without_ns=plan.prediction.step_ns,
+        )
         for name, changed in takewhile(lambda _: not deadline.is_over, changes_of_resources(plan).items())
     ]
     with suppress(OutOfTime):
         effects += _more_memory(plan, profiles, options, deadline)
-    return tuple(sorted(effects, key=lambda effect: (effect.step_ns, effect.resource)))
+    return tuple(sorted(effects, key=lambda effect: (effect.ratio, effect.resource)))
 
 
 def _more_memory(
     plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> list[Effect]:
-    """Returns the effects of more memory, without gains that planning again would give with unchanged memory.
+    """Returns the effects of more memory on the best plan: a hand-made one may not be the best for its own memory."""
 
-    A hand-made plan may not be the best one for its own memory: only steps shorter than every known one count.
-    """
-    # Step times of plans with unchanged memory: the plan itself, and for a pinned plan the best plan found.
-    known = [plan.prediction.step_ns, *(other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)]
-
-    def planned_ns(memory_bytes: Sequence[int], limit: int | None) -> int:
+    def planned_ns(memory_bytes: Sequence[int], limit: int | None, known_ns: int) -> int:
+        """The step of the best plan under a limit, if it is shorter than a known one."""
         devices = tuple(
             msgspec.structs.replace(device, memory_bytes=num_bytes)
             for device, num_bytes in zip(plan.cluster.devices, memory_bytes, strict=True)
@@ -79,22 +87,32 @@ def _more_memory(
         deadline.check()
         request = SearchRequest(profiles=profiles, cluster=cluster, options=changed, deadline=deadline)
         try:
-            found_ns = solve_partition(request).prediction.step_ns
-        except Infeasible:  # along the profile's order, which the plan need not have
-            return plan.prediction.step_ns
-        # A gain that is possible without more memory is not an effect of memory.
-        return plan.prediction.step_ns if found_ns >= min(known) else found_ns
+            return min(known_ns, solve_partition(request).prediction.step_ns)
+        except (Infeasible, ConstraintsUnmet):  # along the profile's order, which the plan need not have
+            return known_ns
 
     memory_bytes = [device.memory_bytes for device in plan.cluster.devices]
     limit = options.memory_limit_bytes
-    all_ns = more_ns = planned_ns([UNLIMITED_BYTES] * len(memory_bytes), None)
+    others_ns = (other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)
+    without_ns = min((plan.prediction.step_ns, *others_ns))
+    all_ns = planned_ns([UNLIMITED_BYTES] * len(memory_bytes), None, without_ns)
+    if all_ns < without_ns and not _is_best(plan):
+        without_ns = planned_ns(memory_bytes, limit, without_ns)
+        all_ns = min(all_ns, without_ns)
+    more_ns = without_ns
     # If unlimited memory does not help, 10 % more does not either.
-    if all_ns < plan.prediction.step_ns:
-        more_ns = planned_ns(list(map(_tenth_more, memory_bytes)), None if limit is None else _tenth_more(limit))
+    if all_ns < without_ns:
+        more_limit = None if limit is None else _tenth_more(limit)
+        more_ns = planned_ns(list(map(_tenth_more, memory_bytes)), more_limit, without_ns)
     return [
-        Effect(resource=UNLIMITED_MEMORY, step_ns=all_ns, is_replanned=True),
-        Effect(resource=MEMORY, step_ns=more_ns, is_replanned=True),
+        Effect(resource=UNLIMITED_MEMORY, step_ns=all_ns, without_ns=without_ns, is_replanned=True),
+        Effect(resource=MEMORY, step_ns=more_ns, without_ns=without_ns, is_replanned=True),
     ]
+
+
+def _is_best(plan: Plan) -> bool:
+    """Whether no plan is faster with the same memory."""
+    return plan.certificate.proven_optimal and outside_of(plan.certificate) is None
 
 
 def changes_of_resources(plan: Plan) -> dict[str, Callable[[], Cluster]]:
