@@ -136,7 +136,8 @@ def reach_goal(
         BapipeError: as the search for the shortest step; and options that do not go with the goal.
     """
     if goal.least == "devices":
-        cluster = _only_grouping(profiles, cluster, options).cluster
+        grouping = _only_grouping(profiles, cluster, options)
+        profiles, cluster, options = grouping.profiles, grouping.cluster, replace(options, group=None)
     if goal.largest is not None:
         for profile in listed(profiles):
             repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
@@ -198,10 +199,18 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     def ask(num_bytes: int) -> Answer:
         return within(num_bytes).ask()
 
-    peak = fastest.prediction.peak_bytes
-    best, value, bound = first_with_plan(
-        range(peak + 1), fastest, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
-    )
+    def ask_for_any(num_bytes: int) -> Answer:
+        return replace(within(num_bytes), limit_ns=ANY_NS).ask()
+
+    def least(known: Plan, ask: Callable[[int], Answer]) -> tuple[Plan, int, int]:
+        peak = known.prediction.peak_bytes
+        return first_with_plan(
+            range(peak + 1), known, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
+        )
+
+    best, value, bound = least(fastest, ask)
+    if setting.limit_ns < ANY_NS and not _is_monotone(setting):  # then it is known what any plan needs, however slow
+        _, _, bound = least(best, ask_for_any)
     best = within(value).fastest(best)
     # Alternatives, and the bound if it is of the same space, are of the devices' own memory, not only of what the plan
     # was searched in.
@@ -213,6 +222,18 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
         bound_ns = min(best_ns, proven.lower_bound_ns)
         best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
     return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
+
+
+def _is_monotone(setting: _Setting) -> bool:
+    """Returns whether no plan is faster under less memory, where more stages recompute.
+
+    Where actions and transfers wait for one another in the order in which they become ready, a step may get shorter
+    because one of them takes longer (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
+    """
+    if not setting.options.recompute:
+        return True
+    is_looped = any(name in LOOPED for name in named_schedules(setting.options))
+    return not is_looped and all(device.overlaps_transfers for device in setting.cluster.devices)
 
 
 def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
@@ -334,9 +355,10 @@ def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -
     """
     possible = groupings(profiles, cluster, options.group)
     if len(possible) > 1:
+        has_groups = any(device.num_members > 1 for each in possible for device in each.cluster.devices)
         raise BapipeError(
-            f"`least` devices counts devices of one size, and the profiles are of {len(possible)} sizes: give one "
-            "profile of each kind, or `group`"
+            f"`least` devices counts devices of one size, and the profiles are of {len(possible)} "
+            f"({'; '.join(each.name for each in possible)}): give one profile of each kind{', or `group`' * has_groups}"
         )
     for text in options.constraints:
         if " on " in text:

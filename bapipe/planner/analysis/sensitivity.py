@@ -45,8 +45,8 @@ class Effect:
 
     @property
     def ratio(self) -> float:
-        """The step time, relative to that without."""
-        return self.step_ns / max(self.without_ns, 1)
+        """The step time, relative to that without; 1 if there is none."""
+        return self.step_ns / self.without_ns if self.without_ns else 1.0
 
 
 def sensitivity(

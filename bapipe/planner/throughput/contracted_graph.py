@@ -25,6 +25,11 @@ class ContractedGraph:
     layers_of_node: Sequence[Sequence[int]]
     num_layers: int
 
+    @property
+    def has_merged_layers(self) -> bool:
+        """Whether some layers share parameters."""
+        return len(self.layers_of_node) < self.num_layers
+
     def boundaries(self, node_sets: Sequence[int], deadline: Deadline = UNLIMITED) -> Boundaries:
         """Returns the boundaries at some downsets, given as bit sets of nodes."""
         return Boundaries(node_sets, self.layers_of_node, self.num_layers, deadline)

@@ -87,7 +87,7 @@ def explore_throughput(
 
     The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage (of many that
     differ: a power of two, or any number for all layers), every micro-batch size given. Layers that share parameters
-    stay together. The order is 1F1B with enough micro-batches in flight to keep every device busy.
+    stay together, with all between them. The order is 1F1B with enough micro-batches in flight to keep devices busy.
 
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
@@ -122,7 +122,16 @@ def explore_throughput(
     solutions = [search.solve(size, report.of(size), deadline) for size in microbatch_sizes]
     near = None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours)
     # The best plan of the searches is improved apart from the naive ones, whose cuts say nothing of where others are.
-    found = _best_solution(_feasible(search, coarse, solutions, near, deadline, is_needed=first is None))
+    try:
+        found = _best_solution(_feasible(search, coarse, solutions, near, deadline, is_needed=first is None))
+    except Infeasible as error:
+        if not graph.has_merged_layers:
+            raise
+        raise Infeasible(
+            f"{error}. Layers that share parameters stay in one stage here, with all between them: the step as "
+            "`objective` may separate them",
+            is_proven=False,
+        ) from None
     bounds_ns = [solution.bound_ns for solution in solutions]
     if found is not None and near is not None and max_neighbours and not deadline.is_over:
         large = LargeGraph(
@@ -136,7 +145,7 @@ def explore_throughput(
     best = _best_solution([solution for solution in (found, first) if solution is not None])
     assert best is not None  # or `_feasible` would have raised
     bound_ns = min(best.load_ns, max(work_ns, floor(min(one_stage_ns, *bounds_ns))))
-    space = _searched_space(search, microbatch_sizes, max_downsets)
+    space = _searched_space(search, graph, microbatch_sizes, max_downsets)
     return solution_of(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
 
 
@@ -263,7 +272,9 @@ def _local_optimum(
     return solution
 
 
-def _searched_space(search: LoadSearch, microbatch_sizes: Sequence[int], max_downsets: int) -> ThroughputSpace:
+def _searched_space(
+    search: LoadSearch, graph: ContractedGraph, microbatch_sizes: Sequence[int], max_downsets: int
+) -> ThroughputSpace:
     num_devices, homogeneous = len(search.cluster.devices), search.is_homogeneous
     return ThroughputSpace(
         num_layers=search.boundaries.num_layers,
@@ -273,6 +284,7 @@ def _searched_space(search: LoadSearch, microbatch_sizes: Sequence[int], max_dow
         has_all_device_counts=homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS,
         has_gaps=homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS,
         counts_later=not homogeneous,
+        keeps_tied=graph.has_merged_layers,
         microbatch_sizes=tuple(microbatch_sizes),
     )
 
