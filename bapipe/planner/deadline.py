@@ -21,6 +21,10 @@ class OutOfTime(BapipeError):
         self.lower_bound_ns = lower_bound_ns
 
 
+class NothingFoundError(BapipeError):
+    """A search has done its work without a plan that fits, and without a proof that there is none."""
+
+
 class Deadline:
     """A moment of a clock, or none; it can also be asked to be over at once, as Ctrl-C does.
 

@@ -10,7 +10,7 @@ from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasibl
 from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
 from bapipe.planner.constraints import check_constraints, parse_constraints
-from bapipe.planner.deadline import OutOfTime
+from bapipe.planner.deadline import NothingFoundError, OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.layout_search import search_layouts
@@ -44,7 +44,7 @@ def find_best_layout(request: SearchRequest) -> tuple[PartitionSpace, SearchResu
     """Returns the searched space, and the best layout of it.
 
     Raises:
-        Infeasible: nothing fits; the message names the closest plan and what each device lacks.
+        Infeasible: nothing fits, or was found that does; the message names the closest plan and what each device lacks.
         BapipeError: constraints that cannot be met, or sizes that do not divide.
         OutOfTime: the deadline passed before any layout was found that fits, or there is not enough time or memory to
             begin the search.
@@ -54,12 +54,16 @@ def find_best_layout(request: SearchRequest) -> tuple[PartitionSpace, SearchResu
     _check_table_size(request)
     space = search_space(profiles, cluster, options, deadline)
     max_nodes = UNLIMITED_NODES if deadline.is_given else MAX_NODES
-    result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=request.progress)
+    result, has_tried_all = None, True
+    try:
+        result = search_layouts(space.problems, max_nodes=max_nodes, deadline=deadline, progress=request.progress)
+    except NothingFoundError:
+        has_tried_all = False
     if result is None:
         closest = least_infeasible(space.problems, deadline)
         result = fitting_layout(closest)
         if result is None:
-            raise infeasible_error(profiles, cluster, options, closest, deadline)
+            raise infeasible_error(profiles, cluster, options, closest, deadline, has_tried_all=has_tried_all)
         result = replace(result, lower_bound_ns=min(result.step_ns, request.step_bound_ns))
     return space_of_problems(space, profiles, cluster, options), result
 

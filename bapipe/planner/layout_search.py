@@ -1,11 +1,12 @@
 """The fastest layout of problems of every kind: each is given to the search for its kind."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
@@ -44,6 +45,7 @@ def search_layouts(
 
     Raises:
         OutOfTime: the deadline passed before any layout was found that fits.
+        NothingFoundError: none was found, and it is not proven that there is none.
     """
     searches = _Searches(max_nodes=max_nodes, deadline=deadline, progress=progress)
     fixed = [problem for problem in problems if problem.roots and has_fixed_placements(problem)]
@@ -68,7 +70,8 @@ class _Searches:
         best: SearchResult | None = None
         is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
         if is_branched:
-            best = self._branch_and_bound(problems, None, MAX_PROOF_NODES)
+            with suppress(NothingFoundError):
+                best = self._branch_and_bound(problems, None, MAX_PROOF_NODES)
             if best is not None and best.is_exhausted:
                 return best
         share = self.deadline.share(2) if others else self.deadline
@@ -131,7 +134,8 @@ class _Searches:
             return None
         first: SearchResult | None = None
         if not is_long_chain(problems) and not all(has_fixed_placements(problem) for problem in problems):
-            first = self._branch_and_bound(problems, incumbent, MAX_PROOF_NODES)
+            with suppress(NothingFoundError):
+                first = self._branch_and_bound(problems, incumbent, MAX_PROOF_NODES)
             if first is not None and first.lower_bound_ns == first.step_ns:
                 return first
         found = search_cuts(

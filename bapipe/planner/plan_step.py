@@ -170,10 +170,24 @@ def _solve_partition(request: SearchRequest) -> Solution:
         space, result = find_best_layout(request)
     except OutOfTime as error:
         return naive_solution(request, error)
+    except Infeasible as error:
+        if error.is_proven:
+            raise
+        return _naive_after(error, request)
     solution = solution_of(request.profiles, result, request.options.minibatch_size, space)
     if result.lower_bound_ns == result.step_ns:
         return solution
     return no_slower_than_naive(solution, request)
+
+
+def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:
+    """Returns the best naive plan where a search has found none that fits, without a proof; else raises its error."""
+    from bapipe.planner.line_solution import naive_solution
+
+    try:
+        return naive_solution(request, OutOfTime("nothing was found"))
+    except OutOfTime:
+        raise error from None
 
 
 def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
@@ -188,7 +202,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
         space, result = find_best_layout(
             replace(request, cluster=ordered, progress=_without_worse(request.progress, first.solution))
         )
-    except OutOfTime:
+    except (OutOfTime, Infeasible):
         return first.solution
     if not has_any:
         space = replace(space, device_order=on_first_devices([first.order]))

@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
 from bapipe.planner.exact_search import solution_of, space_of_problems
 from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.searched_space import ParetoSpace
@@ -80,7 +80,9 @@ def pareto(
                 if progress:
                     progress(count, limit)
                 on_count = [problem.with_num_devices(count) for problem in problems]
-                answer = best_first(on_count, max_nodes=NODES_PER_POINT, deadline=deadline)
+                answer = None
+                with suppress(NothingFoundError):
+                    answer = best_first(on_count, max_nodes=NODES_PER_POINT, deadline=deadline)
                 if answer is not None:
                     space = ParetoSpace(num_devices=count, limit_bytes=limit, all_counts=all_counts)
                     best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))

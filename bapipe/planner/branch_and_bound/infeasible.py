@@ -146,10 +146,15 @@ def infeasible_error(
     options: PlanOptions,
     closest: Closest | None,
     deadline: Deadline = UNLIMITED,
+    *,
+    has_tried_all: bool = True,
 ) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 
     If constraints leave no plan at all, it is about these.
+
+    Args:
+        has_tried_all: whether a search has tried all plans.
     """
     if closest is None:
         return ConstraintsUnmet(_contradiction(profiles, cluster, options))
@@ -160,14 +165,15 @@ def infeasible_error(
     most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
     # What devices with several stages hold together is known of whole plans only, and not all of those were tried.
     is_looped = any(name in LOOPED for name in named_schedules(options))
-    tried, none_fits = _tried_devices(profiles, cluster, options), "was found that fits" if is_looped else "fits"
+    is_proof = has_tried_all and not is_looped
+    tried, none_fits = _tried_devices(profiles, cluster, options), "fits" if is_proof else "was found that fits"
     return Infeasible(
         f"no plan{tried} {none_fits} in memory{most}; the closest is "
         f"{problem.schedule} with {num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of "
         f"{problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
         f"{_advice(profiles, cluster, options, shortfall, deadline)}",
-        is_proven=not tried and not is_looped and not has_unlike_cuts,
+        is_proven=is_proof and not tried and not has_unlike_cuts,
     )
 
 

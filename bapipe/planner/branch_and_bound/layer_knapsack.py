@@ -252,7 +252,12 @@ def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Lab
         chosen = _maximal(saved)
     all_kept = len(chosen) <= max_labels
     if not all_kept:
-        chosen = np.sort(chosen[np.argsort(bounds_ns[order[chosen]], kind="stable")[:max_labels]])
+        chosen = np.union1d(
+            chosen[np.argsort(bounds_ns[order[chosen]], kind="stable")[: max_labels - max_labels // 4]],
+            chosen[
+                np.argsort(-saved[chosen].min(axis=1), kind="stable")[: max_labels // 4]
+            ],  # which may be needed to fit
+        )
     numbers = order[chosen]
     return _Labels(labels.total_ns[numbers], labels.saved[numbers], labels.numbers[numbers]), all_kept
 

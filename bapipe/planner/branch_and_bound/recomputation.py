@@ -74,10 +74,17 @@ class DeviceLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedLayers:
-    """The numbers of the layers that are recomputed, and whether no other choice takes less time."""
+    """A choice of layers.
+
+    Attributes:
+        layers: the numbers of those that are recomputed.
+        is_best: whether no other choice takes less time.
+        fits: false if none was found with which the stage fits, though there may be one.
+    """
 
     layers: frozenset[int]
     is_best: bool = True
+    fits: bool = True
 
 
 class RecomputationBound:
@@ -95,6 +102,8 @@ class RecomputationBound:
         forward = np.array([m.forward_ns for m in measured], dtype=np.float64)
         stash = np.array([m.stash_bytes for m in measured], dtype=np.float64)
         densities = np.unique(forward[stash > 0] / stash[stash > 0])
+        # Those at which all stashes together cost more than 64 bits hold are left out, in which sums would be wrong.
+        densities = densities[densities * (1 + stash.sum()) < float(INF >> 1)]
         chosen = np.unique(np.linspace(0, len(densities) - 1, min(NUM_MULTIPLIERS, len(densities))).astype(int))
         self._multipliers = [float(densities[i]) for i in chosen]
         # What layers that save more than the multiplier asks for give away at it. [multipliers][intervals]
@@ -182,7 +191,9 @@ class LayerChoice:
             elif whole_fits:
                 self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=is_best)
             else:
-                self._found[key] = None if best.is_best else RecomputedLayers(layers=frozenset(), is_best=False)
+                self._found[key] = (
+                    None if best.is_best else RecomputedLayers(layers=frozenset(), is_best=False, fits=False)
+                )
         return self._found[key]
 
     def best_together(

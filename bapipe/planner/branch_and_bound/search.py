@@ -21,7 +21,7 @@ from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.local_search import change_schedule, move_cut, move_device
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
 from bapipe.progress import SearchProgress
 
 DEFAULT_MAX_NODES = 20_000
@@ -56,6 +56,7 @@ def best_first(
 
     Raises:
         OutOfTime: the deadline passed before any layout was found that fits.
+        NothingFoundError: none was found with `max_nodes`, or of some not all choices of recomputed layers were tried.
     """
     search = _BestFirst(problems, progress, deadline)
     if incumbent is not None:
@@ -64,12 +65,14 @@ def best_first(
         while search.is_open and search.num_nodes < max_nodes:
             deadline.check()
             search.expand_best()
-        if search.is_open and search.incumbent is None:
+        if search.incumbent is None and not search.has_tried_all:
             search.begin_with_least_memory()
     except OutOfTime as error:
         if search.incumbent is None:
             error.lower_bound_ns = int(search.proven_bound_ns)
             raise
+    if search.incumbent is None and not search.has_tried_all:
+        raise NothingFoundError("no plan was found that fits in memory; there may be one")
     return search.result()
 
 
@@ -130,6 +133,11 @@ class _BestFirst:
     def is_open(self) -> bool:
         """Whether a node can still lead to a better layout."""
         return bool(self.queue) and self.lower_bound_ns < self.upper_bound_ns
+
+    @property
+    def has_tried_all(self) -> bool:
+        """Whether no other layout can be better, or fit."""
+        return not self.is_open and self._not_best_ns >= self.upper_bound_ns
 
     def is_within(self, gap: float) -> bool:
         """Returns whether the incumbent exceeds the bound proved by no more than a part of the bound."""
