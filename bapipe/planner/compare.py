@@ -96,6 +96,8 @@ def compare(
         TypeError: an unknown option.
     """
     options, profiles = options_from(PlanOptions, options, keywords), by_kind(profiles)
+    if options.goal is not None:
+        raise BapipeError("a comparison is of the fastest plans: leave `goal` out")
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles, cluster)
     searches = {name: replace(options, schedules=[name]) for name in options.schedules}

@@ -115,7 +115,8 @@ def profiles_of_copies(plan: Plan, profiles: tuple[ModelProfile, ...]) -> tuple[
 def _ends(profile: ModelProfile, block: str, layers: range) -> tuple[str, str]:
     """Returns the tensor that a block gives to later layers, and the one of the same size that it reads."""
     own = profile.layers[layers.start : layers.stop]
-    if any(layer.shares for layer in own):
+    names = {layer.name for layer in own}
+    if any(layer.shares and (layer.name in names or names & set(layer.shares)) for layer in profile.layers):
         raise BapipeError(f"`largest` '{block}': its layers share parameters with others; choose a block without those")
     made = {tensor for layer in own for tensor in layer.outputs}
     later = {tensor for layer in profile.layers[layers.stop :] for tensor in layer.inputs}

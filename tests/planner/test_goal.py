@@ -18,6 +18,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.settings import Settings
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.goal import Goal
@@ -278,6 +279,67 @@ def test_goals_that_mean_nothing_are_refused(make: Callable[[], object], message
     with pytest.raises(BapipeError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_a_block_that_others_share_parameters_with_is_refused_whoever_says_so() -> None:
+    profile = chain([1, 1, 1], param_bytes=10, output_bytes=10)
+    head = msgspec.structs.replace(profile.layers[2], shares=("l1",), shared_bytes=10)
+    profile = msgspec.structs.replace(profile, layers=(*profile.layers[:2], head))
+    with pytest.raises(BapipeError, match="its layers share parameters with others"):
+        repeat_block(profile, "l1", 2)
+
+
+def test_a_comparison_has_no_goal() -> None:
+    with pytest.raises(BapipeError, match="a comparison is of the fastest plans"):
+        bapipe.compare(chain([1, 2]), devices(2), minibatch_size=4, goal=Goal(least="devices"))
+
+
+def test_groups_are_counted_as_devices() -> None:
+    single = chain([1, 1, 1, 1], output_bytes=100)
+    device = msgspec.structs.replace(single.device, members=2, split="spatial")
+    grouped = msgspec.structs.replace(chain([1, 1, 1, 1], output_bytes=100), device=device)
+    threads = msgspec.structs.replace(single, settings=Settings(dtype="float32", optimizer="sgd", threads=2))
+    fewest = PlanOptions(minibatch_size=4, goal=Goal(least="devices", within=1.1))
+    for size, num in ((1, 2), (2, 1)):
+        best = bapipe.plan([single, grouped], devices(4), replace(fewest, group=size))
+        goal = best.certificate.goal
+        assert isinstance(goal, ReachedGoal)
+        assert goal.value == goal.bound == num
+        assert [each.num_members for each in best.cluster.devices] == [size] * num
+    with pytest.raises(BapipeError, match=r"give one profile of each kind, or `group`$"):
+        bapipe.plan([single, grouped], devices(4), fewest)
+    with pytest.raises(BapipeError, match=r"give one profile of each kind$"):
+        bapipe.plan([single, threads], devices(4), fewest)
+
+
+def test_a_limit_under_which_plans_are_slow_says_nothing_of_lower_ones_where_recomputation_may_save_time() -> None:
+    """Devices that do not overlap transfers: recomputing a stage changes which transfer occupies both devices first."""
+    rows = [(61, 83, 62, 3000), (54, 23, 78, 3000), (15, 35, 47, 500)]
+    profile = chain([1] * 3)
+    measured = tuple(
+        msgspec.structs.replace(
+            m, forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=stash, output_bytes=(400,)
+        )
+        for m, (f, i, w, stash) in zip(profile.at(1), rows, strict=True)
+    )
+    first = msgspec.structs.replace(profile.layers[0], param_bytes=100)
+    profile = msgspec.structs.replace(
+        profile,
+        layers=(first, *profile.layers[1:]),
+        measurements=(msgspec.structs.replace(profile.measurements[0], layers=measured),),
+    )
+    cluster = devices(2, bytes_per_s=10**11, latency_ns=20, overlaps=False)
+    fast = msgspec.structs.replace(cluster.devices[0], speed=1.5)
+    cluster = msgspec.structs.replace(cluster, devices=(fast, cluster.devices[1]))
+    options = PlanOptions(minibatch_size=6, schedules=("gpipe",), replicas=False)
+    fastest, tight = (bapipe.plan(profile, cluster, replace(options, memory_limit_bytes=n)) for n in (None, 20_600))
+    assert tight.prediction.step_ns < fastest.prediction.step_ns
+    best = bapipe.plan(profile, cluster, replace(options, goal=Goal(least="memory", within=0.05)))
+    goal = best.certificate.goal
+    assert isinstance(goal, ReachedGoal)
+    assert isinstance(goal.limit_ns, int)
+    assert tight.prediction.step_ns <= goal.limit_ns
+    assert 0 < goal.bound <= tight.prediction.peak_bytes
 
 
 def test_a_block_without_copies_is_refused_before_anything_is_searched() -> None:

@@ -18,6 +18,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput import search
 from bapipe.planner.throughput.load_search import is_homogeneous
@@ -26,6 +27,7 @@ from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, s
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage import Stage
 from bapipe.simulator.stage_cost import build_stages
+from tests import builders
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile, same_devices, with_host_times
 from tests.strategies import drawn, examples
@@ -306,6 +308,19 @@ def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypat
             continue
         found_later += 1
     assert found_later > 3
+
+
+def test_layers_that_share_parameters_stay_in_one_stage_as_certificates_and_errors_say() -> None:
+    profile = builders.chain([1, 2, 2, 1], param_bytes=100, output_bytes=10)
+    tied = replace(profile.layers[3], param_bytes=0, shares=("l0",), shared_bytes=100)
+    profile = replace(profile, layers=(replace(profile.layers[0], shares=("l3",)), *profile.layers[1:3], tied))
+    explore = partial(explore_throughput, {"a": profile}, builders.devices(2), minibatch_size=4, microbatch_sizes=[1])
+    plan = explore(limits=[10**9] * 2)
+    assert len(plan.stages) == 1
+    assert "of 4 layers, those that share parameters, and all between them, in one stage; " in in_words(plan.space)
+    with pytest.raises(Infeasible, match="Layers that share parameters stay in one stage here") as caught:
+        explore(limits=[500] * 2)
+    assert not caught.value.is_proven
 
 
 def test_missing_memory_is_named_if_nothing_fits() -> None:

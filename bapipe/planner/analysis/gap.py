@@ -7,6 +7,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.certificate import outside_of
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
@@ -57,6 +58,8 @@ def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
     num_choices = len(named_schedules(options)) * len(microbatch_sizes(profiles, plan.cluster, options))
     if num_choices == 1 or plan.schedule not in named_schedules(options):
         return f"{longer}."
+    if not of_layers(next(iter(profiles.values()))).has_single_order:
+        return f"{longer}."  # what is searched here is along the profile's order only
     alone = replace(options, schedules=(plan.schedule,), microbatch_size=plan.microbatch_size)
     if deadline.is_over:
         return (

@@ -1,21 +1,23 @@
 """A pinned plan keeps its stages, and gets the bound of the whole space."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from bapipe.errors import Infeasible
-from bapipe.formats.certificate import outside_of, searched_space
+from bapipe.errors import ConstraintsUnmet, Infeasible
+from bapipe.formats.certificate import ReachedGoal, outside_of, searched_space
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.pinned import BEST_FOUND, certify_pinned
 from bapipe.planner.edit import edit
+from bapipe.planner.goal import Goal
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import plan
+from bapipe.planner.plan import explain, pareto, plan
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.search import solve_throughput
@@ -137,6 +139,23 @@ def test_a_plan_along_another_order_of_the_layers_lies_outside() -> None:
     assert [stage.layers for stage in apart.stages] == [("a0", "a1"), ("b0", "b1", "join")]
     pinned = certify_pinned(apart, profiles, OPTIONS)
     assert outside_of(pinned.certificate) == ", which lies outside (its layers in another order)"
+
+
+def test_constraints_that_another_order_of_the_layers_keeps_are_no_error_beside_its_plan() -> None:
+    profile, cluster = towers(), devices(2, memory_bytes=10**6)
+    options = PlanOptions(minibatch_size=4, replicas=False, constraints=("a0 with a1", "a0 without b0"))
+    best = plan(profile, cluster, options)
+    assert [stage.layers for stage in best.stages] == [("a0", "a1"), ("b0", "b1", "join")]
+    pinned = certify_pinned(best, {"a": profile}, options)
+    assert pinned.certificate.lower_bound_ns <= pinned.prediction.step_ns
+    assert explain(best, {"a": profile}, options)
+    assert [point.plan for point in pareto({"a": profile}, cluster, options, known=best)] == [best]
+    goal = plan(profile, cluster, dataclasses.replace(options, goal=Goal(least="devices"))).certificate.goal
+    assert goal == ReachedGoal(quantity="devices", value=2, bound=2)
+    never = dataclasses.replace(options, constraints=("a0 with a1", "a0 without b0", "a0 without a1"))
+    with pytest.raises(ConstraintsUnmet, match=r"^along .* of the layers \(there are more\) the constraint ") as caught:
+        plan(profile, cluster, never)
+    assert not caught.value.is_proven
 
 
 def test_a_plan_for_throughput_is_pinned_with_a_bound_on_its_step() -> None:

@@ -2,7 +2,9 @@
 
 from msgspec.structs import replace
 
+from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.analysis.sensitivity import MEMORY, UNLIMITED_MEMORY, sensitivity
+from bapipe.planner.edit import edit
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
@@ -35,6 +37,19 @@ def test_more_memory_helps_only_a_plan_that_memory_limits() -> None:
         assert effects[UNLIMITED_MEMORY].step_ns == rich.prediction.step_ns
         assert effects[MEMORY].step_ns == rich.prediction.step_ns
         assert (effects[MEMORY].step_ns < plan.prediction.step_ns) is saves
+
+
+def test_more_memory_is_worth_nothing_where_a_better_plan_needs_no_more() -> None:
+    profile = chain([3, 1, 3, 1], param_bytes=1000, stash_bytes=1000)
+    best = plan_step_time({"a": profile}, devices(2), OPTIONS)
+    uneven = edit(best, profile, moves=["stage 0 +1 layers"])
+    pinned = certify_pinned(uneven, {"a": profile}, OPTIONS)
+    by_hand = replace(pinned, alternatives=())
+    for plan in (pinned, by_hand):
+        assert plan.prediction.step_ns > best.prediction.step_ns
+        effects = {effect.resource: effect for effect in sensitivity(plan, {"a": profile}, OPTIONS)}
+        for resource in (MEMORY, UNLIMITED_MEMORY):
+            assert effects[resource].without_ns == effects[resource].step_ns == best.prediction.step_ns
 
 
 def test_effects_are_sorted_by_the_step_time_they_give() -> None:
