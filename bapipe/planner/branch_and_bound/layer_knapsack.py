@@ -252,12 +252,10 @@ def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Lab
         chosen = _maximal(saved)
     all_kept = len(chosen) <= max_labels
     if not all_kept:
-        chosen = np.union1d(
-            chosen[np.argsort(bounds_ns[order[chosen]], kind="stable")[: max_labels - max_labels // 4]],
-            chosen[
-                np.argsort(-saved[chosen].min(axis=1), kind="stable")[: max_labels // 4]
-            ],  # which may be needed to fit
-        )
+        num_saving = max_labels // 4  # those that save most, as no others may fit in the end
+        by_bound = np.argsort(bounds_ns[order[chosen]], kind="stable")[: max_labels - num_saving]
+        by_saved = np.argsort(-saved[chosen].min(axis=1), kind="stable")[:num_saving]
+        chosen = chosen[np.union1d(by_bound, by_saved)]
     numbers = order[chosen]
     return _Labels(labels.total_ns[numbers], labels.saved[numbers], labels.numbers[numbers]), all_kept
 
