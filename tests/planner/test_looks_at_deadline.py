@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from bapipe.planner.branch_and_bound import local_search
 from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.placements import PlacementGraph
 from bapipe.planner.deadline import Deadline
@@ -33,8 +35,8 @@ class Looks:
         self._since, self.num = 0, self.num + 1
         return self.num
 
-    def count(self, owner: type, name: str) -> None:
-        """Counts the calls of a method from now on."""
+    def count(self, owner: type | ModuleType, name: str) -> None:
+        """Counts the calls of a method, or of a module's function, from now on."""
         method: Callable[..., Any] = getattr(owner, name)
 
         def counted(*args: Any, **keywords: Any) -> Any:
@@ -64,6 +66,19 @@ def test_sums_over_all_intervals_are_made_a_few_between_two_looks(monkeypatch: p
     options = PlanOptions(minibatch_size=8)
     plan(random_chain(40), devices(3), options, deadline=Deadline(400, clock=looks))
     assert 1 <= looks.most <= 20
+
+
+def test_neighbours_that_are_no_plans_are_gone_through_one_by_one_between_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With as many stages as devices no device can join another's stage."""
+    looks = Looks(monkeypatch)
+    looks.count(local_search, "placements_for")
+    alike = devices(6)
+    unlike = replace(alike, devices=tuple(replace(d, memory_bytes=10**9 + i) for i, d in enumerate(alike.devices)))
+    options = PlanOptions(minibatch_size=4, schedules=["zb-h1"], num_stages=6, replicas=False)
+    plan(random_chain(12), unlike, options, deadline=Deadline(10**6, clock=looks))
+    assert 1 <= looks.most <= 2
 
 
 def test_placements_are_made_one_by_one_between_looks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The neighbourhoods of the local search: another schedule or micro-batch size, a cut moved, a device moved.
 
-Each neighbourhood is a generator of complete plans whose lower bound is below the incumbent's step time; the caller
-takes the first that the simulator finds better.
+Each neighbourhood is a generator of complete plans whose lower bound is below the incumbent's step time, and of None
+where one is not, as there may be thousands of these; the caller takes the first that the simulator finds better.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,15 @@ DeviceGroups = tuple[ClassCounts, ...]
 """The number of devices of each class that each stage has. [stages, classes]"""
 
 
-def change_schedule(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+def change_schedule(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
     """Yields the same cuts and devices in another problem, if the bound is below."""
     if plan.work_ns:  # devices with several stages: the cuts mean something else under another schedule
         return
     placements = placements_for(problem, _device_groups(problem, plan))
-    changed = None if placements is None else complete_on(problem, placements, plan.boundaries, upper_bound_ns)
-    if changed is not None:
-        yield changed
+    yield None if placements is None else complete_on(problem, placements, plan.boundaries, upper_bound_ns)
 
 
-def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
     """Yields the plans with one cut moved whose bound is below."""
     for k in range(1, len(plan.boundaries) - 1):
         for move in CUT_MOVES:
@@ -38,12 +36,10 @@ def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterat
             boundaries[k] += move
             # Every stage keeps at least one layer.
             if boundaries[k - 1] < boundaries[k] < boundaries[k + 1]:
-                moved = complete_on(problem, plan.placements, boundaries, upper_bound_ns)
-                if moved is not None:
-                    yield moved
+                yield complete_on(problem, plan.placements, boundaries, upper_bound_ns)
 
 
-def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan]:
+def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
     """Yields the plans with a device moved, exchanged, added, or in a new stage, cut anew, whose bound is below."""
     if plan.work_ns:  # devices with several stages stay in their order
         return
@@ -54,9 +50,7 @@ def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Ite
         if groups not in seen:
             seen.add(groups)
             placements = placements_for(problem, groups)
-            moved = None if placements is None else complete_on(problem, placements, None, upper_bound_ns)
-            if moved is not None:
-                yield moved
+            yield None if placements is None else complete_on(problem, placements, None, upper_bound_ns)
 
 
 def _device_groups(problem: Problem, plan: PartialPlan) -> DeviceGroups:

@@ -257,6 +257,8 @@ class _BestFirst:
             for candidate_problem in in_problems:
                 for candidate in neighbours(candidate_problem, partial, self.upper_bound_ns):
                     self.deadline.check()
+                    if candidate is None:
+                        continue
                     self.num_nodes += len(candidate.placements)
                     if self._try_incumbent(candidate_problem, candidate):
                         return candidate_problem, candidate

@@ -146,10 +146,15 @@ class HeterogeneousDevices:
     def _device_load(self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray") -> "IntArray":
         """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
         load = self._load_without_memory(rank, times, state, begin, end)
-        start, count = state[1]
+        before, (start, count), _ = state
         # Every later device of the cluster is counted, whether or not a stage uses it.
         in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
-        fits = self._sums[rank].fits(begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank])
+        # The bytes at a cut are those of the first device of the stage before it, as for transfers.
+        sender = start if before == NO_GROUP else before[0]
+        received = self._sums[sender].send_bytes, self._sums[start].grad_bytes
+        fits = self._sums[rank].fits(
+            begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank], received_bytes=received
+        )
         load = self._sums[rank].with_feasible_replicas(load, begin[:, None], end[None, :], count)
         return np.where(fits, load, INFEASIBLE_LOAD)
 

@@ -187,11 +187,17 @@ class StageCostSums:
         in_flight: "Counts",
         num_microbatches: "Counts",
         limit_bytes: int,
+        received_bytes: "tuple[IntArray, IntArray] | None" = None,
     ) -> "BoolArray":
-        """Returns whether the layers, their stashes in flight, and the receive buffers fit in a device's memory."""
+        """Returns whether the layers, their stashes in flight, and the receive buffers fit in a device's memory.
+
+        Args:
+            received_bytes: activations and gradients that cross each boundary, if those of other kinds count.
+        """
+        send_bytes, grad_bytes = received_bytes or (self.send_bytes, self.grad_bytes)
         costs = self._costs
         constant = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
-        buffers = num_microbatches * (self.send_bytes[begin] + self.grad_bytes[end])
+        buffers = num_microbatches * (send_bytes[begin] + grad_bytes[end])
         # Every device runs F and whole B only, without recomputation: only stashes are in flight.
         stashes = in_flight * costs.stash_bytes(begin, end)
         free_bytes: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))

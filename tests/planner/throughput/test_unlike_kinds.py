@@ -32,6 +32,24 @@ def test_what_crosses_a_cut_has_the_bytes_of_the_device_before_it(kinds: str, lo
     assert found.certificate.lower_bound_ns == load_ms * MS
 
 
+@pytest.mark.parametrize(("own", "other", "num_stages"), [(2000, 100, 1), (100, 2000, 2)])
+def test_receive_buffers_have_the_bytes_of_the_device_before_the_cut(own: int, other: int, num_stages: int) -> None:
+    """Four micro-batches of 2,000 bytes do not fit in the second device's 3,000, whatever it sends itself."""
+    profiles = {kind: of_kind(chain([1, 1], output_bytes=size), kind) for kind, size in (("a", own), ("b", other))}
+    layers = tuple(replace(layer, no_replicas=True) for layer in profiles["a"].layers)
+    profiles = {kind: replace(profile, layers=layers) for kind, profile in profiles.items()}
+    named = tuple(
+        Device(name=f"d{i}", host="h", kind=kind, memory_bytes=num_bytes)
+        for i, (kind, num_bytes) in enumerate((("a", 10**10), ("b", 3000)))
+    )
+    cluster = Cluster(devices=named, intra_host=FAST, inter_host=FAST)
+    found = plan(profiles, cluster, minibatch_size=4, objective="throughput")
+    assert len(found.stages) == num_stages
+    assert found.certificate.proven_optimal
+    held = simulate(found, profiles).memory
+    assert all(m.total <= device.memory_bytes for m, device in zip(held, cluster.devices, strict=True))
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_group_whose_members_have_slow_links_is_not_taken_for_another(slow: int) -> None:
     single = chain([1], param_bytes=10**6)
