@@ -178,7 +178,8 @@ class LayerKnapsack:
         can_fit = np.ones(len(bounds), dtype=bool)
         for i, (saved, total_ns) in enumerate(self._suffix[s][layer]):
             can_fit &= lacking[:, i] <= saved[-1]
-            more = np.interp(lacking[:, i], saved, total_ns)
+            # A little less, because large numbers of bytes that differ by a few are equal as floats.
+            more = np.interp(lacking[:, i] * (1 - EPSILON), saved, total_ns)
             bounds = np.maximum(bounds, labels.total_ns + more * (1 - EPSILON))
         keep = np.flatnonzero(can_fit & (np.ceil(bounds - EPSILON * bounds) < upper_bound_ns))
         return _Labels(labels.total_ns[keep], labels.saved[keep], labels.numbers[keep]), bounds[keep]

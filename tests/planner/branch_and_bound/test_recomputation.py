@@ -159,6 +159,19 @@ def test_no_plan_exceeds_memory_where_the_choice_of_recomputed_layers_is_cut_sho
     assert cut_short
 
 
+def test_bytes_beyond_the_precision_of_floats_are_told_apart() -> None:
+    """The layer of 1 ms suffices to the byte; with the one of 1 s, hardly more bytes are saved."""
+    profile = builders.chain([0, 1, 1000])
+    (measured,) = profile.measurements
+    stashes = 0, 2**54, 1
+    layers = tuple(replace(m, stash_bytes=n) for m, n in zip(measured.layers, stashes, strict=True))
+    profile = replace(profile, measurements=(replace(measured, layers=layers),))
+    limit = MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=2**54 + 4)
+    found = LayerChoice({"a": profile}, 1).best(0, 3, [limit], "a", whole_fits=True)
+    assert found is not None
+    assert found.layers == {1}
+
+
 def test_the_bound_is_no_larger_than_any_set() -> None:
     tight = 0
     for seed in range(60):
