@@ -74,10 +74,10 @@ def test_neighbours_that_are_no_plans_are_gone_through_one_by_one_between_looks(
     """With as many stages as devices no device can join another's stage."""
     looks = Looks(monkeypatch)
     looks.count(local_search, "placements_for")
-    alike = devices(6)
+    alike = devices(4)
     unlike = replace(alike, devices=tuple(replace(d, memory_bytes=10**9 + i) for i, d in enumerate(alike.devices)))
-    options = PlanOptions(minibatch_size=4, schedules=["zb-h1"], num_stages=6, replicas=False)
-    plan(random_chain(12), unlike, options, deadline=Deadline(10**6, clock=looks))
+    options = PlanOptions(minibatch_size=4, schedules=["zb-h1"], num_stages=4, replicas=False)
+    plan(random_chain(8), unlike, options, deadline=Deadline(10**6, clock=looks))
     assert 1 <= looks.most <= 2
 
 
