@@ -201,8 +201,8 @@ def _memory(plan: Plan, options: PlanOptions, effects: Sequence[Effect]) -> str:
         return f"Memory fine-tuning: not known; no time was left to plan with more memory. {usage}."
     if unlimited.step_ns >= unlimited.without_ns:
         return f"Memory fine-tuning: not needed; no plan found is faster with more memory. {usage}."
-    best = f", {unlimited.without_ns / 1e6:,.1f} ms with this memory and the best plan"
-    best = best if unlimited.without_ns < plan.prediction.step_ns else ""
+    has_better = unlimited.without_ns < plan.prediction.step_ns
+    best = f", {unlimited.without_ns / 1e6:,.1f} ms with this memory and the best plan" * has_better
     unlimited_ms = f"{unlimited.step_ns / 1e6:,.1f} ms"
     return f"Memory fine-tuning: used; with unlimited memory a step would take {unlimited_ms}{best}. {usage}."
 
@@ -224,10 +224,10 @@ def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
     saved = [
         f"{effect.resource} {1 - effect.ratio:.1%}{' with another plan' if effect.is_replanned else ''}"
         for effect in effects
-        if effect.resource != UNLIMITED_MEMORY and effect.ratio < 1 and effect.ratio <= 1 - MIN_TIME_SHARE_NAMED
+        if effect.resource != UNLIMITED_MEMORY and effect.ratio <= 1 - MIN_TIME_SHARE_NAMED
     ]
     # With a fixed order a faster device can delay a step: its transfers take another's place in the queue of a link.
-    delaying = [effect.resource for effect in effects if effect.ratio > 1 and effect.ratio >= 1 + MIN_TIME_SHARE_NAMED]
+    delaying = [effect.resource for effect in effects if effect.ratio >= 1 + MIN_TIME_SHARE_NAMED]
     num_tried = sum(not effect.is_replanned for effect in effects)
     num_all = len(changes_of_resources(plan))
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)

@@ -46,7 +46,7 @@ def search_space(
 
     Raises:
         BapipeError: constraints that name what is not there.
-        ConstraintsUnmet: a number of stages that is impossible.
+        ConstraintsUnmet: constraints that contradict one another, or a number of stages that is impossible.
         OutOfTime: the deadline passed before.
     """
     check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
