@@ -33,13 +33,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def bapipe(folder: Path, *arguments: str, **environment: str) -> Done | subprocess.CompletedProcess[str]:
+    """Runs the command as on a machine without a GPU: errors say what there is."""
+    usual = {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "150", "CUDA_VISIBLE_DEVICES": ""}
+    own = os.environ | usual | environment
     if not any(name.startswith("PYTHON") for name in environment):  # what Python reads when it starts
-        own = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "150"} | environment
         return run_command(arguments, folder, own, timeout_s=120)
     return subprocess.run(
         [sys.executable, "-c", "from bapipe.cli import main; main()", *arguments],
         cwd=folder,
-        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "150"} | environment,
+        env=own,
         capture_output=True,
         text=True,
         timeout=120,
