@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import TimedPlan
@@ -49,20 +50,19 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
-SOON, SOON_PART = (0.6, 0.7, 0.8), 1 / 4
-"""Before them come these; and before these the look that is described below, if it is less than this part of what is
-left."""
+SOON, SOON_WORK = (0.6, 0.8), 0.6
+"""These come before. The last one counts as so much work for each device, boundary and class of stages at least."""
 
-LOOK, LOOK_PART = 4, 2 / 3
-"""A look at the plans within the last of the goals, by tables that take little time: lower ones begin with what is
-known then. It is so much work for each device, boundary and class of stages, and is left out if that is more than this
-part of what is left."""
+LOOKS, LOOK_PART = ((GOALS[2], 6.0), (GOALS[1], 3.5)), 3 / 4
+"""Then a look at the plans within one of the goals, by tables that take little time: lower ones begin with what is
+known then. It takes about so many times as long as the last goal before it; the first one is taken of which that is
+less than this part of what is left, or none."""
 
 ANEW = 6
 """If there was none, and a goal took more than one part in so many of what is left, the last one comes next, as those
 before it would each begin anew."""
 
-FIRST_PARTS = 2
+FIRST_PARTS = 4 / 3
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
 
 AT_ONCE = 4
@@ -133,10 +133,10 @@ class RingRanges:
         for each in self.ranges:
             each.counts_cuts |= each.trips is not None and each.of_cuts(self._best) > MUCH
         goals_ns = [int(part * high_ns) for part in GOALS]
-        took, look = self._raise_first(high_ns, goals_ns[-1], deadline, left) if self._trips else (0.0, 0.0)
+        took, look = self._raise_first(high_ns, deadline, left) if self._trips else (0.0, 0.0)
         low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
-            left_before = left()
+            left_before, tried_before = left(), self.num_tried
             goal_ns = max((low_ns + high_ns) // 2, high_ns * MIN_GOAL // 100)
             first_ns = next((ns for ns in goals_ns if low_ns < ns < high_ns), None)
             if first_ns is not None:
@@ -151,31 +151,28 @@ class RingRanges:
                 low_ns = max(self.bound_ns, goal_ns + 1)
             else:
                 high_ns = goal_ns
-            took = left_before - left()
+            took = self.num_tried - tried_before
 
-    def _raise_first(
-        self, high_ns: int, last_ns: int, deadline: Deadline, left: Callable[[], float]
-    ) -> tuple[float, float]:
-        """Raises the bound to low goals, and looks at the plans within a time.
-
-        The look comes first where it takes little, as goals take less behind it.
+    def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> tuple[float, float]:
+        """Raises the bound to low goals, and looks at the plans within a time, which is a goal of later.
 
         Returns:
-            The work of the last goal, and of the look, or what it would take.
+            The work of the last goal, 0 behind a look; and of that, or what it would take.
         """
         self._raise_soon(high_ns, deadline)
-        look = LOOK * sum(each.num_stages for each in self._trips)
-        is_new, is_first = not any(each.known for each in self.ranges), look < SOON_PART * left()
-        goal_took = look_took = 0.0
-        if is_new and is_first:
-            look_took = self._look(last_ns, deadline, left)
+        is_new, took = not any(each.known for each in self.ranges), 0
         for part in SOON:
-            left_before = left()
-            self.is_refuted(int(part * high_ns), deadline, left)
-            goal_took = left_before - left()
-        if is_new and not is_first and look < LOOK_PART * left():
-            look_took = self._look(last_ns, deadline, left)
-        return goal_took, look_took or look
+            tried_before = self.num_tried
+            if not self.is_refuted(int(part * high_ns), deadline, left):
+                return self.num_tried - tried_before, inf
+            took = self.num_tried - tried_before
+        goal_work = max(took, SOON_WORK * sum(each.num_stages for each in self._trips))
+        part, times = next((each for each in LOOKS if each[1] * goal_work < LOOK_PART * left()), (0.0, LOOKS[0][1]))
+        if not is_new or part == 0.0:
+            return took, times * goal_work
+        tried_before = self.num_tried
+        self._ask_all(int(part * high_ns), deadline, 0)
+        return 0, self.num_tried - tried_before
 
     def _is_last_next(self, last_ns: int, took: float, look: float, left: float) -> bool:
         """Whether the last of the goals is asked about before the one in the middle: it takes little, or that much.
@@ -188,12 +185,6 @@ class RingRanges:
             return True
         has_look = any(known.goal_ns >= last_ns for each in self.ranges for known in each.known)
         return not has_look and ANEW * took > left
-
-    def _look(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> float:
-        """Looks at the plans within a time by tables that take little, and returns the work."""
-        left_before = left()
-        self._ask_all(goal_ns, deadline, 0)
-        return left_before - left()
 
     def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
         """The same as `is_refuted`, within one part in `FIRST_PARTS` of the time and the budget that are left."""

@@ -69,9 +69,11 @@ alone."""
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED, TRIED_PER_S = 3_500_000_000, 46_000_000
-"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes; and so many are tried
-in a second by two processors, about."""
+MAX_TRIED = 3_500_000_000
+"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
+
+TRIED_PER_S, MEASURED = 46_000_000, 20_000_000
+"""So many are tried in a second by two processors, about; it is measured behind the first ones."""
 
 RAISED_PARTS = 4 / 3
 """Bounds by rings have one part in so many of what is left of a given time limit behind the first climbs."""
@@ -273,10 +275,13 @@ class LineSearch:
             prefixes = [problem for problem in problems if isinstance(problem, PrefixBound)]
             self._ring_ranges = RingRanges(prefixes, self.bound_ns, self.best)
         ranges = self._ring_ranges
+        at_first_s, tried_before = deadline.remaining_s or 0.0, ranges.num_tried
 
         def left() -> float:
-            left_s = deadline.remaining_s
-            in_time = inf if left_s is None else left_s * TRIED_PER_S
+            left_s, in_time = deadline.remaining_s, inf
+            if left_s is not None:
+                num_tried, took_s = ranges.num_tried - tried_before, at_first_s - left_s
+                in_time = left_s * (num_tried / took_s if num_tried > MEASURED and took_s > 0 else TRIED_PER_S)
             return in_time if self.deadline.is_given else min(in_time, MAX_TRIED - ranges.num_tried)
 
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)

@@ -320,6 +320,34 @@ def test_the_last_goal_comes_next_where_goals_take_little_or_each_begins_anew(
     assert ranges._is_last_next(10**9, took, look, 70.0) == is_next
 
 
+@pytest.mark.parametrize(
+    ("left", "seen"),
+    [
+        (79.0, [0.6, 0.8]),
+        (80.0, [0.6, 0.8, 0.93]),
+        (137.0, [0.6, 0.8, 0.95]),
+    ],
+)
+def test_what_low_goals_took_decides_about_the_look(
+    left: float, seen: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take 17 each, so that looks take about 60 and 102, of three quarters of what is left at most."""
+    asked: list[float] = []
+    best = best_of_two_or_three_stages(sorted_line(7), "1f1b")
+
+    def ask(ranges: RingRanges, goal_ns: int, *_: object) -> bool:
+        asked.append(round(goal_ns / best.step_ns, 2))
+        ranges._trips[0].num_tried += 17
+        return True
+
+    monkeypatch.setattr(RingRanges, "is_refuted", ask)
+    monkeypatch.setattr(RingRanges, "_ask_all", ask)
+    monkeypatch.setattr(ring_ranges, "SOON_WORK", 0.0)
+    ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
+    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left)[0] == (17 if len(seen) == 2 else 0)
+    assert asked == seen
+
+
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     num_parts: int, monkeypatch: pytest.MonkeyPatch
@@ -341,7 +369,7 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
     with pytest.raises(OutOfTime):
         ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
-    assert asked[:4] == [0.6, 0.7, 0.8, 0.9]
+    assert asked[:3] == [0.6, 0.8, 0.9]
     assert (0.85 in asked) == (num_parts == 2)
     assert ranges.bound_ns > (0.8 if num_parts == 1 else 0.84) * best.step_ns
 
