@@ -26,10 +26,9 @@ from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.searched_space import counts_more_bytes, is_of_stages
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import sub_clusters, with_devices
-from bapipe.planner.validation import named_schedules
+from bapipe.planner.validation import names_looped
 from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
-from bapipe.schedules import LOOPED
 
 MAX_LAYERS = 2_000
 """Maximum number of layers of a model with copies of a block."""
@@ -232,8 +231,7 @@ def _is_monotone(setting: _Setting) -> bool:
     """
     if not setting.options.recompute:
         return True
-    is_looped = any(name in LOOPED for name in named_schedules(setting.options))
-    return not is_looped and all(device.overlaps_transfers for device in setting.cluster.devices)
+    return not names_looped(setting.options) and all(device.overlaps_transfers for device in setting.cluster.devices)
 
 
 def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
@@ -293,8 +291,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
 
 def _fewest_for_stages(options: PlanOptions) -> int:
     """Returns a number of devices that stages need in any case: one each, or one for two of a looped schedule."""
-    is_looped = any(name in LOOPED for name in named_schedules(options))
-    return -(-(options.num_stages or 1) // (2 if is_looped else 1))
+    return -(-(options.num_stages or 1) // (2 if names_looped(options) else 1))
 
 
 def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:

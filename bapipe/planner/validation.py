@@ -10,7 +10,7 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.options import SEARCH, PlanOptions
-from bapipe.schedules import ALL, SCHEDULES
+from bapipe.schedules import ALL, LOOPED, SCHEDULES
 from bapipe.simulator.groups import check_members, check_same_training, check_tied_weights
 
 MAX_MICROBATCHES = 1024
@@ -35,6 +35,11 @@ MAX_TOTAL = 2**57
 def named_schedules(options: PlanOptions) -> list[str]:
     """Returns the names of the schedules to plan with; see `PlanOptions`."""
     return [name for name in options.schedules if name != SEARCH] or list(SCHEDULES)
+
+
+def names_looped(options: PlanOptions) -> bool:
+    """Returns whether a schedule to plan with has several stages on each device."""
+    return any(name in LOOPED for name in named_schedules(options))
 
 
 def unknown_schedule(name: str, known: Collection[str]) -> BapipeError:

@@ -16,9 +16,8 @@ from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import disagree_at_cuts
-from bapipe.planner.validation import microbatch_sizes, named_schedules
+from bapipe.planner.validation import microbatch_sizes, names_looped
 from bapipe.printable import and_others
-from bapipe.schedules import LOOPED
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
@@ -164,8 +163,7 @@ def infeasible_error(
     has_unlike_cuts = disagree_at_cuts(profiles, cluster, microbatch_sizes(profiles, cluster, options))
     most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
     # What devices with several stages hold together is known of whole plans only, and not all of those were tried.
-    is_looped = any(name in LOOPED for name in named_schedules(options))
-    is_proof = has_tried_all and not is_looped
+    is_proof = has_tried_all and not names_looped(options)
     tried, none_fits = _tried_devices(profiles, cluster, options), "fits" if is_proof else "was found that fits"
     return Infeasible(
         f"no plan{tried} {none_fits} in memory{most}; the closest is "

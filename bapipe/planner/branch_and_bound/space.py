@@ -16,7 +16,7 @@ from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import FASTEST_FIRST, GIVEN_ORDER, on_first_devices
-from bapipe.planner.validation import microbatch_sizes, named_schedules
+from bapipe.planner.validation import microbatch_sizes, named_schedules, names_looped
 from bapipe.schedules import LOOPED, SCHEDULES
 
 
@@ -115,7 +115,7 @@ def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, opti
 def tries_all_orders(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
     """Returns whether the space has all orders of the devices, of every schedule."""
     has_many = num_in_any_order(_classes_of(profiles, cluster, options)) < len(cluster.devices)
-    has_some = has_many and any(schedule in LOOPED for schedule in named_schedules(options))
+    has_some = has_many and names_looped(options)
     return not has_some and tries_any_order(profiles, cluster, options)
 
 
