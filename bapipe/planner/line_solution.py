@@ -36,7 +36,7 @@ class LineSolution:
     Attributes:
         ranks: the order of its devices, by their ranks in the cluster.
         cluster: with its devices in that order.
-        order: this order in words.
+        device_order: this order in the words of a certificate.
         has_every_order: whether all devices are alike, so that there is no other order.
         has_every_schedule: whether every schedule asked for has one stage per device, as those of this search have.
     """
@@ -44,7 +44,7 @@ class LineSolution:
     solution: Solution
     ranks: tuple[int, ...]
     cluster: Cluster
-    order: str
+    device_order: str
     has_every_order: bool
     has_every_schedule: bool
 
@@ -55,7 +55,7 @@ class LineSolution:
         """
         own = self.solution
         assert isinstance(exact.space, PartitionSpace)
-        tries_one_order = exact.space.device_order == on_first_devices([self.order])
+        tries_one_order = exact.space.device_order == self.device_order
         fastest = min(exact, own, key=lambda each: each.prediction.step_ns)
         space: SearchedSpace = exact.space
         bound_ns = exact.lower_bound_ns
@@ -108,12 +108,13 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     if search.best is None:
         return None
     best = with_fewer_recomputed(search.best, request.deadline)
-    space = line_space(profiles, cluster, options, [order.words for order in orders])
+    space = line_space(profiles, cluster, options, [order.words for order in orders], are_sorted=line.is_sorted)
+    best_order = next(order.words for order in orders if order.ranks == best.line.ranks)
     return LineSolution(
         solution=best.line.solution(best, search.bound_ns, space),
         ranks=best.line.ranks,
         cluster=best.line.cluster,
-        order=next(order.words for order in orders if order.ranks == best.line.ranks),
+        device_order=on_first_devices([best_order], are_sorted=line.is_sorted),
         has_every_order=len(set(line.class_of.values())) == 1,
         has_every_schedule=True,
     )
@@ -135,7 +136,8 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
         raise OutOfTime(
             f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
         ) from None
-    return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))
+    space = line_space(request.profiles, request.cluster, request.options, are_sorted=line.is_sorted)
+    return line.solution(best, bound_ns, space)
 
 
 def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:

@@ -45,9 +45,18 @@ def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, siz
 
 
 def line_space(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    orders: Sequence[str] = (GIVEN_ORDER,),
+    *,
+    are_sorted: bool,
 ) -> PartitionSpace:
-    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words."""
+    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words.
+
+    Args:
+        are_sorted: see `on_first_devices`.
+    """
     num_devices = len(cluster.devices)
     return partition_space(
         profiles,
@@ -55,7 +64,7 @@ def line_space(
         options,
         stage_counts=(1, min(num_devices, _num_layers(profiles))),
         device_counts=(1, num_devices),
-        device_order=on_first_devices(orders) if num_devices > 1 else "",
+        device_order=on_first_devices(orders, are_sorted=are_sorted) if num_devices > 1 else "",
     )
 
 

@@ -13,7 +13,7 @@ from bapipe.planner.baselines import baseline_alternatives, slowdown_text
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace, on_first_devices
+from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
 from bapipe.planner.solution import Solution, make_plan, sort_alternatives
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import SearchProgress
@@ -205,7 +205,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     except (OutOfTime, Infeasible):
         return first.solution
     if not has_any:
-        space = replace(space, device_order=on_first_devices([first.order]))
+        space = replace(space, device_order=first.device_order)
     exact = solution_of(profiles, result, options.minibatch_size, space, given=(cluster, ranks))
     return first.joined(exact)
 

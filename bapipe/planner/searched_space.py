@@ -39,9 +39,13 @@ ALL_MEMORY = MemoryLimit()
 """Where plans may use all of each device's memory."""
 
 
-def on_first_devices(orders: Sequence[str]) -> str:
-    """Returns which devices plans take in some orders, given in words; they are part of plan files."""
-    in_stage = "" if set(orders) == {GIVEN_ORDER} else FASTEST_FIRST
+def on_first_devices(orders: Sequence[str], *, are_sorted: bool) -> str:
+    """Returns which devices plans take in some orders, given in words; they are part of plan files.
+
+    Args:
+        are_sorted: whether the cluster's devices are in the order in which stages take theirs.
+    """
+    in_stage = "" if are_sorted and set(orders) == {GIVEN_ORDER} else FASTEST_FIRST
     return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices, each with a micro-batch"
 
 

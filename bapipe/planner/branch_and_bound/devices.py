@@ -121,6 +121,12 @@ def device_classes(
     return tuple(classes)
 
 
+def are_sorted(classes: Sequence[DeviceClass]) -> bool:
+    """Returns whether a cluster has its devices by classes, in the order in which stages take theirs."""
+    ranks = [rank for each in classes for rank in each.ranks]
+    return ranks == sorted(ranks)
+
+
 class ClassLinks:
     """The links between classes of devices, and between two devices of one class if it has two."""
 

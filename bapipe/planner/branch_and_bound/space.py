@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, device_classes
+from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, are_sorted, device_classes
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
@@ -126,6 +126,11 @@ def _classes_of(
     return device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
 
 
+def has_sorted_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+    """Returns whether a cluster has its devices in the order in which stages take theirs."""
+    return are_sorted(_classes_of(profiles, cluster, options))
+
+
 def _allows_any_order(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
 ) -> bool:
@@ -156,7 +161,7 @@ def _device_order_text(
     if len(cluster.devices) == 1:
         return ""
     if not any_order:
-        return on_first_devices([GIVEN_ORDER])
+        return on_first_devices([GIVEN_ORDER], are_sorted=are_sorted(classes))
     is_permuted = len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES
     num_in_all = num_in_any_order(classes)
     some = ""

@@ -92,9 +92,25 @@ def test_a_plan_in_another_order_names_the_devices_of_the_cluster() -> None:
     assert timed is not None
     assert mixed is not None
     assert timed.step_ns < mixed.step_ns
-    solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options))
+    solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options, are_sorted=False))
     assert [stage.devices for stage in solution.stages] == [("d1", "d3"), ("d0", "d2")]
     assert solution.prediction.step_ns == timed.step_ns
+
+
+@pytest.mark.parametrize("overlaps", [[True] * 20 + [False] * 20, [True, False] * 20])
+def test_the_certificate_says_where_a_stage_takes_its_devices_in_another_order_than_the_cluster(
+    overlaps: list[bool],
+) -> None:
+    """Devices of two classes, whose speeds are equal: no other order of the cluster is tried."""
+    alike = cluster_of([1.0] * 40, "a" * 40)
+    devices = zip(alike.devices, overlaps, strict=True)
+    cluster = replace(alike, devices=tuple(replace(device, overlaps_transfers=each) for device, each in devices))
+    made = plan_step_time({"a": chain([2, 1] * 10)}, cluster, PlanOptions(minibatch_size=40, schedules=["1f1b"]))
+    ranks = [[cluster.index[name] for name in stage.devices] for stage in made.stages]
+    assert "in the cluster's order" in made.certificate.space
+    is_named = "in the cluster's order, those of one stage in one order, the fastest first" in made.certificate.space
+    assert is_named == (overlaps[1] != overlaps[0])
+    assert is_named or all(each == sorted(each) for each in ranks)
 
 
 def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() -> None:
@@ -105,7 +121,7 @@ def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() ->
     speed = {device.name: device.speed for device in mixed.devices}
     assert all(len({speed[name] for name in stage.devices}) == 1 for stage in made.stages)
     orders = device_orders(DeviceLine(profiles, mixed, PlanOptions(minibatch_size=18)))
-    assert on_first_devices([order.words for order in orders]) in made.certificate.space
+    assert on_first_devices([order.words for order in orders], are_sorted=False) in made.certificate.space
     words = ", the fastest first, or the slowest first, those of one stage in one order, the fastest first, of too many"
     assert words in made.certificate.space
     assert simulate(made, profiles).step_ns == made.prediction.step_ns >= made.certificate.lower_bound_ns
