@@ -34,8 +34,8 @@ def naive_plans(
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
     On all devices, and half, a quarter and so on, and on as many as there are layers or micro-batches: one stage on
-    all, or stages of 1, 2, 4 ... devices each; for a given number of stages, of as many devices each as there are for
-    all of them, and half as many and so on.
+    all, or stages of 1, 2, 4 ... devices each. And 1, 2, 4 ... stages of as many devices each as there are for all of
+    them; for a given number of stages also of half as many and so on.
 
     Args:
         may_lack_memory: whether plans whose parameters alone do not fit are among them.
@@ -139,6 +139,15 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
                 schedule=schedule,
                 microbatch_size=size,
                 num_devices=num_replicas * wanted,
+                num_replicas=num_replicas,
+            )
+    if wanted is None and line.options.replicas and schedule in SCHEDULES:
+        for num_stages in group_sizes(min(every, max_stages)):
+            num_replicas = min(every // num_stages, num_microbatches)
+            yield NaiveShape(
+                schedule=schedule,
+                microbatch_size=size,
+                num_devices=num_replicas * num_stages,
                 num_replicas=num_replicas,
             )
     # As many as there are layers, and as there are micro-batches for replicas.

@@ -24,3 +24,12 @@ def test_a_given_number_of_stages_has_plans_though_it_is_no_power_of_two(
 def test_as_many_replicas_as_micro_batches_are_among_them() -> None:
     found = naive_plans(DeviceLine({"a": chain([1])}, devices(40), PlanOptions(minibatch_size=37)), ["1f1b"], [1])
     assert (37,) in {plan.counts for _, plan in found}
+
+
+@pytest.mark.parametrize(("num_devices", "expected"), [(77, {(34,), (34, 34), (19,) * 4}), (20, {(20,), (10, 10)})])
+def test_stages_with_as_many_replicas_as_there_can_be_are_among_them(
+    num_devices: int, expected: set[tuple[int, ...]]
+) -> None:
+    """Of devices that are no power of two, and more than micro-batches."""
+    line = DeviceLine({"a": chain([1] * 9)}, devices(num_devices), PlanOptions(minibatch_size=34))
+    assert expected <= {plan.counts for _, plan in naive_plans(line, ["1f1b"], [1])}
