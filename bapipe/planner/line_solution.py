@@ -8,7 +8,7 @@ longer to begin. What both have found is joined, as far as it holds for the same
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
-from bapipe.planner.branch_and_bound.space import tries_any_order
+from bapipe.planner.branch_and_bound.space import has_sorted_devices, tries_any_order
 from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
@@ -108,13 +108,13 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     if search.best is None:
         return None
     best = with_fewer_recomputed(search.best, request.deadline)
-    space = line_space(profiles, cluster, options, [order.words for order in orders], are_sorted=line.is_sorted)
+    space = line_space(profiles, cluster, options, [order.words for order in orders])
     best_order = next(order.words for order in orders if order.ranks == best.line.ranks)
     return LineSolution(
         solution=best.line.solution(best, search.bound_ns, space),
         ranks=best.line.ranks,
         cluster=best.line.cluster,
-        device_order=on_first_devices([best_order], are_sorted=line.is_sorted),
+        device_order=on_first_devices([best_order], are_sorted=has_sorted_devices(profiles, cluster, options)),
         has_every_order=len(set(line.class_of.values())) == 1,
         has_every_schedule=True,
     )
@@ -136,8 +136,7 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
         raise OutOfTime(
             f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
         ) from None
-    space = line_space(request.profiles, request.cluster, request.options, are_sorted=line.is_sorted)
-    return line.solution(best, bound_ns, space)
+    return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))
 
 
 def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:

@@ -45,18 +45,12 @@ def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, siz
 
 
 def line_space(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    orders: Sequence[str] = (GIVEN_ORDER,),
-    *,
-    are_sorted: bool,
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
 ) -> PartitionSpace:
-    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words.
+    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words."""
+    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # loads numpy
 
-    Args:
-        are_sorted: see `on_first_devices`.
-    """
+    are_sorted = has_sorted_devices(profiles, cluster, options)
     num_devices = len(cluster.devices)
     return partition_space(
         profiles,

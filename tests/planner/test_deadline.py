@@ -176,7 +176,7 @@ def test_naive_plans_are_cut_evenly_and_timed_as_the_simulator_times_them() -> N
         timed = line.time(plan)
         assert timed is not None
         assert bound_ns <= timed.step_ns
-        solution = line.solution(timed, 0, line_space(PROFILES, devices(4), options, are_sorted=True))
+        solution = line.solution(timed, 0, line_space(PROFILES, devices(4), options))
         assert solution.prediction.step_ns == timed.step_ns
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Cluster
 from bapipe.planner import line_solution
 from bapipe.planner.branch_and_bound import roots
+from bapipe.planner.branch_and_bound.space import has_sorted_devices
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.orders import device_orders
@@ -77,7 +78,7 @@ def test_plans_are_the_best_of_the_orders_that_the_certificate_names(schedule: s
             for order in orders
         }
         every, *single = (
-            on_first_devices(words, are_sorted=line.is_sorted)
+            on_first_devices(words, are_sorted=has_sorted_devices(line.profiles, line.cluster, line.options))
             for words in ([order.words for order in orders], *([words] for words in best_ns))
         )
         (stated,) = [words for words in (every, *single) if words in space]

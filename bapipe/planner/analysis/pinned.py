@@ -6,7 +6,6 @@ import msgspec
 
 from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
-from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
@@ -15,7 +14,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import PartitionSpace, in_words, memory_limit
+from bapipe.planner.searched_space import in_words, memory_limit
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.printable import and_others
@@ -59,9 +58,9 @@ def certify_pinned(
         found = solve_partition(request)
         best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
     except OutOfTime as error:  # then the pinned plan is the only one known
-        space, bound_ns = _given_space(profiles, plan.cluster, options), error.lower_bound_ns
+        space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
     except (Infeasible, ConstraintsUnmet):  # no plan of the space fits, or keeps the constraints
-        space, bound_ns = _given_space(profiles, plan.cluster, options), request.step_bound_ns
+        space, bound_ns = line_space(profiles, plan.cluster, options), request.step_bound_ns
     judged = msgspec.structs.replace(
         plan,
         objective=msgspec.UNSET,  # the bound is of steps
@@ -73,14 +72,6 @@ def certify_pinned(
     bound_ns = min(timeline.step_ns, bound_ns)
     words = pinned_beside(in_words(space), _reasons_outside(plan, profiles, options))
     return with_certificate(judged, certify(timeline.step_ns, bound_ns, words, memory_limit(space)))
-
-
-def _given_space(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> PartitionSpace:
-    """Returns the space of plans in the cluster's order, for which nothing was searched."""
-    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # loads numpy
-
-    # The order makes no difference to such a bound; it is the one that most searches of many devices begin with.
-    return line_space(profiles, cluster, options, are_sorted=has_sorted_devices(profiles, cluster, options))
 
 
 def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:

@@ -11,7 +11,7 @@ from msgspec import structs
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
-from bapipe.planner.branch_and_bound.devices import are_sorted, device_classes
+from bapipe.planner.branch_and_bound.devices import device_classes
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.branch_and_bound.space import ns_per_sample
@@ -71,7 +71,6 @@ class DeviceLine:
     Attributes:
         cluster: its devices in the order in which plans take them.
         ranks: of these devices in the cluster as it was given.
-        is_sorted: whether they are in the order in which stages take theirs.
         cuts: where the layers may be cut, with the start and the end.
         differ_in_speed_alone: whether devices have different speeds, but do not differ in anything else of their own.
     """
@@ -111,7 +110,6 @@ class DeviceLine:
             for device, *of_rank in zip(self.cluster.devices, self.limits, allowed, strict=True)
         }
         self.differ_in_speed_alone = len(what_else) == 1 < len(classes)
-        self.is_sorted = are_sorted(classes)
         self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
 
     def chain(self, rank: int, microbatch_size: int) -> Chain:

@@ -92,7 +92,7 @@ def test_a_plan_in_another_order_names_the_devices_of_the_cluster() -> None:
     assert timed is not None
     assert mixed is not None
     assert timed.step_ns < mixed.step_ns
-    solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options, are_sorted=False))
+    solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options))
     assert [stage.devices for stage in solution.stages] == [("d1", "d3"), ("d0", "d2")]
     assert solution.prediction.step_ns == timed.step_ns
 
