@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.line import TimedPlan
@@ -53,14 +52,10 @@ GOALS = 0.9, 0.93, 0.9525
 SOON, SOON_WORK = (0.6, 0.8), 0.6
 """These come before. The last one counts as so much work for each device, boundary and class of stages at least."""
 
-LOOKS, LOOK_PART = ((GOALS[2], 6.0), (GOALS[1], 3.5)), 3 / 4
-"""Then a look at the plans within one of the goals, by tables that take little time: lower ones begin with what is
-known then. It takes about so many times as long as the last goal before it; the first one is taken of which that is
-less than this part of what is left, or none."""
-
-ANEW = 6
-"""If there was none, and a goal took more than one part in so many of what is left, the last one comes next, as those
-before it would each begin anew."""
+LOOK_TIMES, LOOK_PART = 2, 3 / 4
+"""Then a look at the plans within the last goal, by trips alone: lower goals begin with what is known then. It takes
+about so many times as long as the last goal before it, and is left out if that is more than this part of what is
+left."""
 
 FIRST_PARTS = 4 / 3
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
@@ -68,9 +63,9 @@ FIRST_PARTS = 4 / 3
 AT_ONCE = 4
 """So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
 
-SLOWER, MUCH_SLOWER, MAX_HALVED = 3, 8, 0.01
-"""From one of these goals to the next a question takes so many times as long, and from the first to the last. If too
-little is left for that, the goal is half the way there, as long as that is more than this part of the best step."""
+SLOWER, MAX_HALVED = 3, 0.01
+"""From one of these goals to the next a question takes so many times as long. If too little is left for that, the goal
+is half the way there, as long as that is more than this part of the best step."""
 
 
 class RingRanges:
@@ -133,7 +128,7 @@ class RingRanges:
         for each in self.ranges:
             each.counts_cuts |= each.trips is not None and each.of_cuts(self._best) > MUCH
         goals_ns = [int(part * high_ns) for part in GOALS]
-        took, look = self._raise_first(high_ns, deadline, left) if self._trips else (0.0, 0.0)
+        took = self._raise_first(high_ns, deadline, left) if self._trips else 0
         low_ns, best_ns = self.bound_ns, high_ns
         while high_ns - low_ns > 1 + self._precision_ns(low_ns) and left() > 0:
             left_before, tried_before = left(), self.num_tried
@@ -142,9 +137,6 @@ class RingRanges:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-                is_second = bool(self._trips) and first_ns == goals_ns[1]
-                if is_second and self._is_last_next(goals_ns[-1], took, look, left_before):
-                    self._ask_all(goals_ns[-1], deadline, ROUNDS)
             is_first = bool(self._trips) and first_ns == goals_ns[0]
             is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
             if is_refuted(goal_ns, deadline, left):
@@ -153,38 +145,24 @@ class RingRanges:
                 high_ns = goal_ns
             took = self.num_tried - tried_before
 
-    def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> tuple[float, float]:
-        """Raises the bound to low goals, and looks at the plans within a time, which is a goal of later.
+    def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> int:
+        """Raises the bound to low goals, and looks at the plans within the last of the next ones.
 
         Returns:
-            The work of the last goal, 0 behind a look; and of that, or what it would take.
+            The work of the last goal, 0 behind a look.
         """
         self._raise_soon(high_ns, deadline)
         is_new, took = not any(each.known for each in self.ranges), 0
         for part in SOON:
             tried_before = self.num_tried
             if not self.is_refuted(int(part * high_ns), deadline, left):
-                return self.num_tried - tried_before, inf
+                return self.num_tried - tried_before
             took = self.num_tried - tried_before
         goal_work = max(took, SOON_WORK * sum(each.num_stages for each in self._trips))
-        part, times = next((each for each in LOOKS if each[1] * goal_work < LOOK_PART * left()), (0.0, LOOKS[0][1]))
-        if not is_new or part == 0.0:
-            return took, times * goal_work
-        tried_before = self.num_tried
-        self._ask_all(int(part * high_ns), deadline, 0)
-        return 0, self.num_tried - tried_before
-
-    def _is_last_next(self, last_ns: int, took: float, look: float, left: float) -> bool:
-        """Whether the last of the goals is asked about before the one in the middle: it takes little, or that much.
-
-        Args:
-            took: the work of the first goal.
-            look: see `_raise_first`.
-        """
-        if max(MUCH_SLOWER * took, SLOWER * look) < left:
-            return True
-        has_look = any(known.goal_ns >= last_ns for each in self.ranges for known in each.known)
-        return not has_look and ANEW * took > left
+        if not is_new or LOOK_TIMES * goal_work > LOOK_PART * left():
+            return took
+        self._look(int(GOALS[-1] * high_ns), deadline)
+        return 0
 
     def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
         """The same as `is_refuted`, within one part in `FIRST_PARTS` of the time and the budget that are left."""
@@ -205,11 +183,11 @@ class RingRanges:
             for each in left:
                 each.bound_ns = goal_ns + 1
 
-    def _ask_all(self, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
-        """Asks about a range of each problem as it is."""
+    def _look(self, goal_ns: int, deadline: Deadline) -> None:
+        """Looks at the plans within a goal of a range of each problem."""
         left = [each for each in self.ranges if each.bound_ns <= goal_ns]
         if left:
-            self._ask(self._next(left), goal_ns, deadline, num_rounds)
+            self._ask(self._next(left), goal_ns, deadline, num_rounds=0)
 
     @property
     def _has_many_devices(self) -> bool:
@@ -246,7 +224,7 @@ class RingRanges:
         """Asks whether ranges have plans within a goal, at once; those that may are likely.
 
         Args:
-            num_rounds: of `trip_bound.py`; after none a range that is left has not been asked about the goal yet.
+            num_rounds: of `trip_bound.py`; behind a look a range that is left has not been asked about the goal yet.
         """
         running = list(asked)
 

@@ -63,12 +63,14 @@ class Behind(NamedTuple):
         limit: that step time, in ns.
         cuts: the fewest and the most.
         lows, tables: see `Tables`; by the stages before a boundary, the last one behind so many or more.
+        num_passes: how many times the tables have been filled in ways that take less time than with all they have.
     """
 
     limit: float
     cuts: tuple[int, int]
     lows: IntArray
     tables: tuple[FloatArray, ...]
+    num_passes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +168,7 @@ class TripBound:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with all that they have; behind fewer before that.
+            num_rounds: how often the tables are filled, at most, with all that they have; 0 for a look by trips alone.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
             max_threads: how many may be used now; what is known is the same.
@@ -174,12 +176,15 @@ class TripBound:
         finest = len(NUM_STEPS) - 1
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
         known = self._at_first(asked) if earlier is None else earlier
-        # What takes less time rules out most stages first.
-        if known is not None and len(known.tables) == 1 and (earlier is None or earlier.limit > asked.limit):
-            known = self._fill_each(
-                known, (asked._replace(steps=each) for each in (None, *range(finest - counts_cuts)))
-            )
-        if not counts_cuts or num_rounds == 0:
+        if known is not None and len(known.tables) == 1:
+            # What takes less time rules out most stages first.
+            passes = (None, *range(finest - counts_cuts))[: 1 if num_rounds == 0 else None]
+            num_done = known.num_passes if known.limit <= asked.limit else 0
+            known = self._fill_each(known, (asked._replace(steps=each) for each in passes[num_done:]))
+            known = None if known is None else known._replace(num_passes=max(num_done, len(passes)))
+        if num_rounds == 0:
+            return known
+        if not counts_cuts:
             return self._fill_by_turns(known, repeat(asked, num_rounds))
         if known is not None and len(known.tables) == 1:
             counted = (asked._replace(steps=each, most_tables=tables) for each, tables in FIRST_COUNTED)
@@ -287,7 +292,8 @@ class TripBound:
         in_waves(fill, last + 1, asked.deadline, asked.max_threads())
         if np.isinf(behind[0][0, 0, 0]):
             return None
-        return _in_band(Behind(asked.limit, (min(cuts), max(cuts)), known.lows, tuple(behind)))
+        cuts_left = min(cuts), max(cuts)
+        return _in_band(known._replace(limit=asked.limit, cuts=cuts_left, tables=tuple(behind)))
 
     def _run_parts(
         self,
