@@ -66,11 +66,11 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     )
     return Tracked(
         behind=behind,
-        more_behind=more_behind,
+        more_behind=more_behind.astype(float),
         then_behind=_row(behind, behind - more_behind * most[:, None]),
         of_class=_row(behind, left),
         before=before,
-        more_before=more_before,
+        more_before=more_before + 1.0,
         then_before=_row(before, before - more_before * most[:, None]),
         waits=_waits(prefix, before),
         replicas=replicas,

@@ -234,10 +234,10 @@ class TripBound:
 
         tracked, waits = self._tracked[asked.steps or 0], self._waits(asked, known)
         num_rows = 2 + (tracked.behind.size + tracked.before.size) * (asked.steps is not None)
-        shape = num_rows, *known.tables[0].shape[1:]
+        shape = *known.tables[0].shape[1:], num_rows
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
-        before[0][:, 0, 0] = 0.0  # `lows` begins with 0
+        before[0][0, 0] = 0.0  # `lows` begins with 0
         every = 0, self.prefix.classes.fewest.size
 
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
@@ -254,9 +254,10 @@ class TripBound:
                 self._run_parts(filling, parts, deadline, np.full(shape, np.inf) if len(parts) > 1 else None)
             else:
                 self._run(filling, every, begin, deadline)
-            at_end = self._at_end(known, tables.before_ends[0])
+            arrived = tables.before_ends[:, :, 0]
+            at_end = self._at_end(known, arrived)
             are_reached[c] = may_be_last and bool(np.isfinite(at_end).any())
-            return not is_rest and bool(np.isfinite(tables.before_ends[0]).sum() > np.isfinite(at_end).sum())
+            return not is_rest and bool(np.isfinite(arrived).sum() > np.isfinite(at_end).sum())
 
         num_tables = in_waves(fill, min(most + 1, max_tables), asked.deadline, asked.max_threads())
         return before[: num_tables + 1] if any(are_reached) else None
@@ -272,7 +273,7 @@ class TripBound:
         for num_stages, table in enumerate(behind):
             most_here = most if num_stages == rest else num_stages - 1
             if fewest <= most_here <= most:
-                is_end = np.isfinite(self._at_end(known, before[num_stages][0]))
+                is_end = np.isfinite(self._at_end(known, before[num_stages][:, :, 0]))
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
         last, every = min(rest, len(before) - 1), (0, self.prefix.classes.fewest.size)
@@ -332,15 +333,19 @@ class TripBound:
             far_ends: what ends behind each device besides, by the time that stages begin there.
         """
         fill, asked, waits, tables, may_be_last, positions = filling
-        problem, tracked, scratch = self.prefix.programme, self._tracked[asked.steps or 0], self._scratch()
+        problem, tracked, scratch = (
+            self.prefix.programme,
+            self._tracked[asked.steps or 0],
+            self._scratch(tables.before_begins.shape[2]),
+        )
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
-        num_each, num_tried = 1 + tables.before_begins.shape[0] // ROWS_TRIED, 0
+        num_each, num_tried = 1 + tables.before_begins.shape[2] // ROWS_TRIED, 0
         for number in range(-(-len(positions) // POSITIONS_AT_ONCE)):
             begin(number)
             deadline.check()
             for p in positions[number * POSITIONS_AT_ONCE : (number + 1) * POSITIONS_AT_ONCE]:
                 if far_ends is not None:
-                    np.minimum(tables.before_begins[:, p], far_ends[:, p], out=tables.before_begins[:, p])
+                    np.minimum(tables.before_begins[p], far_ends[p], out=tables.before_begins[p])
                 num_tried += fill(
                     problem, tracked, kind, waits, limit, tables, scratch, is_full, may_be_last, *classes, p
                 )
@@ -363,13 +368,27 @@ class TripBound:
 
         return early_waits(self.prefix.programme, asked.kind, known.first_ends(self._end))
 
-    def _scratch(self) -> "Scratch":
+    def _scratch(self, num_rows: int) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN
         from bapipe.planner.device_line.trip_tables import Scratch
 
         num = self._end + 1
-        whole, floats = np.empty((2, num), dtype=np.int64), np.empty((8, num))
-        return Scratch(np.empty((NUM_KNOWN, num)), np.empty((4, num)), *whole, *floats)
+        starts, begins, positions = np.empty((3, num), dtype=np.int64)
+        costs, around, gradients, critical, values = np.empty((5, num))
+        return Scratch(
+            known=np.empty((NUM_KNOWN, num)),
+            rest=np.empty((4, num)),
+            starts=starts,
+            begins=begins,
+            then=np.empty((num, num_rows)),
+            found=np.empty(num_rows),
+            costs=costs,
+            around=around,
+            gradients=gradients,
+            critical=critical,
+            values=values,
+            positions=positions,
+        )
 
     def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:
         """The times at the last boundary, by devices before it; infinite where it is not in the band."""

@@ -82,8 +82,8 @@ class Tracked(NamedTuple):
             of how many are behind the last of these then. [classes, behind]
         of_class: the row of how many are behind the last one of the replica with the very first one. [classes]
         before: numbers of micro-batches before one, each with a row of when it is there; the first is 0. [before]
-        more_before, then_before: of each, how many F its replica has run before at least, and the row of a micro-batch
-            that is not behind the first of them. [classes, before]
+        more_before, then_before: of each, how many F its replica has run with its own at least, and the row of a
+            micro-batch that is not behind the first of them. [classes, before]
         waits: `WAIT`. [classes]
         replicas: `REPLICA`. [classes, MAX_REPLICAS]
         replica_ns: ns of the work of 1 ns on them, at least. [positions, classes, MAX_REPLICAS]
@@ -96,11 +96,11 @@ class Tracked(NamedTuple):
     """
 
     behind: Ints
-    more_behind: Ints
+    more_behind: Floats
     then_behind: Ints
     of_class: Ints
     before: Ints
-    more_before: Ints
+    more_before: Floats
     then_before: Ints
     waits: NDArray[Any]
     replicas: NDArray[Any]

@@ -10,8 +10,8 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 
 ARRIVED, BACK, AFTER = range(3)
-"""The rows of `Tables.before_begins`: from `AFTER` on for each number of micro-batches behind, then of each
-number before."""
+"""The last index of `Tables.before_begins`, its rows: from `AFTER` on for each number of micro-batches behind, then of
+each number before."""
 
 AROUND, FIRST, ANY = range(3)
 """The rows of `Tables.behind_begins`."""
@@ -31,7 +31,7 @@ class Tables(NamedTuple):
         lows: the first boundary that matters. [devices + 1]
         before_begins, before_ends: when the first micro-batch is at the boundary; what its B takes from there to the
             first stage; that, and what follows behind its way, if so many others are behind it; and when micro-batches
-            from some numbers on are at the boundary. [2 + behind + before, devices + 1, width]
+            from some numbers on are at the boundary. [devices + 1, width, 2 + behind + before]
         behind_begins, behind_ends: what a micro-batch takes from there on and back again; and when the gradient of the
             very first one is there, and that of any. [3, devices + 1, width]
     """
@@ -50,94 +50,38 @@ class Scratch(NamedTuple):
         known, rest: see `excess`. [7, boundaries], [4, boundaries]
         starts: of the stages that end there, the first begin within the limits, the end itself if there is none; or of
             those that begin there the last end.
-        forward, critical, backward: of the layers before, on the fastest device of a stage, see `LAYER_SUMS`.
-        rings: of the longest stage that ends there.
-        costs, found, others: of begins and ends, for one row of the tables.
+        begins: those of stages that are tried.
+        then: what is there by each row, see `Tracked`. [boundaries, rows]
+        found: by each row. [rows]
+        costs, around, gradients, critical: of stages, by their begins or ends.
         values, positions: a queue.
     """
 
     known: Floats
     rest: Floats
     starts: Ints
-    positions: Ints
-    forward: Floats
-    critical: Floats
-    backward: Floats
-    rings: Floats
-    costs: Floats
+    begins: Ints
+    then: Floats
     found: Floats
-    others: Floats
+    costs: Floats
+    around: Floats
+    gradients: Floats
+    critical: Floats
     values: Floats
-
-
-class Window(NamedTuple):
-    """The boundaries at which stages begin and end."""
-
-    first_begin: int
-    last_begin: int
-    first_end: int
-    last_end: int
+    positions: Ints
 
 
 @compiled
-def push(values: Floats, positions: Ints, head: int, tail: int, position: int, value: float) -> int:
-    """Adds a value to a queue in which values rise, and returns its end; those that are no less are left out."""
-    while tail > head and values[tail - 1] >= value:
-        tail -= 1
-    values[tail], positions[tail] = value, position
-    return tail + 1
-
-
-@compiled
-def drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
-    """Drops what the window has left behind, and returns the begin of the queue."""
-    while head < tail and (positions[head] - edge) * sign < 0:
-        head += 1
-    return head
-
-
-@compiled
-def move_on(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, j: int) -> tuple[int, int, int]:
-    """Moves the queue of `costs` on to the begins of the stages that end at j, of which there are some.
-
-    Args:
-        pushed: the first begin that has not been added.
-
-    Returns:
-        The begin and the end of the queue, and the first begin that has not been added then.
-    """
-    start, positions = scratch.starts[j], scratch.positions
-    pushed = max(pushed, start)
-    while pushed < min(j, window.last_begin + 1):
-        tail = push(scratch.values, positions, head, tail, pushed, scratch.costs[pushed])
-        pushed += 1
-    return drop(positions, head, tail, start, 1), tail, pushed
-
-
-@compiled
-def least(scratch: Scratch, window: Window, found: Floats) -> None:
-    """Finds for each end of stages the least of `costs` at the begins of those, infinite where none ends."""
-    starts, values = scratch.starts, scratch.values
-    head = tail = pushed = 0
-    for j in range(window.first_end, window.last_end + 1):
-        found[j] = np.inf
-        if starts[j] == j:
-            continue
-        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
-        found[j] = values[head]
-
-
-@compiled
-def reached(times: Floats, low: int, end: int) -> tuple[int, int]:
+def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
     """The first and the last boundary before the end that any stages reach, the end itself if none does.
 
     Args:
-        times: from the boundary `low` on.
+        before: the table behind some devices, from the boundary `low` on. [width, rows]
     """
-    first, last = 0, min(times.size, end - low) - 1
-    while first <= last and times[first] == np.inf:
+    first, last = 0, min(before.shape[0], end - low) - 1
+    while first <= last and before[first, ARRIVED] == np.inf:
         first += 1
-    while last > first and times[last] == np.inf:
+    while last > first and before[last, ARRIVED] == np.inf:
         last -= 1
     return (low + first, low + last) if first <= last else (end, end)
 

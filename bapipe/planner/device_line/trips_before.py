@@ -2,8 +2,9 @@
 
 A stage may begin at some boundaries and end at some. The further its end, the later the first begin with which it is
 within the limits; so of all stages that end at a boundary those that begin in a window are tried, and windows move one
-way. The least of a sum over a window is at the head of a queue in which values rise; of two sums, of which the other
-one falls with the begin, the least maximum is found by bisection.
+way. What the rows of a table say behind a stage is found for all of them at once, from numbers that lie one after the
+other in memory: that makes an array of few instructions of each begin. Begins are left out where the next one is no
+worse in any row.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
@@ -47,11 +48,8 @@ from bapipe.planner.device_line.trip_tables import (
     STEEP_AROUND,
     Scratch,
     Tables,
-    Window,
     behind_ends,
-    least,
     most_devices,
-    move_on,
     reached,
 )
 
@@ -79,21 +77,19 @@ def fill_before(
         first_class, end_class: the classes of the stages.
     """
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
-    lows, before, ends, behind = tables.lows, tables.before_begins, tables.before_ends, tables.behind_ends
-    width, num_tried, num_behind = before.shape[2], 0, tracked.behind.size * is_full
+    lows, before, behind = tables.lows, tables.before_begins, tables.behind_ends
+    width, num_tried, num_behind = before.shape[1], 0, tracked.behind.size * is_full
     if problem.is_alike and p > 1 and first_class == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
             if 0 <= other < width and x + lows[p] < end:
-                for row in range(before.shape[0]):
-                    before[row, p, x] = min(before[row, p, x], before[row, p - 1, other])
-    low, last_low = reached(before[ARRIVED, p], lows[p], end)
+                _note(before[p - 1, other], 0.0, before[p, x])
+    low, last_low = reached(before[p], lows[p], end)
     if low == end or p == num:
         return 0
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
     send, back, at_host = tracked.send, tracked.back, tracked.at_host
-    known, rest, starts, rings, found = scratch.known, scratch.rest, scratch.starts, scratch.rings, scratch.found
-    forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
+    known, rest, starts = scratch.known, scratch.rest, scratch.starts
     for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
@@ -104,7 +100,7 @@ def fill_before(
             continue
         stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
         limit_rest(layers, own, stage, first, high, rest)
-        known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
+        known_before(before[p], lows[p], low, last_low, tracked, stage, g, is_full, known)
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         of_kinds = tracked.of_kinds[p, g]
         at, has_any = low, False
@@ -127,18 +123,9 @@ def fill_before(
                 starts[j], has_any = at, True
         if not has_any:
             continue
-        for j in range(first, high + 1):
-            rings[j] = _rings_behind(layers, max_bucket, own, 0, starts[j], j)
-        for i in range(low, high + 1):
-            sums = layers[own.own, i]
-            forward[i], critical[i] = sums.forward * own.fastest, sums.critical * own.fastest
-            backward[i] = sums.backward * own.fastest
-        window = Window(low, last_low, first, high)
-        for row in range(before.shape[0]):
-            is_back = BACK <= row < AFTER + num_behind
-            _find_row(problem, tracked, own, g, before, p, row, num_behind, lows[p], scratch, window)
-            link = back if is_back else send
-            _note_ends(found, link, at_host, lows, behind, window, p + own.few, p + most, ends[row])
+        window = low, last_low, first, high
+        num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
+        _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
     return num_tried
 
 
@@ -160,7 +147,7 @@ def limit_rest(layers: NDArray[Any], own: Any, stage: Stage, first: int, high: i
 
 @compiled
 def known_before(
-    before: NDArray[np.float64],
+    before: Floats,
     lowest: int,
     low: int,
     high: int,
@@ -168,216 +155,232 @@ def known_before(
     stage: Stage,
     g: int,
     is_full: bool,
-    p: int,
     known: Floats,
 ) -> None:
-    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`."""
+    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
+
+    Args:
+        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
+    """
     num_behind = tracked.behind.size
     first_before = AFTER + num_behind
     for i in range(low, high + 1):
         x = i - lowest
-        known[ARRIVAL, i], known[RETURN, i] = before[ARRIVED, p, x], before[BACK, p, x]
+        known[ARRIVAL, i], known[RETURN, i] = before[x, ARRIVED], before[x, BACK]
         if is_full:
-            known[FOLLOW, i] = known[FLAT_RETURN, i] = before[AFTER, p, x]
-            known[FOLLOW_LATE, i] = before[AFTER + tracked.of_class[g], p, x]
-            known[BEFORE_FIRST, i] = before[first_before + tracked.waits[g].before_first, p, x]
-            known[BEFORE_ANY, i] = before[first_before + tracked.waits[g].before_any, p, x]
+            known[FOLLOW, i] = known[FLAT_RETURN, i] = before[x, AFTER]
+            known[FOLLOW_LATE, i] = before[x, AFTER + tracked.of_class[g]]
+            known[BEFORE_FIRST, i] = before[x, first_before + tracked.waits[g].before_first]
+            known[BEFORE_ANY, i] = before[x, first_before + tracked.waits[g].before_any]
             for k in range(stage.num_replicas):
                 row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
-                known[row + FIRST_THERE, i] = before[first_before + replica.first, p, x]
-                known[row + LAST_THERE, i] = before[first_before + replica.last, p, x]
-                known[row + FOLLOW_LAST, i] = before[AFTER + replica.behind, p, x]
+                known[row + FIRST_THERE, i] = before[x, first_before + replica.first]
+                known[row + LAST_THERE, i] = before[x, first_before + replica.last]
+                known[row + FOLLOW_LAST, i] = before[x, AFTER + replica.behind]
             for k in range(stage.num_rounds):
-                known[ROUNDS + k, i] = before[AFTER + tracked.rounds[g, k].behind, p, x]
+                known[ROUNDS + k, i] = before[x, AFTER + tracked.rounds[g, k].behind]
             if stage.num_kinds > 0:
-                known[OF_KINDS + FIRST_THERE, i] = known[OF_KINDS + LAST_THERE, i] = before[first_before, p, x]
-                known[OF_KINDS + FOLLOW_LAST, i] = before[AFTER, p, x]
+                known[OF_KINDS + FIRST_THERE, i] = known[OF_KINDS + LAST_THERE, i] = before[x, first_before]
+                known[OF_KINDS + FOLLOW_LAST, i] = before[x, AFTER]
         else:
             known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
             known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0
 
 
 @compiled
-def _find_row(
+def _note_begins(
     problem: Problem,
     tracked: Tracked,
-    own: Any,
-    g: int,
-    before: NDArray[np.float64],
-    p: int,
-    row: int,
-    num_behind: int,
-    lowest: int,
+    tables: Tables,
     scratch: Scratch,
-    window: Window,
-) -> None:
-    """Finds what a row of the table says behind the stages of class `g` on devices from `p` on, without the cut.
+    num_behind: int,
+    p: int,
+    g: int,
+    window: tuple[int, int, int, int],
+) -> int:
+    """Notes the begins of the stages of class `g` that may be better than those beside them, and what is there then.
+
+    A begin is no better than the next one if no row rises by more between them than the layers take on the stage: all
+    that follows from a row at the begin of a stage falls by at least as much, and rings fall, too. By trips alone it is
+    no better than the one before if no row rises by less.
 
     Args:
         num_behind: how many rows are of micro-batches behind others.
-        lowest: the boundary of the first column.
+        window: the first and the last begin, and the first and the last end.
+
+    Returns:
+        How many `scratch.begins` there are.
     """
-    begins = slice(window.first_begin, window.last_begin + 1)
-    ends = slice(window.first_end, window.last_end + 1)
-    forward, critical, backward = scratch.forward, scratch.critical, scratch.backward
-    costs, found, others, column = scratch.costs, scratch.found, scratch.others, window.first_begin - lowest
-    is_back = BACK <= row < AFTER + num_behind
-    _subtract(
-        before[row, p, column:], critical[begins] if is_back else forward[begins], 0, backward[begins], costs[begins]
-    )
-    if row < AFTER:
-        least(scratch, window, found)
-        _add(found[ends], critical[ends] if is_back else forward[ends], 0.0)
-    elif is_back:
-        num_others, then = tracked.more_behind[g, row - AFTER], AFTER + tracked.then_behind[g, row - AFTER]
-        _least_behind(problem.layers, problem.max_bucket, own, num_others, scratch, window)
-        if num_others > 0:
-            _subtract(before[then, p, column:], critical[begins], num_others, backward[begins], costs[begins])
-            least(scratch, window, others)
-            _note_later(others[ends], critical[ends], num_others, backward[ends], found[ends])
-    else:
-        k = row - AFTER - num_behind
-        num_forwards, then = tracked.more_before[g, k] + 1, AFTER + num_behind + tracked.then_before[g, k]
-        if num_forwards == 1:
-            least(scratch, window, found)
-            _add(found[ends], forward[ends], problem.rounding_ns)
-        else:
-            _subtract(before[then, p, column:], forward[begins], 0, backward[begins], others[begins])
-            for i in range(window.first_begin + 1, window.last_begin + 1):
-                others[i] = min(others[i], others[i - 1])
-            _least_arrival(num_forwards, problem.rounding_ns, scratch, window)
+    own, before, (low, high, _, _) = problem.stages[p, g], tables.before_begins[p], window
+    layers, lowest, num_rows, in_front = problem.layers[own.own], tables.lows[p], before.shape[1], AFTER + num_behind
+    num_begins, rises, falls = 0, 1, 1
+    for i in range(low, high + 1):
+        here, then = before[i - lowest], scratch.then[i]
+        for row in range(num_behind):
+            then[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
+        for row in range(num_rows - in_front):
+            then[in_front + row] = here[in_front + tracked.then_before[g, row]]
+        is_below, rises, falls = rises > 0 and falls == 0 and num_rows == AFTER, 1, 1
+        if i < high:
+            forward = (layers[i + 1].forward - layers[i].forward) * own.fastest
+            critical = (layers[i + 1].critical - layers[i].critical) * own.fastest
+            there = before[i + 1 - lowest]
+            rises = int(there[ARRIVED] > here[ARRIVED] + forward)
+            rises += _num_more(there[BACK:in_front], here[BACK:in_front], critical)
+            rises += _num_more(there[in_front:], here[in_front:], forward)
+            falls = int(there[ARRIVED] < here[ARRIVED] + forward) + int(there[BACK] < here[BACK] + critical)
+        if rises > 0 and not is_below:
+            scratch.begins[num_begins] = i
+            num_begins += 1
+    return num_begins
 
 
 @compiled
-def _subtract(times: Floats, sums: Floats, num: int, more: Floats, found: Floats) -> None:
-    for x in range(found.size):
-        found[x] = times[x] - sums[x] - num * more[x]
+def _num_more(times: Floats, others: Floats, ns: float) -> int:
+    """How many times are more than others and so many ns."""
+    num = 0
+    for row in range(times.size):
+        num += times[row] > others[row] + ns
+    return num
 
 
 @compiled
-def _add(found: Floats, sums: Floats, less: float) -> None:
-    for x in range(found.size):
-        found[x] += sums[x] - less
-
-
-@compiled
-def _note_later(times: Floats, sums: Floats, num: int, more: Floats, found: Floats) -> None:
-    for x in range(found.size):
-        found[x] = max(found[x], times[x] + sums[x] + num * more[x])
-
-
-@compiled
-def _note_ends(
-    found: Floats,
-    link: Floats,
-    at_host: Ints,
-    lows: Ints,
-    behind: NDArray[np.float64],
-    window: Window,
-    fewest: int,
+def _note_stages(
+    problem: Problem,
+    tracked: Tracked,
+    tables: Tables,
+    scratch: Scratch,
+    num_behind: int,
+    p: int,
+    g: int,
     most: int,
-    ends: NDArray[np.float64],
+    window: tuple[int, int, int, int],
+    num_begins: int,
 ) -> None:
-    """Notes what is found before the ends of stages, behind them and the cut there.
+    """Notes what each row says behind the stages of class `g`, on up to `most` devices: of their begins the least.
 
     Args:
-        link: what is sent over the cut. [2, boundaries]
-        fewest, most: the devices behind which the stages end.
-        ends: the row of the table. [devices + 1, width]
+        num_behind, window: see `_note_begins`.
+        num_begins: how many `scratch.begins` are tried for each end, besides the first and the last one.
     """
-    for to in range(fewest, most + 1):
-        begin, end = max(window.first_end, lows[to]), min(window.last_end + 1, lows[to] + ends.shape[1])
-        if begin >= end:
+    own, before, (_, last_begin, first_end, last_end) = problem.stages[p, g], tables.before_begins[p], window
+    layers, lowest, in_front = problem.layers[own.own], tables.lows[p], AFTER + num_behind
+    starts, begins, then, found, number = scratch.starts, scratch.begins, scratch.then, scratch.found, 0
+    more_behind, more_before, rounding = tracked.more_behind[g], tracked.more_before[g], problem.rounding_ns
+    for j in range(first_end, last_end + 1):
+        if starts[j] == j:
             continue
-        before_it, sent = found[begin:end], link[at_host[to], begin:end]
-        own_ends, own_behind = ends[to, begin - lows[to] :], behind[AROUND, to, begin - lows[to] :]
-        for x in range(before_it.size):  # slices from 0 on, which the compiler turns into vectors
-            ns = before_it[x] + sent[x] if own_behind[x] < np.inf else np.inf
-            own_ends[x] = min(own_ends[x], ns)
+        end, last = layers[j], min(j - 1, last_begin)
+        while number < num_begins and begins[number] <= starts[j]:
+            number += 1
+        found[:] = np.inf
+        arrived = returned = np.inf
+        k, i = number, starts[j]
+        while True:  # two begins at a time, which takes hardly longer than one
+            i2 = _next_begin(begins, num_begins, k, last)
+            begin, begin2, here, here2 = layers[i], layers[i2], before[i - lowest], before[i2 - lowest]
+            f, f2 = (end.forward - begin.forward) * own.fastest, (end.forward - begin2.forward) * own.fastest
+            r, r2 = (end.critical - begin.critical) * own.fastest, (end.critical - begin2.critical) * own.fastest
+            arrived = min(arrived, here[ARRIVED] + f, here2[ARRIVED] + f2)
+            returned = min(returned, here[BACK] + r, here2[BACK] + r2)
+            if found.size > AFTER:
+                b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
+                rings, rings2 = (
+                    _rings(own, problem.max_bucket, begin, end),
+                    _rings(own, problem.max_bucket, begin2, end),
+                )
+                rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
+                _note_behind(
+                    here[rows],
+                    here2[rows],
+                    then1[rows],
+                    then2[rows],
+                    more_behind,
+                    r,
+                    r2,
+                    b,
+                    b2,
+                    rings,
+                    rings2,
+                    found[rows],
+                )
+                rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
+                _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
+            if i2 == last:
+                break
+            i, k = _next_begin(begins, num_begins, k + 1, last), k + 2
+        for to in range(p + own.few, p + most + 1):
+            x, link = j - tables.lows[to], tracked.at_host[to]
+            if 0 <= x < tables.before_ends.shape[1] and tables.behind_ends[AROUND, to, x] < np.inf:
+                ends, sent, back = tables.before_ends[to, x], tracked.send[link, j], tracked.back[link, j]
+                ends[ARRIVED], ends[BACK] = min(ends[ARRIVED], arrived + sent), min(ends[BACK], returned + back)
+                _note(found[AFTER:in_front], back, ends[AFTER:in_front])
+                _note(found[in_front:], sent, ends[in_front:])
+
+
+@inlined
+def _next_begin(begins: Ints, num_begins: int, number: int, last: int) -> int:
+    """The begin with a number, or the last one."""
+    return min(begins[number], last) if number < num_begins else last
 
 
 @compiled
-def _least_behind(
-    layers: NDArray[Any], max_bucket: float, own: Any, num: int, scratch: Scratch, window: Window
+def _rings(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
+    """From the arrival of a gradient until the rings of a stage are done."""
+    rings = rings_ns(own, max_bucket, end.gradients - begin.gradients) + end.update - begin.update
+    return float(until_first_bucket(begin, end) * own.fastest + rings)
+
+
+@inlined
+def _note_behind(
+    one: Floats,
+    two: Floats,
+    then: Floats,
+    then2: Floats,
+    more: Floats,
+    r: float,
+    r2: float,
+    b: float,
+    b2: float,
+    rings: float,
+    rings2: float,
+    found: Floats,
 ) -> None:
-    """Finds how long the first stage waits for B behind those of the stages that end at each boundary.
+    """Notes what follows behind one of two stages if others are behind a micro-batch there, by their rows.
 
-    The later such a stage begins, the longer the way back, and the shorter the rings behind `num` more B.
+    Args:
+        one, two: the rows at their begins.
+        then, then2: what is there by each row, see `Tracked`.
+        more: of how many others B follows on the same replica.
+        r, r2, b, b2: what earlier stages wait for in B, and B.
     """
-    critical, backward, rings, starts = scratch.critical, scratch.backward, scratch.rings, scratch.starts
-    values, positions, found = scratch.values, scratch.positions, scratch.found
-    head = tail = best = pushed = 0
-    for j in range(window.first_end, window.last_end + 1):
-        found[j] = np.inf
-        if starts[j] == j:
-            continue
-        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
-        found[j] = values[head] + critical[j]
-        if found[j] >= rings[j] + num * (backward[j] - backward[starts[j]]):
-            continue
-        best = min(max(best, head), tail - 1)
-        ns = _rings_behind(layers, max_bucket, own, num, positions[best], j)
-        if values[best] + critical[j] < ns:
-            while best + 1 < tail:
-                shorter_ns = _rings_behind(layers, max_bucket, own, num, positions[best + 1], j)
-                ns = min(ns, max(values[best + 1] + critical[j], shorter_ns))
-                if values[best + 1] + critical[j] >= shorter_ns:
-                    break
-                best += 1
-        else:
-            ns = values[best] + critical[j]
-            while best > head:
-                longer_ns = _rings_behind(layers, max_bucket, own, num, positions[best - 1], j)
-                ns = min(ns, max(values[best - 1] + critical[j], longer_ns))
-                best -= 1
-                if values[best] + critical[j] < longer_ns:
-                    break
-        found[j] = ns
+    for row in range(found.size):
+        ns = max(one[row] + r, more[row] * b + max(then[row] + r, rings))
+        ns2 = max(two[row] + r2, more[row] * b2 + max(then2[row] + r2, rings2))
+        ns = ns if ns < ns2 else ns2
+        found[row] = ns if ns < found[row] else found[row]
 
 
-@compiled
-def _least_arrival(num: int, rounding_ns: float, scratch: Scratch, window: Window) -> None:
-    """Finds when micro-batches leave the stages that end at each boundary, whose replicas run `num` F until then.
+@inlined
+def _note_before(
+    one: Floats, two: Floats, then: Floats, then2: Floats, more: Floats, f: float, f2: float, found: Floats
+) -> None:
+    """Notes when micro-batches leave one of two stages, by their rows.
 
-    The later such a stage begins, the later the last one is there, and the shorter are so many F, the first of which
-    waits as long as `others` says.
+    Args:
+        one, two, then, then2: as above.
+        more: how many F their replica has run then, from the one on of which `then` says when it is there.
     """
-    forward, others, starts = scratch.forward, scratch.others, scratch.starts
-    values, positions, found = scratch.values, scratch.positions, scratch.found
-    head = tail = best = pushed = 0
-    for j in range(window.first_end, window.last_end + 1):
-        found[j] = np.inf
-        if starts[j] == j:
-            continue
-        head, tail, pushed = move_on(scratch, window, head, tail, pushed, j)
-        best = min(max(best, head), tail - 1)
-        i = positions[best]
-        ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
-        if values[best] + forward[j] < ns:
-            while best + 1 < tail:
-                i = positions[best + 1]
-                sooner_ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
-                ns = min(ns, max(values[best + 1] + forward[j], sooner_ns))
-                if values[best + 1] + forward[j] >= sooner_ns:
-                    break
-                best += 1
-        else:
-            ns = values[best] + forward[j]
-            while best > head:
-                i = positions[best - 1]
-                later_ns = others[i] + forward[i] + num * (forward[j] - forward[i] - rounding_ns)
-                ns = min(ns, max(values[best - 1] + forward[j], later_ns))
-                best -= 1
-                if values[best] + forward[j] < later_ns:
-                    break
-        found[j] = ns - rounding_ns
+    for row in range(found.size):
+        ns = max(one[row] + f, then[row] + more[row] * f)
+        ns2 = max(two[row] + f2, then2[row] + more[row] * f2)
+        ns = ns if ns < ns2 else ns2
+        found[row] = ns if ns < found[row] else found[row]
 
 
-@compiled
-def _rings_behind(layers: NDArray[Any], max_bucket: float, own: Any, num: int, i: int, j: int) -> float:
-    """From the arrival of a gradient until the rings of the stage of layers [i, j) are done, behind `num` more B."""
-    begin, end = layers[own.own, i], layers[own.own, j]
-    first_full = until_first_bucket(begin, end) * own.fastest
-    ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
-    b = (end.backward - begin.backward) * own.fastest
-    return float(num * b + first_full + ring + end.update - begin.update)
+@inlined
+def _note(times: Floats, ns: float, least: Floats) -> None:
+    """Notes times, so much later, where they are less than known before."""
+    for row in range(least.size):
+        later_ns = times[row] + ns
+        least[row] = later_ns if later_ns < least[row] else least[row]

@@ -1,6 +1,6 @@
 """Compiled: what comes at least behind each boundary, as `trips_before.py` has it before them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bapipe.planner.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Floats, Problem
+from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -35,14 +35,20 @@ from bapipe.planner.device_line.trip_tables import (
     FLAT_AROUND,
     Scratch,
     Tables,
-    Window,
     behind_ends,
-    drop,
     most_devices,
-    push,
     reached,
 )
 from bapipe.planner.device_line.trips_before import known_before
+
+
+class Window(NamedTuple):
+    """The boundaries at which stages begin and end."""
+
+    first_begin: int
+    last_begin: int
+    first_end: int
+    last_end: int
 
 
 @compiled
@@ -70,7 +76,7 @@ def fill_behind(
             if 0 <= other < width:
                 for row in range(3):
                     behind[row, p, x] = min(behind[row, p, x], behind[row, p + 1, other])
-    low, last_low = reached(before[ARRIVED, p], lows[p], end)
+    low, last_low = reached(before[p], lows[p], end)
     if low == end:
         return 0
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
@@ -88,12 +94,12 @@ def fill_behind(
         replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
         of_kinds = tracked.of_kinds[p, g]
         stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
-        known_before(before, lows[p], low, last_low, tracked, stage, g, is_full, p, known)
+        known_before(before[p], lows[p], low, last_low, tracked, stage, g, is_full, known)
         limit_known(layers, own, stage, replicas, rounds, low, last_low, known)
         at, begin, has_any = high, min(high - 1, last_low), False
         for i in range(begin, low - 1, -1):
             starts[i] = i
-            if before[ARRIVED, p, i - lows[p]] == np.inf:
+            if before[p, i - lows[p], ARRIVED] == np.inf:
                 continue
             while at >= max(i + 1, first) and (
                 rest[FLAT_AROUND, at] == np.inf
@@ -110,7 +116,7 @@ def fill_behind(
         if not has_any:
             continue
         window = Window(low, begin, first, high)
-        around, trips = scratch.found, scratch.others
+        around, trips = scratch.around, scratch.gradients
         for j in range(low, high + 1):
             trips[j] = layers[own.own, j].trip * own.fastest
             critical[j] = layers[own.own, j].critical * own.fastest
@@ -121,7 +127,7 @@ def fill_behind(
             x = i - lows[p]
             behind[AROUND, p, x] = min(behind[AROUND, p, x], around[i])
         for row, of_row in ((FIRST, FIRST_BACK), (ANY, ANY_BACK)):
-            gradients = scratch.others
+            gradients = scratch.gradients
             if is_full:
                 for j in range(first, high + 1):
                     costs[j] = rest[of_row, j] + critical[j]
@@ -178,14 +184,31 @@ def limit_known(
 
 
 @compiled
+def _push(values: Floats, positions: Ints, head: int, tail: int, position: int, value: float) -> int:
+    """Adds a value to a queue in which values rise, and returns its end; those that are no less are left out."""
+    while tail > head and values[tail - 1] >= value:
+        tail -= 1
+    values[tail], positions[tail] = value, position
+    return tail + 1
+
+
+@compiled
+def _drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
+    """Drops what the window has left behind, and returns the begin of the queue."""
+    while head < tail and (positions[head] - edge) * sign < 0:
+        head += 1
+    return head
+
+
+@compiled
 def _move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, i: int) -> tuple[int, int, int]:
     """Moves the queue of `costs` back to the ends of the stages that begin at i, as `move_on` does for ends."""
     start, positions = scratch.starts[i], scratch.positions
     pushed = min(pushed, start + 1)
     while pushed > max(i + 1, window.first_end):
         pushed -= 1
-        tail = push(scratch.values, positions, head, tail, pushed, scratch.costs[pushed])
-    return drop(positions, head, tail, start, -1), tail, pushed
+        tail = _push(scratch.values, positions, head, tail, pushed, scratch.costs[pushed])
+    return _drop(positions, head, tail, start, -1), tail, pushed
 
 
 @compiled

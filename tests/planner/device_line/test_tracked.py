@@ -64,5 +64,5 @@ def test_numbers_of_micro_batches_between_rows_count_as_the_one_below() -> None:
             for number, more_here, then_here in zip(
                 numbers, more[num_replicas - 1], then[num_replicas - 1], strict=True
             ):
-                assert more_here == number // num_replicas
+                assert more_here == number // num_replicas + (numbers is rows.before)
                 assert numbers[then_here] <= number % num_replicas

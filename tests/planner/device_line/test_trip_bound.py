@@ -18,14 +18,14 @@ from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.plan_range import Known
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
+from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.device_line.trip_bound import TripBound
 from bapipe.planner.device_line.trip_limits import NUM_KNOWN, excess, stage_of
-from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND
-from bapipe.planner.device_line.trips_before import limit_rest
+from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables
+from bapipe.planner.device_line.trips_before import _note_begins, _note_stages, limit_rest
 from bapipe.planner.device_line.trips_behind import limit_known
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
@@ -302,36 +302,16 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
 
 
 @pytest.mark.parametrize(
-    ("took", "look", "is_known", "is_next"),
-    [
-        (1.0, 1.0, True, True),  # all goals take little
-        (10.0, 50.0, False, False),  # the one in the middle first
-        (20.0, 50.0, False, True),  # there is no time for both, and none begins with what is known
-        (20.0, 50.0, True, False),
-    ],
-)
-def test_the_last_goal_comes_next_where_goals_take_little_or_each_begins_anew(
-    took: float, look: float, is_known: bool, is_next: bool
-) -> None:
-    """With 70 left of the budget; `look` is what the look takes or would take."""
-    line = sorted_line(7)
-    ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best_of_two_or_three_stages(line, "1f1b"))
-    ranges.ranges[0].known = (Known(10**9, None),) if is_known else ()
-    assert ranges._is_last_next(10**9, took, look, 70.0) == is_next
-
-
-@pytest.mark.parametrize(
     ("left", "seen"),
     [
-        (79.0, [0.6, 0.8]),
-        (80.0, [0.6, 0.8, 0.93]),
-        (137.0, [0.6, 0.8, 0.95]),
+        (45.0, [0.6, 0.8]),
+        (46.0, [0.6, 0.8, 0.95]),
     ],
 )
 def test_what_low_goals_took_decides_about_the_look(
     left: float, seen: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take 17 each, so that looks take about 60 and 102, of three quarters of what is left at most."""
+    """They take 17 each, so that the look takes about 34, of three quarters of what is left at most."""
     asked: list[float] = []
     best = best_of_two_or_three_stages(sorted_line(7), "1f1b")
 
@@ -341,11 +321,31 @@ def test_what_low_goals_took_decides_about_the_look(
         return True
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_ask_all", ask)
+    monkeypatch.setattr(RingRanges, "_look", ask)
     monkeypatch.setattr(ring_ranges, "SOON_WORK", 0.0)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
-    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left)[0] == (17 if len(seen) == 2 else 0)
+    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == (17 if len(seen) == 2 else 0)
     assert asked == seen
+
+
+def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int | None] = []
+    fill = TripBound._fill_before
+
+    def noting(bound: TripBound, asked: Any, known: Any) -> Any:
+        filled.append(asked.steps)
+        return fill(bound, asked, known)
+
+    monkeypatch.setattr(TripBound, "_fill_before", noting)
+    line = sorted_line(7)
+    limit_ns, prefix = best_of_two_or_three_stages(line, "1f1b").step_ns, PrefixBound(line, "1f1b", 1, 7)
+    bound = TripBound(prefix)
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0)
+    assert filled == [None]
+    whole = bound.within(prefix.kind, limit_ns, UNLIMITED, 1, seen)
+    assert filled == [None, 0, 1, 2, 3]
+    assert bound.within(prefix.kind, limit_ns - 1, UNLIMITED, 1, whole) is not None
+    assert filled[5:] == [None, 0, 1, 2, 3]  # of fewer plans more is known
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
@@ -365,7 +365,7 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
         return True
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_ask_all", lambda *_: None)
+    monkeypatch.setattr(RingRanges, "_look", lambda *_: None)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
     with pytest.raises(OutOfTime):
         ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
@@ -378,3 +378,63 @@ def test_it_ends_at_the_deadline() -> None:
     prefix = PrefixBound(sorted_line(5), "1f1b", 1, 5)
     with pytest.raises(OutOfTime):
         TripBound(prefix).within(prefix.kind, 10**9, Deadline(0.0), ROUNDS)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool) -> None:
+    """Whatever is before them: compared with the sums of docs/algorithm.md, without any begin left out."""
+    prefix = PrefixBound(sorted_line(4, output_bytes=10**7, num_microbatches=9), "1f1b", 1, 4)
+    problem, rows, random, checked = prefix.programme, tracked_microbatches(prefix, 16), np.random.default_rng(0), 0
+    end, num_behind = problem.layers.shape[1] - 1, rows.behind.size * is_full
+    num_rows = 2 + num_behind + rows.before.size * is_full
+    for p, g, flatness in product(range(1, 4), range(prefix.classes.fewest.size), (0.0, 0.5, 1.0, 2.0)):
+        own = problem.stages.view(np.recarray)[p, g]
+        if own.few > 4 - p:
+            continue
+        at = problem.layers.view(np.recarray)[own.own]
+        rising = flatness * np.stack(
+            [at.critical if 1 <= row < 2 + num_behind else at.forward for row in range(num_rows)], 1
+        )
+        before = rising * own.fastest + random.uniform(0, 0.3 * float(at.forward[-1]) / end, (end + 1, num_rows))
+        before[random.random(end + 1) < 0.2] = np.inf
+        tables = Tables(
+            np.zeros(5, dtype=np.int64),
+            np.stack([before] * 5),
+            np.full((5, end + 1, num_rows), np.inf),
+            *[np.zeros((3, 5, end + 1))] * 2,
+        )
+        scratch = TripBound(prefix)._scratch(num_rows)
+        scratch.starts[:] = np.minimum(np.arange(end + 1), np.sort(random.integers(0, end, end + 1)) // 2)
+        window = 0, end - 1, 1, end
+        num_begins = _note_begins(problem, rows, tables, scratch, num_behind, p, g, window)
+        _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window, num_begins)
+        for j, row in product(range(1, end + 1), range(num_rows)):
+            stages = [(i, at[i], at[j]) for i in range(scratch.starts[j], j)]
+            found = [
+                _row_behind(problem, rows, before[i], own, g, row, num_behind, first, last) for i, first, last in stages
+            ]
+            sent = (rows.back if 1 <= row < 2 + num_behind else rows.send)[rows.at_host[p + own.few], j]
+            assert tables.before_ends[p + own.few, j, row] == pytest.approx(min(found, default=inf) + sent)
+            checked += len(found) > 1
+    assert checked > 300
+
+
+def _row_behind(
+    problem: Any, rows: Any, here: Any, own: Any, g: int, row: int, num_behind: int, begin: Any, end: Any
+) -> float:
+    """What a row says behind the stage between two boundaries, without the cut."""
+    f, r = (end.forward - begin.forward) * own.fastest, (end.critical - begin.critical) * own.fastest
+    if row < 2:
+        return float(here[row] + (f, r)[row])
+    if row >= 2 + num_behind:
+        m = rows.before[row - 2 - num_behind]
+        k, short = m // own.most, f - problem.rounding_ns
+        there = here[2 + num_behind + np.flatnonzero(rows.before <= m - k * own.most)[-1]]
+        return float(max(here[row] + short, there + (k + 1) * short))
+    y = rows.behind[row - 2]
+    k, b = y // own.most, (end.backward - begin.backward) * own.fastest
+    there = here[2 + np.flatnonzero(rows.behind <= y - k * own.most)[-1]]
+    bucket = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.fastest
+    num_buckets = np.ceil((end.gradients - begin.gradients) / problem.max_bucket)
+    rings = own.ring_latency * num_buckets + own.ring_rate * (end.gradients - begin.gradients)
+    return float(max(here[row] + r, there + r + k * b, k * b + bucket + rings + end.update - begin.update))
