@@ -49,13 +49,12 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
-SOON, SOON_WORK = (0.6, 0.8), 0.6
-"""These come before. The last one counts as so much work for each device, boundary and class of stages at least."""
+SOON = 0.6, 0.8
+"""These come before."""
 
-LOOK_TIMES, LOOK_PART = 2, 3 / 4
-"""Then a look at the plans within the last goal, by trips alone: lower goals begin with what is known then. It takes
-about so many times as long as the last goal before it, and is left out if that is more than this part of what is
-left."""
+LOOKS = (GOALS[2], 2.0), (GOALS[1], 4 / 3)
+"""Then a look at the plans within one of the goals, by trips alone: lower ones begin with what is known then. The first
+one is taken for which so many times its work is left, as there is more to be asked then, or none."""
 
 FIRST_PARTS = 4 / 3
 """The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
@@ -63,9 +62,9 @@ FIRST_PARTS = 4 / 3
 AT_ONCE = 4
 """So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
 
-SLOWER, MAX_HALVED = 3, 0.01
-"""From one of these goals to the next a question takes so many times as long. If too little is left for that, the goal
-is half the way there, as long as that is more than this part of the best step."""
+SLOWER, MAX_HALVED = 4, 0.01
+"""From one of these goals to the next a question takes up to so many times as long. If too little is left for that, the
+goal is half the way there, as long as that is more than this part of the best step."""
 
 
 class RingRanges:
@@ -146,7 +145,7 @@ class RingRanges:
             took = self.num_tried - tried_before
 
     def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> int:
-        """Raises the bound to low goals, and looks at the plans within the last of the next ones.
+        """Raises the bound to low goals, and looks at the plans within one of the next ones.
 
         Returns:
             The work of the last goal, 0 behind a look.
@@ -158,11 +157,17 @@ class RingRanges:
             if not self.is_refuted(int(part * high_ns), deadline, left):
                 return self.num_tried - tried_before
             took = self.num_tried - tried_before
-        goal_work = max(took, SOON_WORK * sum(each.num_stages for each in self._trips))
-        if not is_new or LOOK_TIMES * goal_work > LOOK_PART * left():
-            return took
-        self._look(int(GOALS[-1] * high_ns), deadline)
-        return 0
+        for part, times in LOOKS if is_new else ():
+            goal_ns = int(part * high_ns)
+            open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
+            asked = self._next(open_ranges) if open_ranges else []
+            if asked and times * self._look_work(asked, goal_ns, deadline) < left():
+                self._ask(asked, goal_ns, deadline, num_rounds=0)
+                return 0
+        return took
+
+    def _look_work(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline) -> int:
+        return sum(each.trips.look_work(each.kind, goal_ns, deadline) for each in asked if each.trips is not None)
 
     def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
         """The same as `is_refuted`, within one part in `FIRST_PARTS` of the time and the budget that are left."""
@@ -182,12 +187,6 @@ class RingRanges:
                 return
             for each in left:
                 each.bound_ns = goal_ns + 1
-
-    def _look(self, goal_ns: int, deadline: Deadline) -> None:
-        """Looks at the plans within a goal of a range of each problem."""
-        left = [each for each in self.ranges if each.bound_ns <= goal_ns]
-        if left:
-            self._ask(self._next(left), goal_ns, deadline, num_rounds=0)
 
     @property
     def _has_many_devices(self) -> bool:

@@ -52,6 +52,10 @@ about at once."""
 ROWS_TRIED = 12
 """So many rows of a table take as long as the limits of a stage that is tried."""
 
+TRIED_EACH = 3
+"""So many ends and begins of stages are tried by trips alone for each boundary that prefixes reach and class: of 512
+devices 2.6 to 3.2, of 100 to 2,000 layers."""
+
 POSITIONS_AT_ONCE = 16
 """Devices between two looks at the deadline."""
 
@@ -149,10 +153,11 @@ class TripBound:
         self._end = len(prefix.line.cuts) - 1
         self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in NUM_STEPS)
 
-    @property
-    def num_stages(self) -> int:
-        """How many begins of stages there are, of each class, on each device."""
-        return self.prefix.programme.stages.size * len(self.prefix.line.cuts)
+    def look_work(self, kind: PlanKind, limit_ns: int, deadline: Deadline) -> int:
+        """Returns about how much work it is to look at the plans of a kind within a step time by trips alone."""
+        known = self._at_first(_Asked(kind, limit_ns * (1 + 1e-12), deadline, None, 1, lambda: 1))
+        num_reached = 0 if known is None else known.num_left(1)
+        return TRIED_EACH * num_reached * self.prefix.classes.fewest.size
 
     def within(
         self,

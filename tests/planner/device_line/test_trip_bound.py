@@ -304,14 +304,13 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
 @pytest.mark.parametrize(
     ("left", "seen"),
     [
-        (45.0, [0.6, 0.8]),
-        (46.0, [0.6, 0.8, 0.95]),
+        (66, [0.6, 0.8]),
+        (67, [0.6, 0.8, 0.93]),
+        (121, [0.6, 0.8, 0.95]),
     ],
 )
-def test_what_low_goals_took_decides_about_the_look(
-    left: float, seen: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take 17 each, so that the look takes about 34, of three quarters of what is left at most."""
+def test_the_work_of_a_look_decides_about_it(left: int, seen: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be 60 or 50."""
     asked: list[float] = []
     best = best_of_two_or_three_stages(sorted_line(7), "1f1b")
 
@@ -320,12 +319,26 @@ def test_what_low_goals_took_decides_about_the_look(
         ranges._trips[0].num_tried += 17
         return True
 
+    def look(ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
+        assert num_rounds == 0
+        ask(ranges, goal_ns)
+
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_look", ask)
-    monkeypatch.setattr(ring_ranges, "SOON_WORK", 0.0)
+    monkeypatch.setattr(RingRanges, "_raise_soon", lambda *_: None)
+    monkeypatch.setattr(RingRanges, "_ask", look)
+    monkeypatch.setattr(TripBound, "look_work", lambda _, kind, ns, deadline: 60 if ns > 0.94 * best.step_ns else 50)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
     assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == (17 if len(seen) == 2 else 0)
     assert asked == seen
+
+
+def test_the_work_of_a_look_is_known_before_it() -> None:
+    prefix = PrefixBound(sorted_line(40, num_microbatches=80), "1f1b", 1, 40)
+    bound = TripBound(prefix)
+    limit_ns = next(ns for ns in (2**k for k in count()) if bound.look_work(prefix.kind, ns, UNLIMITED))
+    expected = bound.look_work(prefix.kind, limit_ns, UNLIMITED)
+    bound.within(prefix.kind, limit_ns, UNLIMITED, 0)
+    assert 0.4 * expected < bound.num_tried < 1.5 * expected  # less where there are few layers
 
 
 def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +378,7 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
         return True
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_look", lambda *_: None)
+    monkeypatch.setattr(RingRanges, "_ask", lambda *_, **_more: None)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
     with pytest.raises(OutOfTime):
         ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
