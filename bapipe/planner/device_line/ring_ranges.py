@@ -148,7 +148,7 @@ class RingRanges:
         """Raises the bound to low goals, and looks at the plans within one of the next ones.
 
         Returns:
-            The work of the last goal, 0 behind a look.
+            The work of the last goal; behind a look the part of its work with which the next goal takes as much.
         """
         self._raise_soon(high_ns, deadline)
         is_new, took = not any(each.known for each in self.ranges), 0
@@ -161,9 +161,9 @@ class RingRanges:
             goal_ns = int(part * high_ns)
             open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
             asked = self._next(open_ranges) if open_ranges else []
-            if asked and times * self._look_work(asked, goal_ns, deadline) < left():
+            if asked and times * (work := self._look_work(asked, goal_ns, deadline)) < left():
                 self._ask(asked, goal_ns, deadline, num_rounds=0)
-                return 0
+                return work // SLOWER
         return took
 
     def _look_work(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline) -> int:
@@ -225,22 +225,27 @@ class RingRanges:
         Args:
             num_rounds: of `trip_bound.py`; behind a look a range that is left has not been asked about the goal yet.
         """
-        running = list(asked)
+        running, answers = list(asked), dict[int, tuple[bool, Behind | None]]()
 
-        def answer(each: PlanRange, deadline: Deadline) -> tuple[bool, Behind | None]:
+        def answer(number: int, deadline: Deadline) -> None:
             try:
-                return self._answer(each, goal_ns, num_rounds, lambda: num_threads() // len(running), deadline)
+                answers[number] = self._answer(
+                    asked[number], goal_ns, num_rounds, lambda: num_threads() // len(running), deadline
+                )
             finally:
                 running.pop()
 
-        answers = in_threads([partial(answer, each) for each in asked], deadline)
-        for each, (is_refuted, behind) in zip(asked, answers, strict=True):
-            each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
-            each.is_likely = not is_refuted
-            if not is_refuted and num_rounds > 0:
-                each.open_ns = goal_ns
-            if behind is not None:
-                self._note(each, goal_ns, behind)
+        try:
+            in_threads([partial(answer, number) for number in range(len(asked))], deadline)
+        finally:  # what is known when the time is over is kept
+            for number, (is_refuted, behind) in answers.items():
+                each = asked[number]
+                each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
+                each.is_likely = not is_refuted
+                if not is_refuted and num_rounds > 0:
+                    each.open_ns = goal_ns
+                if behind is not None:
+                    self._note(each, goal_ns, behind)
 
     def _answer(
         self, asked: PlanRange, goal_ns: int, num_rounds: int, max_threads: Callable[[], int], deadline: Deadline

@@ -18,6 +18,7 @@ from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
+from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
@@ -328,7 +329,9 @@ def test_the_work_of_a_look_decides_about_it(left: int, seen: list[float], monke
     monkeypatch.setattr(RingRanges, "_ask", look)
     monkeypatch.setattr(TripBound, "look_work", lambda _, kind, ns, deadline: 60 if ns > 0.94 * best.step_ns else 50)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
-    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == (17 if len(seen) == 2 else 0)
+    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == (
+        17 if len(seen) == 2 else 12 + 3 * (seen[-1] > 0.94)
+    )
     assert asked == seen
 
 
@@ -339,6 +342,23 @@ def test_the_work_of_a_look_is_known_before_it() -> None:
     expected = bound.look_work(prefix.kind, limit_ns, UNLIMITED)
     bound.within(prefix.kind, limit_ns, UNLIMITED, 0)
     assert 0.4 * expected < bound.num_tried < 1.5 * expected  # less where there are few layers
+
+
+def test_what_is_answered_when_the_time_is_over_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    line = sorted_line(7)
+    best = best_of_two_or_three_stages(line, "1f1b")
+    ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7), PrefixBound(line, "gpipe", 1, 7)], 0, best)
+
+    def answer(self: RingRanges, asked: PlanRange, *_: object) -> tuple[bool, None]:
+        if asked is ranges.ranges[0]:
+            raise OutOfTime("over")
+        return True, None
+
+    monkeypatch.setattr(RingRanges, "_answer", answer)
+    with pytest.raises(OutOfTime):
+        ranges._ask(ranges.ranges, 10**6, UNLIMITED)
+    assert [each.bound_ns > 10**6 for each in ranges.ranges] == [False, True]
 
 
 def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
