@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import combinations, count, product
 from math import inf
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -352,9 +353,12 @@ def test_what_is_answered_when_the_time_is_over_is_kept(monkeypatch: pytest.Monk
 
     def answer(self: RingRanges, asked: PlanRange, *_: object) -> tuple[bool, None]:
         if asked is ranges.ranges[0]:
+            assert is_answered.wait(60)
             raise OutOfTime("over")
+        is_answered.set()
         return True, None
 
+    is_answered = Event()
     monkeypatch.setattr(RingRanges, "_answer", answer)
     with pytest.raises(OutOfTime):
         ranges._ask(ranges.ranges, 10**6, UNLIMITED)
