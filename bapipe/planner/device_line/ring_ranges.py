@@ -148,7 +148,7 @@ class RingRanges:
         """Raises the bound to low goals, and looks at the plans within one of the next ones.
 
         Returns:
-            The work of the last goal; behind a look a part of its work, as the next goal takes about as long as the look.
+            The work of the last goal; behind a look a part of that, as the next goal takes about as long.
         """
         self._raise_soon(high_ns, deadline)
         is_new, took = not any(each.known for each in self.ranges), 0
