@@ -71,6 +71,15 @@ class Scratch(NamedTuple):
     positions: Ints
 
 
+class Window(NamedTuple):
+    """The boundaries at which stages begin and end."""
+
+    first_begin: int
+    last_begin: int
+    first_end: int
+    last_end: int
+
+
 @compiled
 def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
     """The first and the last boundary before the end that any stages reach, the end itself if none does.

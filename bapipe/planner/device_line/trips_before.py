@@ -2,9 +2,8 @@
 
 A stage may begin at some boundaries and end at some. The further its end, the later the first begin with which it is
 within the limits; so of all stages that end at a boundary those that begin in a window are tried, and windows move one
-way. What the rows of a table say behind a stage is found for all of them at once, from numbers that lie one after the
-other in memory: that makes an array of few instructions of each begin. Begins are left out where the next one is no
-worse in any row.
+way. What the rows of a table say behind a stage is found for all of them at once: they lie one after the other in
+memory, so that the compiler turns sums over them into vectors. Begins are left out where the next one is no worse.
 """
 
 from typing import Any
@@ -48,6 +47,7 @@ from bapipe.planner.device_line.trip_tables import (
     STEEP_AROUND,
     Scratch,
     Tables,
+    Window,
     behind_ends,
     most_devices,
     reached,
@@ -123,7 +123,7 @@ def fill_before(
                 starts[j], has_any = at, True
         if not has_any:
             continue
-        window = low, last_low, first, high
+        window = Window(low, last_low, first, high)
         num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
         _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
     return num_tried
@@ -196,7 +196,7 @@ def _note_begins(
     num_behind: int,
     p: int,
     g: int,
-    window: tuple[int, int, int, int],
+    window: Window,
 ) -> int:
     """Notes the begins of the stages of class `g` that may be better than those beside them, and what is there then.
 
@@ -206,15 +206,14 @@ def _note_begins(
 
     Args:
         num_behind: how many rows are of micro-batches behind others.
-        window: the first and the last begin, and the first and the last end.
 
     Returns:
         How many `scratch.begins` there are.
     """
-    own, before, (low, high, _, _) = problem.stages[p, g], tables.before_begins[p], window
+    own, before, high = problem.stages[p, g], tables.before_begins[p], window.last_begin
     layers, lowest, num_rows, in_front = problem.layers[own.own], tables.lows[p], before.shape[1], AFTER + num_behind
     num_begins, rises, falls = 0, 1, 1
-    for i in range(low, high + 1):
+    for i in range(window.first_begin, high + 1):
         here, then = before[i - lowest], scratch.then[i]
         for row in range(num_behind):
             then[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
@@ -254,23 +253,23 @@ def _note_stages(
     p: int,
     g: int,
     most: int,
-    window: tuple[int, int, int, int],
+    window: Window,
     num_begins: int,
 ) -> None:
     """Notes what each row says behind the stages of class `g`, on up to `most` devices: of their begins the least.
 
     Args:
-        num_behind, window: see `_note_begins`.
+        num_behind: see `_note_begins`.
         num_begins: how many `scratch.begins` are tried for each end, besides the first and the last one.
     """
-    own, before, (_, last_begin, first_end, last_end) = problem.stages[p, g], tables.before_begins[p], window
+    own, before, max_bucket = problem.stages[p, g], tables.before_begins[p], problem.max_bucket
     layers, lowest, in_front = problem.layers[own.own], tables.lows[p], AFTER + num_behind
     starts, begins, then, found, number = scratch.starts, scratch.begins, scratch.then, scratch.found, 0
     more_behind, more_before, rounding = tracked.more_behind[g], tracked.more_before[g], problem.rounding_ns
-    for j in range(first_end, last_end + 1):
+    for j in range(window.first_end, window.last_end + 1):
         if starts[j] == j:
             continue
-        end, last = layers[j], min(j - 1, last_begin)
+        end, last = layers[j], min(j - 1, window.last_begin)
         while number < num_begins and begins[number] <= starts[j]:
             number += 1
         found[:] = np.inf
@@ -285,25 +284,10 @@ def _note_stages(
             returned = min(returned, here[BACK] + r, here2[BACK] + r2)
             if found.size > AFTER:
                 b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
-                rings, rings2 = (
-                    _rings(own, problem.max_bucket, begin, end),
-                    _rings(own, problem.max_bucket, begin2, end),
-                )
+                rings, rings2 = _rings(own, max_bucket, begin, end), _rings(own, max_bucket, begin2, end)
                 rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
-                _note_behind(
-                    here[rows],
-                    here2[rows],
-                    then1[rows],
-                    then2[rows],
-                    more_behind,
-                    r,
-                    r2,
-                    b,
-                    b2,
-                    rings,
-                    rings2,
-                    found[rows],
-                )
+                there, there2 = (then1[rows], r, b, rings), (then2[rows], r2, b2, rings2)
+                _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
                 rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
                 _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
             if i2 == last:
@@ -333,47 +317,43 @@ def _rings(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
 
 @inlined
 def _note_behind(
-    one: Floats,
-    two: Floats,
-    then: Floats,
-    then2: Floats,
+    here: Floats,
+    here2: Floats,
+    there: tuple[Floats, float, float, float],
+    there2: tuple[Floats, float, float, float],
     more: Floats,
-    r: float,
-    r2: float,
-    b: float,
-    b2: float,
-    rings: float,
-    rings2: float,
     found: Floats,
 ) -> None:
     """Notes what follows behind one of two stages if others are behind a micro-batch there, by their rows.
 
     Args:
-        one, two: the rows at their begins.
-        then, then2: what is there by each row, see `Tracked`.
+        here, here2: the rows at their begins.
+        there, there2: what is at the begins by each row, see `Tracked`; and of the stages what earlier ones wait for in
+            B, B, and their rings.
         more: of how many others B follows on the same replica.
-        r, r2, b, b2: what earlier stages wait for in B, and B.
     """
+    then, r, b, rings = there
+    then2, r2, b2, rings2 = there2
     for row in range(found.size):
-        ns = max(one[row] + r, more[row] * b + max(then[row] + r, rings))
-        ns2 = max(two[row] + r2, more[row] * b2 + max(then2[row] + r2, rings2))
+        ns = max(here[row] + r, more[row] * b + max(then[row] + r, rings))
+        ns2 = max(here2[row] + r2, more[row] * b2 + max(then2[row] + r2, rings2))
         ns = ns if ns < ns2 else ns2
         found[row] = ns if ns < found[row] else found[row]
 
 
 @inlined
 def _note_before(
-    one: Floats, two: Floats, then: Floats, then2: Floats, more: Floats, f: float, f2: float, found: Floats
+    here: Floats, here2: Floats, then: Floats, then2: Floats, more: Floats, f: float, f2: float, found: Floats
 ) -> None:
     """Notes when micro-batches leave one of two stages, by their rows.
 
     Args:
-        one, two, then, then2: as above.
+        here, here2, then, then2: as above.
         more: how many F their replica has run then, from the one on of which `then` says when it is there.
     """
     for row in range(found.size):
-        ns = max(one[row] + f, then[row] + more[row] * f)
-        ns2 = max(two[row] + f2, then2[row] + more[row] * f2)
+        ns = max(here[row] + f, then[row] + more[row] * f)
+        ns2 = max(here2[row] + f2, then2[row] + more[row] * f2)
         ns = ns if ns < ns2 else ns2
         found[row] = ns if ns < found[row] else found[row]
 

@@ -1,6 +1,6 @@
 """Compiled: what comes at least behind each boundary, as `trips_before.py` has it before them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,20 +35,12 @@ from bapipe.planner.device_line.trip_tables import (
     FLAT_AROUND,
     Scratch,
     Tables,
+    Window,
     behind_ends,
     most_devices,
     reached,
 )
 from bapipe.planner.device_line.trips_before import known_before
-
-
-class Window(NamedTuple):
-    """The boundaries at which stages begin and end."""
-
-    first_begin: int
-    last_begin: int
-    first_end: int
-    last_end: int
 
 
 @compiled

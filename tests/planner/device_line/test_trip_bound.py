@@ -26,7 +26,7 @@ from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.device_line.trip_bound import TripBound
 from bapipe.planner.device_line.trip_limits import NUM_KNOWN, excess, stage_of
-from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables
+from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
 from bapipe.planner.device_line.trips_before import _note_begins, _note_stages, limit_rest
 from bapipe.planner.device_line.trips_behind import limit_known
 from bapipe.planner.options import PlanOptions
@@ -442,7 +442,7 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
         )
         scratch = TripBound(prefix)._scratch(num_rows)
         scratch.starts[:] = np.minimum(np.arange(end + 1), np.sort(random.integers(0, end, end + 1)) // 2)
-        window = 0, end - 1, 1, end
+        window = Window(0, end - 1, 1, end)
         num_begins = _note_begins(problem, rows, tables, scratch, num_behind, p, g, window)
         _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window, num_begins)
         for j, row in product(range(1, end + 1), range(num_rows)):
