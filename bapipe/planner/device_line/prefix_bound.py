@@ -136,6 +136,7 @@ class PrefixBound(LayerSums):
                 of_kinds[name] = getattr(sums if hasattr(sums, name) else self, name)
         return Problem(
             layers=layers,
+            columns=np.stack([layers[name] for name in LAYER_SUMS.names or ()], axis=1),
             stages=self._stages(),
             savings=Savings(self.savings_rates, self.savings_surplus),
             one_way=np.asarray(self._one_way, dtype=float),

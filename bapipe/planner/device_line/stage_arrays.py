@@ -24,6 +24,21 @@ LAYER_SUMS = np.dtype(
 )
 """Sums over the layers before a boundary."""
 
+(
+    FORWARD,
+    BACKWARD,
+    CRITICAL,
+    WORK,
+    TRIP,
+    FIRST_BUCKET,
+    BEFORE_GRADIENTS,
+    UPDATE,
+    GRADIENTS,
+    STATE,
+    STASH,
+) = range(len(LAYER_SUMS.names or ()))
+"""Their places in `Problem.columns`."""
+
 STAGE = np.dtype(
     [
         ("own", np.int64),  # the set of kinds of the stage,
@@ -75,6 +90,7 @@ class Problem(NamedTuple):
 
     Attributes:
         layers: `LAYER_SUMS` on each set of kinds, the first one all. [sets, boundaries]
+        columns: the same numbers, those of one sum after the other. [sets, LAYER_SUMS, boundaries]
         stages: `STAGE`. [positions, classes]
         savings: of recomputation, on the kinds where they are the largest.
         one_way, both_ways: transfers over 0, 1, 2 ... cuts at least, in ns. [cuts]
@@ -88,6 +104,7 @@ class Problem(NamedTuple):
     """
 
     layers: NDArray[Any]
+    columns: Floats
     stages: NDArray[Any]
     savings: Savings
     one_way: Floats

@@ -80,6 +80,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
         back=back,
+        both=send + back,
         at_host=at_host,
     )
 

@@ -375,13 +375,15 @@ class TripBound:
 
     def _scratch(self, num_rows: int) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN
+        from bapipe.planner.device_line.trip_sums import NUM_SUMS, NUM_WEIGHTS
         from bapipe.planner.device_line.trip_tables import Scratch
 
         num = self._end + 1
         starts, begins, positions = np.empty((3, num), dtype=np.int64)
         costs, around, gradients, critical, values = np.empty((5, num))
         return Scratch(
-            known=np.empty((NUM_KNOWN, num)),
+            known=np.zeros((NUM_KNOWN, num)),
+            slopes=np.empty((3, NUM_KNOWN)),
             rest=np.empty((4, num)),
             starts=starts,
             begins=begins,
@@ -393,6 +395,9 @@ class TripBound:
             critical=critical,
             values=values,
             positions=positions,
+            weights=np.empty((NUM_SUMS, NUM_WEIGHTS)),
+            begin_sums=np.empty((NUM_SUMS, num)),
+            end_sums=np.empty((NUM_SUMS, num)),
         )
 
     def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:

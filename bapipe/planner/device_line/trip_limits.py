@@ -92,6 +92,7 @@ class Tracked(NamedTuple):
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
+        both: the sum of these.
         at_host: whether a cut behind so many devices is one from host to host. [devices + 1]
     """
 
@@ -110,7 +111,17 @@ class Tracked(NamedTuple):
     critical_share: float
     send: Floats
     back: Floats
+    both: Floats
     at_host: Ints
+
+
+class OfClass(NamedTuple):
+    """The replicas and rounds that are looked at in the stages of one class behind some devices: see `Tracked`."""
+
+    replicas: NDArray[Any]
+    replica_ns: Floats
+    rounds: NDArray[Any]
+    of_kinds: NDArray[Any]
 
 
 class Stage(NamedTuple):
@@ -210,10 +221,7 @@ def excess(
     max_bucket: float,
     own: Any,
     stage: Stage,
-    replicas: NDArray[Any],
-    replica_ns: Floats,
-    rounds: NDArray[Any],
-    of_kinds: NDArray[Any],
+    of_class: OfClass,
     known: Floats,
     rest: Floats,
     i: int,
@@ -222,7 +230,6 @@ def excess(
     """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
 
     Args:
-        replicas, replica_ns, rounds, of_kinds: see `Tracked`, of the class.
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
             than twice as steep; that if others are behind it as behind the stage's last one; and when the
@@ -232,6 +239,7 @@ def excess(
             [4, boundaries]
     """
     begin, end = layers[own.own, i], layers[own.own, j]
+    replicas, replica_ns, rounds, of_kinds = of_class
     again = least_again(layers, savings, own, i, j)  # in front of each backward
     if again == np.inf:
         return np.inf

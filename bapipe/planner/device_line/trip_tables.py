@@ -1,12 +1,10 @@
 """Compiled: what the dynamic programmes of `trips_before.py` and `trips_behind.py` share."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled
-from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 
 ARRIVED, BACK, AFTER = range(3)
@@ -47,7 +45,8 @@ class Scratch(NamedTuple):
     """Arrays for the stages on the devices from one on, by boundary, whose values are of no use afterwards.
 
     Attributes:
-        known, rest: see `excess`. [7, boundaries], [4, boundaries]
+        known, rest: see `excess`. [NUM_KNOWN, boundaries], [4, boundaries]
+        slopes: by how much `known` may rise with 1 ns of F and of r; and how high it may be. [3, NUM_KNOWN]
         starts: of the stages that end there, the first begin within the limits, the end itself if there is none; or of
             those that begin there the last end.
         begins: those of stages that are tried.
@@ -55,9 +54,11 @@ class Scratch(NamedTuple):
         found: by each row. [rows]
         costs, around, gradients, critical: of stages, by their begins or ends.
         values, positions: a queue.
+        weights, begin_sums, end_sums: see `Sums`.
     """
 
     known: Floats
+    slopes: Floats
     rest: Floats
     starts: Ints
     begins: Ints
@@ -69,6 +70,9 @@ class Scratch(NamedTuple):
     critical: Floats
     values: Floats
     positions: Ints
+    weights: Floats
+    begin_sums: Floats
+    end_sums: Floats
 
 
 class Window(NamedTuple):
@@ -78,64 +82,3 @@ class Window(NamedTuple):
     last_begin: int
     first_end: int
     last_end: int
-
-
-@compiled
-def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
-    """The first and the last boundary before the end that any stages reach, the end itself if none does.
-
-    Args:
-        before: the table behind some devices, from the boundary `low` on. [width, rows]
-    """
-    first, last = 0, min(before.shape[0], end - low) - 1
-    while first <= last and before[first, ARRIVED] == np.inf:
-        first += 1
-    while last > first and before[last, ARRIVED] == np.inf:
-        last -= 1
-    return (low + first, low + last) if first <= last else (end, end)
-
-
-@compiled
-def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_alike: bool) -> int:
-    """The most devices of the stages of a class on so many that are left, 0 if there are none."""
-    if own.few > num_left or (is_first and (own.few > kind.first_most or own.most < kind.first_fewest)):
-        return 0
-    return int(own.few if is_alike else min(own.most, num_left))
-
-
-@compiled
-def behind_ends(
-    send: Floats,
-    back: Floats,
-    at_host: Ints,
-    kind: PlanKind,
-    lows: Ints,
-    behind: NDArray[np.float64],
-    may_be_last: bool,
-    own: Any,
-    p: int,
-    most: int,
-    low: int,
-    rest: Floats,
-) -> tuple[int, int]:
-    """Notes what is behind each end of a stage of up to `most` devices, with the cut there.
-
-    Returns:
-        The first end and the last one.
-    """
-    end, first, last = rest.shape[1] - 1, rest.shape[1], -1
-    rest[:] = np.inf
-    may_end = may_be_last and own.few <= kind.last_most and own.most >= kind.last_fewest
-    for to in range(p + own.few, p + most + 1):
-        link, lowest = at_host[to], lows[to]
-        for j in range(max(low + 1, lowest), min(lowest + behind.shape[2], end + may_end)):
-            around = behind[AROUND, to, j - lowest]
-            if around == np.inf:
-                continue
-            first, last = min(first, j), max(last, j)
-            rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], around + send[link, j] + back[link, j])
-            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], behind[FIRST, to, j - lowest] + back[link, j])
-            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], behind[ANY, to, j - lowest] + back[link, j])
-    for j in range(rest.shape[1]):
-        rest[STEEP_AROUND, j] = rest[FLAT_AROUND, j]
-    return first, last

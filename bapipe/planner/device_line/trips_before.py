@@ -9,49 +9,17 @@ memory, so that the compiler turns sums over them into vectors. Begins are left 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.device_line.around_stages import add, behind_ends, known_before, limit_rest, most_devices, reached
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Floats, Ints, Problem
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Ints, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
-from bapipe.planner.device_line.trip_limits import (
-    ARRIVAL,
-    BEFORE_ANY,
-    BEFORE_FIRST,
-    FIRST_THERE,
-    FLAT_RETURN,
-    FOLLOW,
-    FOLLOW_LAST,
-    FOLLOW_LATE,
-    LAST_THERE,
-    OF_KINDS,
-    REPLICAS,
-    RETURN,
-    ROUNDS,
-    ROWS_OF_REPLICA,
-    Stage,
-    Tracked,
-    excess,
-    stage_of,
-)
-from bapipe.planner.device_line.trip_tables import (
-    AFTER,
-    ANY_BACK,
-    AROUND,
-    ARRIVED,
-    BACK,
-    FIRST_BACK,
-    FLAT_AROUND,
-    STEEP_AROUND,
-    Scratch,
-    Tables,
-    Window,
-    behind_ends,
-    most_devices,
-    reached,
-)
+from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, Tracked, excess, stage_of
+from bapipe.planner.device_line.trip_sums import Sums, first_begins
+from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, FLAT_AROUND, Scratch, Tables, Window
+from bapipe.planner.device_line.trip_windows import least_of_begins
 
 
 @compiled
@@ -77,7 +45,7 @@ def fill_before(
         first_class, end_class: the classes of the stages.
     """
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
-    lows, before, behind = tables.lows, tables.before_begins, tables.behind_ends
+    lows, before = tables.lows, tables.before_begins
     width, num_tried, num_behind = before.shape[1], 0, tracked.behind.size * is_full
     if problem.is_alike and p > 1 and first_class == 0:  # devices may stay idle, but not before the first stage
         for x in range(width):
@@ -87,104 +55,105 @@ def fill_before(
     low, last_low = reached(before[p], lows[p], end)
     if low == end or p == num:
         return 0
-    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    send, back, at_host = tracked.send, tracked.back, tracked.at_host
     known, rest, starts = scratch.known, scratch.rest, scratch.starts
+    sums = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums)
     for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:
             continue
-        first, high = behind_ends(send, back, at_host, kind, lows, behind, may_be_last, own, p, most, low, rest)
+        first, high = behind_ends(tracked, kind, tables, may_be_last, own, p, most, low, is_full, rest)
         if high <= low:
             continue
-        stage = stage_of(problem, tracked, kind, waits, limit, is_full, p, g)
-        limit_rest(layers, own, stage, first, high, rest)
+        stage, columns = stage_of(problem, tracked, kind, waits, limit, is_full, p, g), problem.columns[own.own]
+        limit_rest(columns, own, stage, first, high, rest)
         known_before(before[p], lows[p], low, last_low, tracked, stage, g, is_full, known)
-        replicas, replica_ns, rounds = tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g]
-        of_kinds = tracked.of_kinds[p, g]
-        at, has_any = low, False
-        for j in range(first, high + 1):
-            starts[j] = j
-            if rest[FLAT_AROUND, j] == np.inf:
-                continue
-            last = min(j - 1, last_low)
-            while at <= last and (
-                known[ARRIVAL, at] == np.inf
-                or excess(
-                    layers, savings, max_bucket, own, stage, replicas, replica_ns, rounds, of_kinds, known, rest, at, j
-                )
-                > 0
-            ):
-                at += 1
-                num_tried += 1
-            num_tried += 1
-            if at <= last:
-                starts[j], has_any = at, True
-        if not has_any:
-            continue
-        window = Window(low, last_low, first, high)
-        num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
-        _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
+        of_class = OfClass(tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g], tracked.of_kinds[p, g])
+        window = Window(low, min(high - 1, last_low), first, high)
+        if is_full:
+            tried, has_any = _first_begins(problem, own, stage, of_class, known, rest, window, starts)
+        else:
+            tried, has_any = first_begins(problem, columns, own, stage, of_class, known, rest, sums, window, starts)
+        num_tried += tried
+        if has_any and is_full:
+            num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
+            _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
+        elif has_any:
+            _note_trips(columns, tracked, own, tables, scratch, p, most, window)
     return num_tried
 
 
 @compiled
-def limit_rest(layers: NDArray[Any], own: Any, stage: Stage, first: int, high: int, rest: Floats) -> None:
-    """Lowers what is behind the ends of stages where it falls faster than they grow, so that `excess` rises with ends.
+def _first_begins(
+    problem: Problem,
+    own: Any,
+    stage: Stage,
+    of_class: OfClass,
+    known: Floats,
+    rest: Floats,
+    window: Window,
+    starts: Ints,
+) -> tuple[int, bool]:
+    """Finds for each end the first begin with which a stage keeps the limits.
 
     Args:
-        first, high: the ends.
+        of_class, known, rest: see `excess`.
+        starts: see `Scratch`.
+
+    Returns:
+        How many begins and ends were tried, and whether there are any such stages.
     """
-    for j in range(high - 1, first - 1, -1):
-        trip = layers[own.own, j + 1].trip - layers[own.own, j].trip
-        step = (layers[own.own, j + 1].critical - layers[own.own, j].critical) * own.fastest
-        rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
-        rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
-        rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + step)
-        rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + step)
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    at, num_tried, has_any = window.first_begin, 0, False
+    for j in range(window.first_end, window.last_end + 1):
+        starts[j], last = j, min(j - 1, window.last_begin)
+        if rest[FLAT_AROUND, j] == np.inf:
+            continue
+        while at <= last and (
+            known[ARRIVAL, at] == np.inf
+            or excess(layers, savings, max_bucket, own, stage, of_class, known, rest, at, j) > 0
+        ):
+            at += 1
+            num_tried += 1
+        num_tried += 1
+        if at <= last:
+            starts[j], has_any = at, True
+    return num_tried, has_any
 
 
 @compiled
-def known_before(
-    before: Floats,
-    lowest: int,
-    low: int,
-    high: int,
-    tracked: Tracked,
-    stage: Stage,
-    g: int,
-    is_full: bool,
-    known: Floats,
+def _note_trips(
+    columns: Floats, tracked: Tracked, own: Any, tables: Tables, scratch: Scratch, p: int, most: int, window: Window
 ) -> None:
-    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
+    """Notes the trips before the ends of stages on up to `most` devices behind `p` others: of their begins the least.
 
     Args:
-        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
+        columns: see `note_sums`.
     """
-    num_behind = tracked.behind.size
-    first_before = AFTER + num_behind
-    for i in range(low, high + 1):
-        x = i - lowest
-        known[ARRIVAL, i], known[RETURN, i] = before[x, ARRIVED], before[x, BACK]
-        if is_full:
-            known[FOLLOW, i] = known[FLAT_RETURN, i] = before[x, AFTER]
-            known[FOLLOW_LATE, i] = before[x, AFTER + tracked.of_class[g]]
-            known[BEFORE_FIRST, i] = before[x, first_before + tracked.waits[g].before_first]
-            known[BEFORE_ANY, i] = before[x, first_before + tracked.waits[g].before_any]
-            for k in range(stage.num_replicas):
-                row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
-                known[row + FIRST_THERE, i] = before[x, first_before + replica.first]
-                known[row + LAST_THERE, i] = before[x, first_before + replica.last]
-                known[row + FOLLOW_LAST, i] = before[x, AFTER + replica.behind]
-            for k in range(stage.num_rounds):
-                known[ROUNDS + k, i] = before[x, AFTER + tracked.rounds[g, k].behind]
-            if stage.num_kinds > 0:
-                known[OF_KINDS + FIRST_THERE, i] = known[OF_KINDS + LAST_THERE, i] = before[x, first_before]
-                known[OF_KINDS + FOLLOW_LAST, i] = before[x, AFTER]
-        else:
-            known[FOLLOW, i] = known[FLAT_RETURN, i] = known[FOLLOW_LATE, i] = known[RETURN, i]
-            known[BEFORE_FIRST, i] = known[BEFORE_ANY, i] = 0.0
+    before, lowest, ends = tables.before_begins[p], tables.lows[p], slice(window.first_end, window.last_end + 1)
+    begins = slice(window.first_begin, window.last_begin + 1)
+    here = before[window.first_begin - lowest : window.last_begin + 1 - lowest]
+    for row, column in ((ARRIVED, FORWARD), (BACK, CRITICAL)):
+        over_cut = tracked.send if row == ARRIVED else tracked.back
+        add(here[:, row], columns[column, begins], -own.fastest, scratch.costs[begins])
+        least_of_begins(scratch, window, scratch.around)
+        add(scratch.around[ends], columns[column, ends], own.fastest, scratch.around[ends])
+        for to in range(p + own.few, p + most + 1):
+            low = tables.lows[to]
+            first, after = max(window.first_end, low), min(window.last_end + 1, low + tables.before_ends.shape[1])
+            if first < after:
+                those, there = slice(first, after), slice(first - low, after - low)
+                sent, is_left = over_cut[tracked.at_host[to], those], tables.behind_ends[AROUND, to, there]
+                _note_left(scratch.around[those], sent, is_left, tables.before_ends[to, there, row])
+
+
+@inlined
+def _note_left(times: Floats, more: Floats, around: Floats, least: Floats) -> None:
+    """Notes times, each so much later, where they are less than known before and something is left behind them."""
+    for x in range(least.size):
+        later_ns = times[x] + more[x]
+        later_ns = later_ns if around[x] < np.inf else np.inf
+        least[x] = later_ns if later_ns < least[x] else least[x]
 
 
 @compiled

@@ -15,6 +15,7 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
+from bapipe.planner.device_line.around_stages import limit_known, limit_rest
 from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
@@ -23,12 +24,13 @@ from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
+from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.device_line.trip_bound import TripBound
-from bapipe.planner.device_line.trip_limits import NUM_KNOWN, excess, stage_of
+from bapipe.planner.device_line.trip_limits import NUM_KNOWN, OfClass, excess, stage_of
+from bapipe.planner.device_line.trip_sums import Sums, first_begins, last_ends
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
-from bapipe.planner.device_line.trips_before import _note_begins, _note_stages, limit_rest
-from bapipe.planner.device_line.trips_behind import limit_known
+from bapipe.planner.device_line.trips_before import _note_begins, _note_stages, _note_trips
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
@@ -141,25 +143,76 @@ def test_whatever_is_known_a_stage_with_more_layers_exceeds_the_limits_no_less(s
         end, (num, num_classes) = problem.layers.shape[1] - 1, problem.stages.shape
         random = np.random.default_rng(seed)
         for p, g in product(range(num), range(num_classes)):
-            own = problem.stages[p, g]
+            own, columns = problem.stages[p, g], problem.columns[problem.stages[p, g]["own"]]
             stage = stage_of(problem, microbatches, kind, early_waits(problem, kind), LONG_NS, True, p, g)
             known, rest = (
                 random.uniform(0, random.choice([1e-3, 1e2, 1e4]), (rows, end + 1)) for rows in (NUM_KNOWN, 4)
             )
             rest[:, end] = 0.0
             rest[STEEP_AROUND] = rest[FLAT_AROUND]
-            replicas, rounds = microbatches.replicas[g], microbatches.rounds[g]
-            of_class = replicas, microbatches.replica_ns[p, g], rounds, microbatches.of_kinds[p, g]
-            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, *of_class)
+            of_class = of_class_of(microbatches, p, g)
+            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, of_class)
             lower = rest.copy()
-            limit_rest(problem.layers, own, stage, 0, end, lower)
+            limit_rest(columns, own, stage, 0, end, lower)
             for i, j in combinations(range(end), 2):
                 assert exceeds(known, lower, i, j) <= exceeds(known, lower, i, j + 1) + SMALL_NS, (seed, p, g, i, j)
-            limit_known(problem.layers, own, stage, replicas, rounds, 0, end, known)
+            limit_known(columns, own, stage, of_class, 0, end, np.empty((3, NUM_KNOWN)), known)
             for i, j in combinations(range(1, end + 1), 2):
                 assert exceeds(known, rest, i, j) <= exceeds(known, rest, i - 1, j) + SMALL_NS, (seed, p, g, i, j)
                 checked += 1
     assert checked > 300
+
+
+def of_class_of(rows: Any, p: int, g: int) -> OfClass:
+    return OfClass(rows.replicas[g], rows.replica_ns[p, g], rows.rounds[g], rows.of_kinds[p, g])
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(schedule: str, is_tight: bool) -> None:
+    """Of random tables. With less memory some layers of a stage run again, and longer stages do not fit."""
+    num_stages = num_again = 0
+    for seed in range(40):
+        line = (alike_line if seed % 3 == 0 else unlike_line)(seed, schedule, buckets=seed % 4 > 0)
+        prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
+        if is_tight:
+            all_layers = prefix.programme.layers[0, -1]
+            prefix.programme.stages["limit_bytes"] = all_layers["state"] + 1.5 * all_layers["stash"]
+            prefix.programme.stages["num_stashes"] = 8
+        problem, kind, rows = prefix.programme, prefix.kind, tracked_microbatches(prefix, 3)
+        end, (num, num_classes) = problem.layers.shape[1] - 1, problem.stages.shape
+        random, scratch = np.random.default_rng(seed), TripBound(prefix)._scratch(2)
+        sums = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums)
+        limit_ns = float(random.uniform(0.1, 1.0) * problem.layers[0, -1]["trip"] * problem.num_microbatches)
+        for p, g in product(range(num), range(num_classes)):
+            own, columns = problem.stages[p, g], problem.columns[problem.stages[p, g]["own"]]
+            stage = stage_of(problem, rows, kind, early_waits(problem, kind), limit_ns, False, p, g)
+            known, rest = (random.uniform(0, limit_ns / 4, (count, end + 1)) for count in (NUM_KNOWN, 4))
+            known[:, random.random(end + 1) < 0.1] = np.inf
+            rest[:, random.random(end + 1) < 0.1] = np.inf
+            rest[:, end] = 0.0
+            rest[STEEP_AROUND] = rest[FLAT_AROUND]
+            limit_rest(columns, own, stage, 0, end, rest)
+            are_reached = known[0] < np.inf
+            limit_known(columns, own, stage, of_class_of(rows, p, g), 0, end, scratch.slopes, known)
+            np.testing.assert_array_equal(known[0] < np.inf, are_reached)
+            of_class = problem.layers, problem.savings, problem.max_bucket, own, stage, of_class_of(rows, p, g)
+            within = np.array([[excess(*of_class, known, rest, i, j) <= 0 for j in range(end + 1)] for i in range(end)])
+            agains = [least_again(problem.layers, problem.savings, own, i, end) for i in range(end)]
+            num_again += sum(0 < again < inf for again in agains)
+            asked = problem, columns, own, stage, of_class[-1], known, rest, sums, Window(0, end - 1, 1, end)
+            starts = np.empty(end + 1, dtype=np.int64)
+            _, has_any = first_begins(*asked, starts)
+            firsts = [next((i for i in range(j) if within[i, j]), j) for j in range(1, end + 1)]
+            assert starts[1:].tolist() == firsts, (seed, p, g)
+            assert has_any == any(i < j for j, i in enumerate(firsts, 1))
+            last_ends(*asked, starts)
+            assert starts[:end].tolist() == [
+                next((j for j in range(end, i, -1) if within[i, j]), i) for i in range(end)
+            ], (seed, p, g)
+            num_stages += int(np.triu(within, 1).sum())
+    assert num_stages > 1000
+    assert (num_again > 100) == is_tight
 
 
 def test_what_comes_before_and_behind_a_stage_of_unlike_devices_raises_the_bound() -> None:
@@ -443,8 +496,11 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
         scratch = TripBound(prefix)._scratch(num_rows)
         scratch.starts[:] = np.minimum(np.arange(end + 1), np.sort(random.integers(0, end, end + 1)) // 2)
         window = Window(0, end - 1, 1, end)
-        num_begins = _note_begins(problem, rows, tables, scratch, num_behind, p, g, window)
-        _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window, num_begins)
+        if is_full:
+            num_begins = _note_begins(problem, rows, tables, scratch, num_behind, p, g, window)
+            _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window, num_begins)
+        else:
+            _note_trips(problem.columns[own.own], rows, problem.stages[p, g], tables, scratch, p, own.few, window)
         for j, row in product(range(1, end + 1), range(num_rows)):
             stages = [(i, at[i], at[j]) for i in range(scratch.starts[j], j)]
             found = [

@@ -1,0 +1,250 @@
+"""Compiled: what is before the begins and behind the ends of the stages of a class, by boundary."""
+
+from typing import Any
+
+import numpy as np
+
+from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.device_line.plan_kind import PlanKind
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats
+from bapipe.planner.device_line.trip_limits import (
+    ARRIVAL,
+    BEFORE_ANY,
+    BEFORE_FIRST,
+    FIRST_THERE,
+    FLAT_RETURN,
+    FOLLOW,
+    FOLLOW_LAST,
+    FOLLOW_LATE,
+    LAST_THERE,
+    NUM_KNOWN,
+    OF_KINDS,
+    REPLICAS,
+    RETURN,
+    ROUNDS,
+    ROWS_OF_REPLICA,
+    OfClass,
+    Stage,
+    Tracked,
+)
+from bapipe.planner.device_line.trip_tables import (
+    AFTER,
+    ANY,
+    ANY_BACK,
+    AROUND,
+    ARRIVED,
+    BACK,
+    FIRST,
+    FIRST_BACK,
+    FLAT_AROUND,
+    STEEP_AROUND,
+    Tables,
+)
+
+
+@compiled
+def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
+    """The first and the last boundary before the end that any stages reach, the end itself if none does.
+
+    Args:
+        before: the table behind some devices, from the boundary `low` on. [width, rows]
+    """
+    first, last = 0, min(before.shape[0], end - low) - 1
+    while first <= last and before[first, ARRIVED] == np.inf:
+        first += 1
+    while last > first and before[last, ARRIVED] == np.inf:
+        last -= 1
+    return (low + first, low + last) if first <= last else (end, end)
+
+
+@compiled
+def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_alike: bool) -> int:
+    """The most devices of the stages of a class on so many that are left, 0 if there are none."""
+    if own.few > num_left or (is_first and (own.few > kind.first_most or own.most < kind.first_fewest)):
+        return 0
+    return int(own.few if is_alike else min(own.most, num_left))
+
+
+@compiled
+def known_before(
+    before: Floats,
+    lowest: int,
+    low: int,
+    high: int,
+    tracked: Tracked,
+    stage: Stage,
+    g: int,
+    is_full: bool,
+    known: Floats,
+) -> None:
+    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
+
+    Args:
+        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
+    """
+    here, begins, in_front = before[low - lowest : high + 1 - lowest], slice(low, high + 1), AFTER + tracked.behind.size
+    _copy(here, ARRIVED, known[ARRIVAL, begins])
+    _copy(here, BACK, known[RETURN, begins])
+    if not is_full:
+        for row in (FLAT_RETURN, FOLLOW, FOLLOW_LATE):
+            _copy(here, BACK, known[row, begins])
+        known[BEFORE_FIRST, begins] = known[BEFORE_ANY, begins] = 0.0
+        return
+    _copy(here, AFTER, known[FOLLOW, begins])
+    _copy(here, AFTER, known[FLAT_RETURN, begins])
+    _copy(here, AFTER + tracked.of_class[g], known[FOLLOW_LATE, begins])
+    _copy(here, in_front + tracked.waits[g].before_first, known[BEFORE_FIRST, begins])
+    _copy(here, in_front + tracked.waits[g].before_any, known[BEFORE_ANY, begins])
+    for k in range(stage.num_replicas):
+        row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
+        _copy(here, in_front + replica.first, known[row + FIRST_THERE, begins])
+        _copy(here, in_front + replica.last, known[row + LAST_THERE, begins])
+        _copy(here, AFTER + replica.behind, known[row + FOLLOW_LAST, begins])
+    for k in range(stage.num_rounds):
+        _copy(here, AFTER + tracked.rounds[g, k].behind, known[ROUNDS + k, begins])
+    if stage.num_kinds > 0:
+        _copy(here, in_front, known[OF_KINDS + FIRST_THERE, begins])
+        _copy(here, in_front, known[OF_KINDS + LAST_THERE, begins])
+        _copy(here, AFTER, known[OF_KINDS + FOLLOW_LAST, begins])
+
+
+@compiled
+def _copy(rows: Floats, row: int, times: Floats) -> None:
+    for x in range(times.size):
+        times[x] = rows[x, row]
+
+
+@compiled
+def behind_ends(
+    tracked: Tracked,
+    kind: PlanKind,
+    tables: Tables,
+    may_be_last: bool,
+    own: Any,
+    p: int,
+    most: int,
+    low: int,
+    is_full: bool,
+    rest: Floats,
+) -> tuple[int, int]:
+    """Notes what is behind each end of a stage of up to `most` devices, with the cut there.
+
+    Args:
+        is_full: whether more is asked for than trips.
+
+    Returns:
+        The first end and the last one, no more than `low` if there are none.
+    """
+    behind, end, first, last = tables.behind_ends, rest.shape[1] - 1, rest.shape[1], low
+    may_end = may_be_last and own.few <= kind.last_most and own.most >= kind.last_fewest
+    for to in range(p + own.few, p + most + 1):
+        first = min(first, max(low + 1, tables.lows[to]))
+        last = max(last, min(tables.lows[to] + behind.shape[2], end + may_end) - 1)
+    rest[:, first : last + 1] = np.inf
+    for to in range(p + own.few, p + most + 1):
+        link, lowest = tracked.at_host[to], tables.lows[to]
+        begin, after = max(low + 1, lowest), min(lowest + behind.shape[2], end + may_end)
+        if begin < after:
+            ends, there = slice(begin, after), slice(begin - lowest, after - lowest)
+            _note_behind(behind[AROUND, to, there], tracked.both[link, ends], rest[FLAT_AROUND, ends])
+            if is_full:
+                _note_behind(behind[FIRST, to, there], tracked.back[link, ends], rest[FIRST_BACK, ends])
+                _note_behind(behind[ANY, to, there], tracked.back[link, ends], rest[ANY_BACK, ends])
+    while first <= last and rest[FLAT_AROUND, first] == np.inf:
+        first += 1
+    while last > low and (last < first or rest[FLAT_AROUND, last] == np.inf):
+        last -= 1
+    for j in range(first, last + 1):
+        rest[STEEP_AROUND, j] = rest[FLAT_AROUND, j]
+    return first, last
+
+
+@inlined
+def add(times: Floats, more: Floats, weight: float, total: Floats) -> None:
+    """Adds some times, so often, to others, by boundary."""
+    for x in range(total.size):
+        total[x] = times[x] + weight * more[x]
+
+
+@inlined
+def note_least(times: Floats, least: Floats) -> None:
+    """Notes times where they are less than known before."""
+    for x in range(least.size):
+        least[x] = times[x] if times[x] < least[x] else least[x]
+
+
+@compiled
+def _note_behind(times: Floats, over_cut: Floats, least: Floats) -> None:
+    """The same, with the transfer over each cut."""
+    for x in range(least.size):
+        ns = times[x] + over_cut[x]
+        least[x] = ns if ns < least[x] else least[x]
+
+
+@compiled
+def limit_rest(columns: Floats, own: Any, stage: Stage, first: int, high: int, rest: Floats) -> None:
+    """Lowers what is behind the ends of stages where it falls faster than they grow, so that `excess` rises with ends.
+
+    Args:
+        columns: those of the layers on the kinds of the stage. [LAYER_SUMS, boundaries]
+        first, high: the ends.
+    """
+    for k in range(high - first):
+        j = high - 1 - k
+        trip, critical = columns[TRIP, j + 1] - columns[TRIP, j], columns[CRITICAL, j + 1] - columns[CRITICAL, j]
+        rest[FLAT_AROUND, j] = min(rest[FLAT_AROUND, j], rest[FLAT_AROUND, j + 1] + own.fastest * trip)
+        rest[STEEP_AROUND, j] = min(rest[STEEP_AROUND, j], rest[STEEP_AROUND, j + 1] + stage.slope * trip)
+        if stage.waits:
+            rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + own.fastest * critical)
+            rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + own.fastest * critical)
+
+
+@compiled
+def limit_known(
+    columns: Floats,
+    own: Any,
+    stage: Stage,
+    of_class: OfClass,
+    low: int,
+    high: int,
+    slopes: Floats,
+    known: Floats,
+) -> None:
+    """Lowers what is before the begins of stages where it rises faster than they shrink, as `limit_rest` does behind.
+
+    Args:
+        columns: see `limit_rest`.
+        low, high: the first begin and the last one.
+        slopes: see `Scratch`.
+    """
+    num, highest = _note_slopes(own, stage, of_class, slopes), slopes[2]
+    for row in range(num):
+        highest[row] = known[row, low]
+    for i in range(low + 1, high + 1):
+        forward = columns[FORWARD, i] - columns[FORWARD, i - 1]
+        critical = columns[CRITICAL, i] - columns[CRITICAL, i - 1]
+        is_reached = known[ARRIVAL, i] < np.inf
+        for row in range(num):
+            highest[row] = min(known[row, i], highest[row] + slopes[0, row] * forward + slopes[1, row] * critical)
+            known[row, i] = highest[row]
+        if not is_reached:  # no stage begins there
+            known[ARRIVAL, i] = np.inf
+
+
+@compiled
+def _note_slopes(own: Any, stage: Stage, of_class: OfClass, slopes: Floats) -> int:
+    """Notes by how much the rows may rise with F and r of the layers; returns how many rows there are."""
+    slopes[:] = 0.0
+    slopes[0, ARRIVAL] = slopes[0, BEFORE_ANY] = slopes[0, BEFORE_FIRST] = own.fastest
+    slopes[1, RETURN] = slopes[1, FLAT_RETURN] = own.fastest
+    slopes[1, FOLLOW] = slopes[1, FOLLOW_LATE] = stage.back_slope
+    if not stage.waits:
+        return int(REPLICAS)
+    slopes[0, REPLICAS:ROUNDS] = slopes[0, OF_KINDS:] = own.fastest
+    for k in range(stage.num_replicas):
+        row = REPLICAS + ROWS_OF_REPLICA * k + FOLLOW_LAST
+        slopes[0, row], slopes[1, row] = 0.0, (2 if of_class.replicas[k].count >= 2 else 1) * own.fastest
+    for k in range(stage.num_rounds):
+        slopes[1, ROUNDS + k] = of_class.rounds[k].count * own.fastest
+    slopes[0, OF_KINDS + FOLLOW_LAST], slopes[1, OF_KINDS + FOLLOW_LAST] = 0.0, own.fastest
+    return int(NUM_KNOWN)

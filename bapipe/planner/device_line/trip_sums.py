@@ -1,0 +1,271 @@
+"""Compiled: the limits of a stage by trips alone, as sums of what is known at its begin and at its end.
+
+Each limit of `excess` that needs no more than the trip of a micro-batch is of the form
+
+    what is before the begin i + the layers before j - the layers before i + what is behind the end j <= the step time
+
+So two numbers for each boundary and limit decide about a stage. They are found for all boundaries in a row, which the
+compiler turns into vectors, and most stages that are tried exceed one of these limits.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.device_line.stage_arrays import (
+    BACKWARD,
+    BEFORE_GRADIENTS,
+    CRITICAL,
+    FIRST_BUCKET,
+    FORWARD,
+    GRADIENTS,
+    STASH,
+    STATE,
+    TRIP,
+    UPDATE,
+    WORK,
+    Floats,
+    Ints,
+    Problem,
+)
+from bapipe.planner.device_line.trip_limits import (
+    ARRIVAL,
+    FLAT_RETURN,
+    FOLLOW,
+    FOLLOW_LATE,
+    RETURN,
+    OfClass,
+    Stage,
+    excess,
+)
+from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Window
+
+NUM_SUMS = 12
+"""Limits of a stage."""
+
+NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND = GRADIENTS + 1, FOLLOW_LATE + 1, STEEP_AROUND + 1
+
+BEFORE, BEHIND, ALWAYS, NUM_WEIGHTS = np.cumsum([NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND, 1]).tolist()
+"""The weights of a limit: of sums over layers, of what is before the begin, of what is behind the end, and 1."""
+
+
+class Sums(NamedTuple):
+    """The limits of the stages of a class behind some devices.
+
+    Attributes:
+        weights: of each. [limits, NUM_WEIGHTS]
+        begins, ends: by boundary, what the begin and the end of a stage add to each, less the step time. A stage with a
+            sum above 0 is not within it. [limits, boundaries]
+    """
+
+    weights: Floats
+    begins: Floats
+    ends: Floats
+
+
+@compiled
+def _note_sums(
+    columns: Floats, own: Any, stage: Stage, known: Floats, rest: Floats, window: Window, sums: Sums
+) -> tuple[int, int]:
+    """Notes the sums of stages that begin and end in a window.
+
+    Args:
+        columns: those of the layers on the kinds of the stage. [LAYER_SUMS, boundaries]
+        known, rest: see `excess`.
+
+    Returns:
+        How many limits there are to which no rings are added, and how many in all.
+    """
+    weights, begins, ends = sums
+    num_plain, num = _note_weights(own, stage, weights)
+    first, last = window.first_begin, window.last_begin
+    layers, at_begins = slice(first, window.last_end + 1), slice(first, last + 1)
+    at_ends = slice(window.first_end, window.last_end + 1)
+    for k in range(num):
+        ends[k, layers] = 0.0
+        for column in range(NUM_COLUMNS):
+            if weights[k, column] != 0:
+                _add(columns[column, layers], weights[k, column], ends[k, layers])
+        begins[k, at_begins] = weights[k, ALWAYS] - stage.room
+        _add(ends[k, at_begins], -1.0, begins[k, at_begins])
+        for row in range(NUM_BEFORE):
+            if weights[k, BEFORE + row] != 0:
+                _add(known[row, at_begins], weights[k, BEFORE + row], begins[k, at_begins])
+        for row in range(NUM_BEHIND):
+            if weights[k, BEHIND + row] != 0:
+                _add(rest[row, at_ends], weights[k, BEHIND + row], ends[k, at_ends])
+    return num_plain, num
+
+
+@compiled
+def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
+    """Notes of which parts the limits are, see `excess`; returns how many there are, as `_note_sums` does."""
+    n, forward, backward = own.count, own.forward, own.backward
+    apart, late_apart = 1 + stage.apart, 1 + stage.late_apart
+    weights[:] = 0.0
+    weights[:, BEFORE + ARRIVAL] = 1.0
+    weights[0, WORK], weights[0, UPDATE], weights[0, ALWAYS] = own.busiest, 1.0, own.last_ring
+    weights[1, TRIP] = own.busiest
+    weights[2, FORWARD], weights[2, CRITICAL] = apart * forward, n * backward
+    weights[3, FORWARD], weights[3, CRITICAL] = late_apart * own.fastest, stage.late_count * own.fastest
+    weights[2:4, BEHIND + STEEP_AROUND] = 1.0
+    weights[1:3, BEFORE + FOLLOW] = weights[3, BEFORE + FOLLOW_LATE] = 1.0
+    num = 4
+    for way in range(2):
+        if own.trips[way] > 0:
+            _pass(own, way, weights[num])
+            weights[num, BEFORE + FOLLOW] = 1.0
+            num += 1
+    if stage.num_cycles > 0:
+        weights[num, TRIP] = weights[num, BEFORE + ARRIVAL] = 2 + stage.num_cycles
+        weights[num, TRIP] *= own.fastest
+        weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1 + stage.num_cycles, -stage.cycle_slack
+        weights[num, BEFORE + FLAT_RETURN], weights[num, BEHIND + FLAT_AROUND] = 1.0, 2.0
+        num += 1
+    if stage.num_turns > 0:
+        weights[num, TRIP], weights[num, BEFORE + ARRIVAL] = 2 * own.fastest, 2.0
+        weights[num, FORWARD] = weights[num, CRITICAL] = stage.num_turns * own.fastest
+        weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1.0, -stage.turns_slack
+        weights[num, BEFORE + FLAT_RETURN], weights[num, BEHIND + FLAT_AROUND] = 1.0, 2.0
+        num += 1
+    # Behind these the rings of the stage follow, and its update.
+    num_plain = num
+    weights[num, FORWARD], weights[num, BACKWARD] = n * backward, (n - 1) * backward
+    num += 1
+    if n >= 2:
+        weights[num, FORWARD], weights[num, CRITICAL] = apart * forward, backward
+        weights[num, BACKWARD] = (n - 2) * backward
+        weights[num, BEHIND + (STEEP_AROUND if n >= 3 else FLAT_AROUND)] = 1.0
+        num += 1
+    for way in range(2):
+        if own.trips[way] > 0 and own.steps[way] > 0:
+            _pass(own, way, weights[num])
+            weights[num, BACKWARD] = -backward
+            num += 1
+    weights[num_plain:num, UPDATE], weights[num_plain:num, GRADIENTS] = 1.0, own.ring_rate
+    return num_plain, num
+
+
+@compiled
+def _pass(own: Any, way: int, weights: Floats) -> None:
+    """Adds round trips one after another, and the F and r between them."""
+    weights[FORWARD] = own.trips[way] * own.forward + own.steps[way] * own.backward
+    weights[CRITICAL] = (own.trips[way] + own.steps[way]) * own.backward
+    weights[BEHIND + FLAT_AROUND] = own.trips[way]
+
+
+@compiled
+def _add(numbers: Floats, weight: float, total: Floats) -> None:
+    """Adds numbers, so often, to others."""
+    for x in range(total.size):
+        total[x] += weight * numbers[x]
+
+
+@compiled
+def first_begins(
+    problem: Problem,
+    columns: Floats,
+    own: Any,
+    stage: Stage,
+    of_class: OfClass,
+    known: Floats,
+    rest: Floats,
+    sums: Sums,
+    window: Window,
+    starts: Ints,
+) -> tuple[int, bool]:
+    """Finds for each end the first begin with which a stage keeps the limits by trips alone.
+
+    Args:
+        columns: see `_note_sums`.
+        of_class, known, rest: see `excess`.
+        starts: see `Scratch`.
+
+    Returns:
+        How many begins and ends were tried, and whether there are any such stages.
+    """
+    num_plain, num_sums = _note_sums(columns, own, stage, known, rest, window, sums)
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    at, num_tried, has_any = window.first_begin, 0, False
+    for j in range(window.first_end, window.last_end + 1):
+        starts[j], last = j, min(j - 1, window.last_begin)
+        if rest[FLAT_AROUND, j] == np.inf:
+            continue
+        while at <= last and (
+            _are_above(columns, own, max_bucket, sums, num_plain, num_sums, at, j)
+            or (
+                _needs_more(columns, own, stage, at, j)
+                and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, at, j) > 0
+            )
+        ):
+            at += 1
+            num_tried += 1
+        num_tried += 1
+        if at <= last:
+            starts[j], has_any = at, True
+    return num_tried, has_any
+
+
+@compiled
+def last_ends(
+    problem: Problem,
+    columns: Floats,
+    own: Any,
+    stage: Stage,
+    of_class: OfClass,
+    known: Floats,
+    rest: Floats,
+    sums: Sums,
+    window: Window,
+    starts: Ints,
+) -> tuple[int, bool]:
+    """The same for each begin, of its last end."""
+    num_plain, num_sums = _note_sums(columns, own, stage, known, rest, window, sums)
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    at, num_tried, has_any = window.last_end, 0, False
+    for i in range(window.last_begin, window.first_begin - 1, -1):
+        starts[i], first = i, max(i + 1, window.first_end)
+        if known[ARRIVAL, i] == np.inf:
+            continue
+        while at >= first and (
+            _are_above(columns, own, max_bucket, sums, num_plain, num_sums, i, at)
+            or (
+                _needs_more(columns, own, stage, i, at)
+                and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, at) > 0
+            )
+        ):
+            at -= 1
+            num_tried += 1
+        num_tried += 1
+        if at >= first:
+            starts[i], has_any = at, True
+    return num_tried, has_any
+
+
+@inlined
+def _are_above(
+    columns: Floats, own: Any, max_bucket: float, sums: Sums, num_plain: int, num: int, i: int, j: int
+) -> bool:
+    """Whether the stage of the layers [i, j) is above a limit; see `_note_sums`."""
+    above, begins, ends = -np.inf, sums.begins, sums.ends
+    for k in range(num_plain):
+        above = max(above, begins[k, i] + ends[k, j])
+    if above <= 0:
+        first_full = min(max(columns[BACKWARD, j] - columns[BEFORE_GRADIENTS, i], 0.0), columns[FIRST_BUCKET, j])
+        num_buckets = np.ceil((columns[GRADIENTS, j] - columns[GRADIENTS, i]) / max_bucket)
+        rings = own.backward * first_full + own.ring_latency * num_buckets
+        for k in range(num_plain, num):
+            above = max(above, begins[k, i] + ends[k, j] + rings)
+    return bool(above > 0)
+
+
+@inlined
+def _needs_more(columns: Floats, own: Any, stage: Stage, i: int, j: int) -> bool:
+    """Whether `excess` may say more of the trips through such a stage than these limits.
+
+    That is where layers run again so that it fits, and where the last stage has fewer micro-batches in flight.
+    """
+    state, stash = columns[STATE, j] - columns[STATE, i], columns[STASH, j] - columns[STASH, i]
+    is_last = stage.is_in_turn and j == columns.shape[1] - 1
+    return bool(is_last or state + own.num_stashes * stash > own.limit_bytes or state + stash > own.limit_bytes)
