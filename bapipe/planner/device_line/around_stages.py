@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats
 from bapipe.planner.device_line.trip_limits import (
@@ -167,18 +167,17 @@ def add(times: Floats, more: Floats, weight: float, total: Floats) -> None:
 
 
 @inlined
-def note_least(times: Floats, least: Floats) -> None:
+def note_least(times: Floats, known: Floats) -> None:
     """Notes times where they are less than known before."""
-    for x in range(least.size):
-        least[x] = times[x] if times[x] < least[x] else least[x]
+    for x in range(known.size):
+        known[x] = least(times[x], known[x])
 
 
 @compiled
-def _note_behind(times: Floats, over_cut: Floats, least: Floats) -> None:
+def _note_behind(times: Floats, over_cut: Floats, known: Floats) -> None:
     """The same, with the transfer over each cut."""
-    for x in range(least.size):
-        ns = times[x] + over_cut[x]
-        least[x] = ns if ns < least[x] else least[x]
+    for x in range(known.size):
+        known[x] = least(times[x] + over_cut[x], known[x])
 
 
 @compiled

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""
 
+VECTOR = 4
+"""So many rows are one vector of a processor."""
+
 FINE = 4
 """If there are no more micro-batches than so many times the steps, each number has a row."""
 
@@ -55,6 +58,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     if prefix.are_forwards_first:
         last = [num - int(np.ceil(num * part)) for part in LAST_PARTS]
         before = np.unique([*before, *last[:: len(LAST_PARTS) // min(len(LAST_PARTS), num_steps)], num - 1])
+    behind, before = _in_vectors(behind), _in_vectors(before)
     more_behind, more_before = behind // most[:, None], before // most[:, None]
     replicas, replica_ns = _replicas(prefix, left, before, behind)
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
@@ -89,6 +93,14 @@ def _spread(fewest: int, most: int, num_steps: int) -> IntArray:
     """Numbers between two in equal steps, and these; and the smallest ones."""
     steps = np.linspace(fewest, most, min(num_steps, most - fewest) + 1).astype(np.int64)
     return np.unique([*(number for number in SMALLEST if fewest < number < most), *steps])
+
+
+def _in_vectors(numbers: IntArray) -> IntArray:
+    """More of them, each in the middle of the widest gap, so that compiled loops over their rows have no odd ends."""
+    while numbers.size % VECTOR and np.diff(numbers).max(initial=1) > 1:
+        widest = int(np.argmax(np.diff(numbers)))
+        numbers = np.insert(numbers, widest + 1, (numbers[widest] + numbers[widest + 1]) // 2)
+    return numbers
 
 
 def _row(numbers: IntArray, wanted: IntArray) -> IntArray:

@@ -29,6 +29,7 @@ from bapipe.planner.device_line.stage_arrays import (
     Ints,
     Problem,
 )
+from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     FLAT_RETURN,
@@ -46,8 +47,9 @@ NUM_SUMS = 12
 
 NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND = GRADIENTS + 1, FOLLOW_LATE + 1, STEEP_AROUND + 1
 
-BEFORE, BEHIND, ALWAYS, NUM_WEIGHTS = np.cumsum([NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND, 1]).tolist()
-"""The weights of a limit: of sums over layers, of what is before the begin, of what is behind the end, and 1."""
+BEFORE, BEHIND, ALWAYS, AGAIN, NUM_WEIGHTS = np.cumsum([NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND, 1, 1]).tolist()
+"""The weights of a limit: of sums over layers, of what is before the begin, of what is behind the end, of 1, and of the
+F that run again in front of each backward."""
 
 
 class Sums(NamedTuple):
@@ -109,6 +111,8 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
     weights[1, TRIP] = own.busiest
     weights[2, FORWARD], weights[2, CRITICAL] = apart * forward, n * backward
     weights[3, FORWARD], weights[3, CRITICAL] = late_apart * own.fastest, stage.late_count * own.fastest
+    weights[:2, AGAIN] = own.busiest
+    weights[2, AGAIN], weights[3, AGAIN] = weights[2, CRITICAL], weights[3, CRITICAL]
     weights[2:4, BEHIND + STEEP_AROUND] = 1.0
     weights[1:3, BEFORE + FOLLOW] = weights[3, BEFORE + FOLLOW_LATE] = 1.0
     num = 4
@@ -125,7 +129,7 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
         num += 1
     if stage.num_turns > 0:
         weights[num, TRIP], weights[num, BEFORE + ARRIVAL] = 2 * own.fastest, 2.0
-        weights[num, FORWARD] = weights[num, CRITICAL] = stage.num_turns * own.fastest
+        weights[num, FORWARD] = weights[num, CRITICAL] = weights[num, AGAIN] = stage.num_turns * own.fastest
         weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1.0, -stage.turns_slack
         weights[num, BEFORE + FLAT_RETURN], weights[num, BEHIND + FLAT_AROUND] = 1.0, 2.0
         num += 1
@@ -144,6 +148,8 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
             weights[num, BACKWARD] = -backward
             num += 1
     weights[num_plain:num, UPDATE], weights[num_plain:num, GRADIENTS] = 1.0, own.ring_rate
+    for k in range(num_plain, num):  # in front of these rings, too
+        weights[k, AGAIN] = weights[k, CRITICAL] + weights[k, BACKWARD] + backward
     return num_plain, num
 
 
@@ -151,7 +157,7 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
 def _pass(own: Any, way: int, weights: Floats) -> None:
     """Adds round trips one after another, and the F and r between them."""
     weights[FORWARD] = own.trips[way] * own.forward + own.steps[way] * own.backward
-    weights[CRITICAL] = (own.trips[way] + own.steps[way]) * own.backward
+    weights[CRITICAL] = weights[AGAIN] = (own.trips[way] + own.steps[way]) * own.backward
     weights[BEHIND + FLAT_AROUND] = own.trips[way]
 
 
@@ -185,17 +191,20 @@ def first_begins(
     Returns:
         How many begins and ends were tried, and whether there are any such stages.
     """
-    num_plain, num_sums = _note_sums(columns, own, stage, known, rest, window, sums)
+    num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    end, is_in_turn = columns.shape[1] - 1, stage.is_in_turn  # the last stage has fewer micro-batches in flight then
     at, num_tried, has_any = window.first_begin, 0, False
     for j in range(window.first_end, window.last_end + 1):
         starts[j], last = j, min(j - 1, window.last_begin)
         if rest[FLAT_AROUND, j] == np.inf:
             continue
         while at <= last and (
-            _are_above(columns, own, max_bucket, sums, num_plain, num_sums, at, j)
+            _are_above(columns, own, max_bucket, sums, num_plain, num, at, j)
+            or (not _fits(columns, own, at, j) and _are_above_again(problem, columns, own, sums, num_plain, num, at, j))
             or (
-                _needs_more(columns, own, stage, at, j)
+                is_in_turn
+                and j == end
                 and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, at, j) > 0
             )
         ):
@@ -221,17 +230,20 @@ def last_ends(
     starts: Ints,
 ) -> tuple[int, bool]:
     """The same for each begin, of its last end."""
-    num_plain, num_sums = _note_sums(columns, own, stage, known, rest, window, sums)
+    num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    end, is_in_turn = columns.shape[1] - 1, stage.is_in_turn  # the last stage has fewer micro-batches in flight then
     at, num_tried, has_any = window.last_end, 0, False
     for i in range(window.last_begin, window.first_begin - 1, -1):
         starts[i], first = i, max(i + 1, window.first_end)
         if known[ARRIVAL, i] == np.inf:
             continue
         while at >= first and (
-            _are_above(columns, own, max_bucket, sums, num_plain, num_sums, i, at)
+            _are_above(columns, own, max_bucket, sums, num_plain, num, i, at)
+            or (not _fits(columns, own, i, at) and _are_above_again(problem, columns, own, sums, num_plain, num, i, at))
             or (
-                _needs_more(columns, own, stage, i, at)
+                is_in_turn
+                and at == end
                 and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, at) > 0
             )
         ):
@@ -252,20 +264,37 @@ def _are_above(
     for k in range(num_plain):
         above = max(above, begins[k, i] + ends[k, j])
     if above <= 0:
-        first_full = min(max(columns[BACKWARD, j] - columns[BEFORE_GRADIENTS, i], 0.0), columns[FIRST_BUCKET, j])
-        num_buckets = np.ceil((columns[GRADIENTS, j] - columns[GRADIENTS, i]) / max_bucket)
-        rings = own.backward * first_full + own.ring_latency * num_buckets
+        rings = _rings(columns, own, max_bucket, i, j)
         for k in range(num_plain, num):
             above = max(above, begins[k, i] + ends[k, j] + rings)
     return bool(above > 0)
 
 
 @inlined
-def _needs_more(columns: Floats, own: Any, stage: Stage, i: int, j: int) -> bool:
-    """Whether `excess` may say more of the trips through such a stage than these limits.
+def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> float:
+    """What the rings of a stage take until their first bucket is full, and for each bucket."""
+    first_full = min(max(columns[BACKWARD, j] - columns[BEFORE_GRADIENTS, i], 0.0), columns[FIRST_BUCKET, j])
+    num_buckets = np.ceil((columns[GRADIENTS, j] - columns[GRADIENTS, i]) / max_bucket)
+    return float(own.backward * first_full + own.ring_latency * num_buckets)
 
-    That is where layers run again so that it fits, and where the last stage has fewer micro-batches in flight.
-    """
+
+@compiled
+def _are_above_again(
+    problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
+) -> bool:
+    """The same where some layers run again, so that the stage fits; also where it does not fit."""
+    again = least_again(problem.layers, problem.savings, own, i, j)
+    if again == np.inf:
+        return True
+    above, rings = -np.inf, _rings(columns, own, problem.max_bucket, i, j)
+    for k in range(num):
+        ns = sums.begins[k, i] + sums.ends[k, j] + again * sums.weights[k, AGAIN]
+        above = max(above, ns + rings if k >= num_plain else ns)
+    return bool(above > 0)
+
+
+@inlined
+def _fits(columns: Floats, own: Any, i: int, j: int) -> bool:
+    """Whether such a stage fits with all its stashes."""
     state, stash = columns[STATE, j] - columns[STATE, i], columns[STASH, j] - columns[STASH, i]
-    is_last = stage.is_in_turn and j == columns.shape[1] - 1
-    return bool(is_last or state + own.num_stashes * stash > own.limit_bytes or state + stash > own.limit_bytes)
+    return bool(state + max(own.num_stashes, 1.0) * stash <= own.limit_bytes)

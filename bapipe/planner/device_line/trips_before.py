@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import add, behind_ends, known_before, limit_rest, most_devices, reached
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -148,12 +148,11 @@ def _note_trips(
 
 
 @inlined
-def _note_left(times: Floats, more: Floats, around: Floats, least: Floats) -> None:
+def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> None:
     """Notes times, each so much later, where they are less than known before and something is left behind them."""
-    for x in range(least.size):
+    for x in range(noted.size):
         later_ns = times[x] + more[x]
-        later_ns = later_ns if around[x] < np.inf else np.inf
-        least[x] = later_ns if later_ns < least[x] else least[x]
+        noted[x] = least(later_ns if around[x] < np.inf else np.inf, noted[x])
 
 
 @compiled
@@ -170,8 +169,7 @@ def _note_begins(
     """Notes the begins of the stages of class `g` that may be better than those beside them, and what is there then.
 
     A begin is no better than the next one if no row rises by more between them than the layers take on the stage: all
-    that follows from a row at the begin of a stage falls by at least as much, and rings fall, too. By trips alone it is
-    no better than the one before if no row rises by less.
+    that follows from a row at the begin of a stage falls by at least as much, and rings fall, too.
 
     Args:
         num_behind: how many rows are of micro-batches behind others.
@@ -181,14 +179,14 @@ def _note_begins(
     """
     own, before, high = problem.stages[p, g], tables.before_begins[p], window.last_begin
     layers, lowest, num_rows, in_front = problem.layers[own.own], tables.lows[p], before.shape[1], AFTER + num_behind
-    num_begins, rises, falls = 0, 1, 1
+    num_begins = 0
     for i in range(window.first_begin, high + 1):
         here, then = before[i - lowest], scratch.then[i]
         for row in range(num_behind):
             then[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
         for row in range(num_rows - in_front):
             then[in_front + row] = here[in_front + tracked.then_before[g, row]]
-        is_below, rises, falls = rises > 0 and falls == 0 and num_rows == AFTER, 1, 1
+        rises = 1
         if i < high:
             forward = (layers[i + 1].forward - layers[i].forward) * own.fastest
             critical = (layers[i + 1].critical - layers[i].critical) * own.fastest
@@ -196,8 +194,7 @@ def _note_begins(
             rises = int(there[ARRIVED] > here[ARRIVED] + forward)
             rises += _num_more(there[BACK:in_front], here[BACK:in_front], critical)
             rises += _num_more(there[in_front:], here[in_front:], forward)
-            falls = int(there[ARRIVED] < here[ARRIVED] + forward) + int(there[BACK] < here[BACK] + critical)
-        if rises > 0 and not is_below:
+        if rises > 0:
             scratch.begins[num_begins] = i
             num_begins += 1
     return num_begins
@@ -251,14 +248,13 @@ def _note_stages(
             r, r2 = (end.critical - begin.critical) * own.fastest, (end.critical - begin2.critical) * own.fastest
             arrived = min(arrived, here[ARRIVED] + f, here2[ARRIVED] + f2)
             returned = min(returned, here[BACK] + r, here2[BACK] + r2)
-            if found.size > AFTER:
-                b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
-                rings, rings2 = _rings(own, max_bucket, begin, end), _rings(own, max_bucket, begin2, end)
-                rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
-                there, there2 = (then1[rows], r, b, rings), (then2[rows], r2, b2, rings2)
-                _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
-                rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
-                _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
+            b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
+            rings, rings2 = _rings(own, max_bucket, begin, end), _rings(own, max_bucket, begin2, end)
+            rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
+            there, there2 = (then1[rows], r, b, rings), (then2[rows], r2, b2, rings2)
+            _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
+            rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
+            _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
             if i2 == last:
                 break
             i, k = _next_begin(begins, num_begins, k + 1, last), k + 2
@@ -306,8 +302,7 @@ def _note_behind(
     for row in range(found.size):
         ns = max(here[row] + r, more[row] * b + max(then[row] + r, rings))
         ns2 = max(here2[row] + r2, more[row] * b2 + max(then2[row] + r2, rings2))
-        ns = ns if ns < ns2 else ns2
-        found[row] = ns if ns < found[row] else found[row]
+        found[row] = least(ns if ns < ns2 else ns2, found[row])
 
 
 @inlined
@@ -323,13 +318,11 @@ def _note_before(
     for row in range(found.size):
         ns = max(here[row] + f, then[row] + more[row] * f)
         ns2 = max(here2[row] + f2, then2[row] + more[row] * f2)
-        ns = ns if ns < ns2 else ns2
-        found[row] = ns if ns < found[row] else found[row]
+        found[row] = least(ns if ns < ns2 else ns2, found[row])
 
 
 @inlined
-def _note(times: Floats, ns: float, least: Floats) -> None:
+def _note(times: Floats, ns: float, noted: Floats) -> None:
     """Notes times, so much later, where they are less than known before."""
-    for row in range(least.size):
-        later_ns = times[row] + ns
-        least[row] = later_ns if later_ns < least[row] else least[row]
+    for row in range(noted.size):
+        noted[row] = least(times[row] + ns, noted[row])

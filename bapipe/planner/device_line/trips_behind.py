@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled
+from bapipe.planner.compiled import compiled, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,
@@ -147,12 +147,11 @@ def _last_ends(
 
 
 @compiled
-def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float, least: Floats) -> None:
+def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float, noted: Floats) -> None:
     """Notes the later ones of times and of round trips, by boundary, where they are less than known before."""
-    for x in range(least.size):
+    for x in range(noted.size):
         ns = arrived[x] + around[x]
-        ns = (ns if ns > times[x] else times[x]) - rounding
-        least[x] = ns if ns < least[x] else least[x]
+        noted[x] = least((ns if ns > times[x] else times[x]) - rounding, noted[x])
 
 
 @compiled
