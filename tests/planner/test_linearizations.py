@@ -147,7 +147,7 @@ def test_a_plan_that_fits_along_one_order_only_is_pinned_and_explained() -> None
 
 def test_more_orders_never_give_a_slower_plan() -> None:
     better = tried = 0
-    for seed in range(40):
+    for seed in range(24):
         random = Random(seed)
         profile = branching_profile(random, random.randint(5, 10))
         cluster = random_cluster(random, random.randint(2, 3))
@@ -164,8 +164,8 @@ def test_more_orders_never_give_a_slower_plan() -> None:
         assert all(list(stage.layers) == sorted(stage.layers, key=place.__getitem__) for stage in plan.stages)
         tried += 1
         better += plan.prediction.step_ns < along.prediction.step_ns
-    assert tried > 30
-    assert better > 5
+    assert tried > 18
+    assert better > 3
 
 
 @pytest.mark.parametrize(

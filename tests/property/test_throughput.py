@@ -294,7 +294,7 @@ def test_too_many_downsets_leave_a_bound_that_holds(monkeypatch: pytest.MonkeyPa
 def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "MAX_LISTED", 5)
     found_later = 0
-    for seed in range(60):
+    for seed in range(25):
         random = Random(seed)
         profile, cluster = branching_profile(random, 8), same_devices(random, 3)
         explore = partial(explore_throughput, {"a": profile}, cluster, minibatch_size=4, microbatch_sizes=[1])
@@ -307,7 +307,7 @@ def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypat
             explore(limits=just_enough, max_downsets=5, max_neighbours=0)
             continue
         found_later += 1
-    assert found_later > 3
+    assert found_later > 1
 
 
 def test_layers_that_share_parameters_stay_in_one_stage_as_certificates_and_errors_say() -> None:

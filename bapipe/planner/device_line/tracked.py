@@ -81,6 +81,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         replica_ns=replica_ns,
         rounds=_rounds(prefix, behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
         of_kinds=_of_kinds(prefix),
+        is_rough=False,
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
         back=back,

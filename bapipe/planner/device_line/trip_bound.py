@@ -49,8 +49,13 @@ MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
 """Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
 about at once."""
 
-ROWS_TRIED = 12
-"""So many rows of a table take as long as the limits of a stage that is tried."""
+WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND = 6, 20, 4
+"""A stage that is tried with all its limits takes so many times as long as by trips alone, about: where tables before
+are filled, and once more for so many of their rows; and where those behind are."""
+
+WIDE, NUM_ROUGH = 128, 2
+"""Where more boundaries than so many are left behind each number of devices, sums are taken apart (`trips_apart.py`) in
+the first passes, up to so many."""
 
 TRIED_EACH = 3
 """So many ends and begins of stages are tried by trips alone for each boundary that prefixes reach and class: of 512
@@ -102,6 +107,7 @@ class _Asked(NamedTuple):
     Attributes:
         limit: the step time, in ns, and what rounding may add to it.
         steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
+        is_rough: whether sums are taken apart: `trips_apart.py`.
         most_tables: from how many stages before on they are not told apart; 1 if they are not at all.
         max_threads: how many may be used now.
     """
@@ -112,6 +118,7 @@ class _Asked(NamedTuple):
     steps: int | None
     most_tables: int
     max_threads: Callable[[], int]
+    is_rough: bool = False
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
         """Returns the fewest and the most cuts of its plans among those of which something is known."""
@@ -127,12 +134,14 @@ class _Filling(NamedTuple):
 
     Attributes:
         fill: compiled, for the stages on the devices from one on.
+        work: of a stage that is tried with all limits, see `num_tried`.
         waits: of early stages for each other.
         may_be_last: whether stages may end at the last layer.
         positions: the devices before the stages, in the order in which they are added.
     """
 
     fill: Callable[..., int]
+    work: int
     asked: _Asked
     waits: "Waits"
     tables: "Tables"
@@ -144,7 +153,7 @@ class TripBound:
     """The problem of a prefix bound with replicas, and 1F1B or GPipe.
 
     Attributes:
-        num_tried: ends and begins of stages so far, and rows of tables for them: the work.
+        num_tried: ends and begins of stages so far, by trips alone, or what takes as long: the work.
     """
 
     def __init__(self, prefix: PrefixBound) -> None:
@@ -199,7 +208,10 @@ class TripBound:
 
     def _fill_each(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
         """Fills the tables once for each question."""
+        num_wide = WIDE * self.prefix.num_devices
         for asked in questions:
+            if known is not None and asked.steps is not None and asked.steps < NUM_ROUGH:
+                asked = asked._replace(is_rough=len(known.tables) == 1 and known.num_left(1) > num_wide)
             before = None if known is None else self._fill_before(asked, known)
             known = None if known is None or before is None else self._fill_behind(asked, known, before)
         return known
@@ -243,7 +255,7 @@ class TripBound:
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][0, 0] = 0.0  # `lows` begins with 0
-        every = 0, self.prefix.classes.fewest.size
+        every, work = (0, self.prefix.classes.fewest.size), WORK_BEFORE + num_rows // ROWS_OF_WORK
 
         def fill(c: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             if len(before) < max_tables:
@@ -252,7 +264,7 @@ class TripBound:
             behind = known.behind_stages(c + 1, or_more=is_rest)
             tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
             may_be_last = is_rest or c >= fewest
-            filling = _Filling(fill_before, asked, waits, tables, may_be_last, range(self.prefix.num_devices + 1))
+            filling = _Filling(fill_before, work, asked, waits, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
                 begin(len(filling.positions))  # the table before is added to until its end
                 parts = self._parts(asked)
@@ -288,7 +300,7 @@ class TripBound:
             tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
             may_be_last = c == rest or fewest <= c <= most
             positions = range(self.prefix.num_devices - 1, -1, -1)
-            filling = _Filling(fill_behind, asked, waits, tables, may_be_last, positions)
+            filling = _Filling(fill_behind, WORK_BEHIND, asked, waits, tables, may_be_last, positions)
             if c == rest:
                 self._run_parts(filling, self._parts(asked)[::-1], deadline)
             else:
@@ -337,14 +349,14 @@ class TripBound:
         Args:
             far_ends: what ends behind each device besides, by the time that stages begin there.
         """
-        fill, asked, waits, tables, may_be_last, positions = filling
+        fill, work, asked, waits, tables, may_be_last, positions = filling
         problem, tracked, scratch = (
             self.prefix.programme,
-            self._tracked[asked.steps or 0],
+            self._tracked[asked.steps or 0]._replace(is_rough=asked.is_rough),
             self._scratch(tables.before_begins.shape[2]),
         )
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
-        num_each, num_tried = 1 + tables.before_begins.shape[2] // ROWS_TRIED, 0
+        num_tried = 0
         for number in range(-(-len(positions) // POSITIONS_AT_ONCE)):
             begin(number)
             deadline.check()
@@ -355,7 +367,7 @@ class TripBound:
                     problem, tracked, kind, waits, limit, tables, scratch, is_full, may_be_last, *classes, p
                 )
         with self._counts:
-            self.num_tried += num_tried * num_each
+            self.num_tried += num_tried * (1 if asked.steps is None else work)
 
     def _parts(self, asked: _Asked) -> list[tuple[int, int]]:
         """The classes of stages with which a table is filled at the same time: those of many devices end far away.
@@ -380,7 +392,7 @@ class TripBound:
 
         num = self._end + 1
         starts, begins, positions = np.empty((3, num), dtype=np.int64)
-        costs, around, gradients, critical, values = np.empty((5, num))
+        costs, around, gradients, values = np.empty((4, num))
         return Scratch(
             known=np.zeros((NUM_KNOWN, num)),
             slopes=np.empty((3, NUM_KNOWN)),
@@ -388,11 +400,12 @@ class TripBound:
             starts=starts,
             begins=begins,
             then=np.empty((num, num_rows)),
+            apart=np.empty((num, 2 * num_rows)),
+            least_behind=np.empty(2 * num_rows),
             found=np.empty(num_rows),
             costs=costs,
             around=around,
             gradients=gradients,
-            critical=critical,
             values=values,
             positions=positions,
             weights=np.empty((NUM_SUMS, NUM_WEIGHTS)),

@@ -89,6 +89,7 @@ class Tracked(NamedTuple):
         replica_ns: ns of the work of 1 ns on them, at least. [positions, classes, MAX_REPLICAS]
         rounds: `ROUND`. [classes, MAX_ROUNDS]
         of_kinds: `OF_KIND`. [positions, classes, MAX_KINDS]
+        is_rough: whether sums are taken apart, see `trips_apart.py`.
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
             host. [2, boundaries]
@@ -108,6 +109,7 @@ class Tracked(NamedTuple):
     replica_ns: Floats
     rounds: NDArray[Any]
     of_kinds: NDArray[Any]
+    is_rough: bool
     critical_share: float
     send: Floats
     back: Floats

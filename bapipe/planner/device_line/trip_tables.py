@@ -51,8 +51,9 @@ class Scratch(NamedTuple):
             those that begin there the last end.
         begins: those of stages that are tried.
         then: what is there by each row, see `Tracked`. [boundaries, rows]
+        apart, least_behind: by begins, and the least of some, see `trips_apart.py`. [boundaries, 2 rows], [2 rows]
         found: by each row. [rows]
-        costs, around, gradients, critical: of stages, by their begins or ends.
+        costs, around, gradients: of stages, by their begins or ends.
         values, positions: a queue.
         weights, begin_sums, end_sums: see `Sums`.
     """
@@ -63,11 +64,12 @@ class Scratch(NamedTuple):
     starts: Ints
     begins: Ints
     then: Floats
+    apart: Floats
+    least_behind: Floats
     found: Floats
     costs: Floats
     around: Floats
     gradients: Floats
-    critical: Floats
     values: Floats
     positions: Ints
     weights: Floats

@@ -15,11 +15,11 @@ from bapipe.planner.device_line.around_stages import add, behind_ends, known_bef
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Ints, Problem
-from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, Tracked, excess, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, FLAT_AROUND, Scratch, Tables, Window
 from bapipe.planner.device_line.trip_windows import least_of_begins
+from bapipe.planner.device_line.trips_apart import note_apart, note_found, note_later, rings_of
 
 
 @compiled
@@ -51,7 +51,7 @@ def fill_before(
         for x in range(width):
             other = x + lows[p] - lows[p - 1]
             if 0 <= other < width and x + lows[p] < end:
-                _note(before[p - 1, other], 0.0, before[p, x])
+                note_later(before[p - 1, other], 0.0, before[p, x])
     low, last_low = reached(before[p], lows[p], end)
     if low == end or p == num:
         return 0
@@ -75,7 +75,9 @@ def fill_before(
         else:
             tried, has_any = first_begins(problem, columns, own, stage, of_class, known, rest, sums, window, starts)
         num_tried += tried
-        if has_any and is_full:
+        if has_any and is_full and tracked.is_rough:
+            note_apart(problem, tracked, tables, scratch, num_behind, p, g, most, window)
+        elif has_any and is_full:
             num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
             _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
         elif has_any:
@@ -249,7 +251,7 @@ def _note_stages(
             arrived = min(arrived, here[ARRIVED] + f, here2[ARRIVED] + f2)
             returned = min(returned, here[BACK] + r, here2[BACK] + r2)
             b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
-            rings, rings2 = _rings(own, max_bucket, begin, end), _rings(own, max_bucket, begin2, end)
+            rings, rings2 = rings_of(own, max_bucket, begin, end), rings_of(own, max_bucket, begin2, end)
             rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
             there, there2 = (then1[rows], r, b, rings), (then2[rows], r2, b2, rings2)
             _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
@@ -258,26 +260,14 @@ def _note_stages(
             if i2 == last:
                 break
             i, k = _next_begin(begins, num_begins, k + 1, last), k + 2
-        for to in range(p + own.few, p + most + 1):
-            x, link = j - tables.lows[to], tracked.at_host[to]
-            if 0 <= x < tables.before_ends.shape[1] and tables.behind_ends[AROUND, to, x] < np.inf:
-                ends, sent, back = tables.before_ends[to, x], tracked.send[link, j], tracked.back[link, j]
-                ends[ARRIVED], ends[BACK] = min(ends[ARRIVED], arrived + sent), min(ends[BACK], returned + back)
-                _note(found[AFTER:in_front], back, ends[AFTER:in_front])
-                _note(found[in_front:], sent, ends[in_front:])
+        found[ARRIVED], found[BACK] = arrived, returned
+        note_found(tracked, tables, own, p, most, j, in_front, found)
 
 
 @inlined
 def _next_begin(begins: Ints, num_begins: int, number: int, last: int) -> int:
     """The begin with a number, or the last one."""
     return min(begins[number], last) if number < num_begins else last
-
-
-@compiled
-def _rings(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
-    """From the arrival of a gradient until the rings of a stage are done."""
-    rings = rings_ns(own, max_bucket, end.gradients - begin.gradients) + end.update - begin.update
-    return float(until_first_bucket(begin, end) * own.fastest + rings)
 
 
 @inlined
@@ -319,10 +309,3 @@ def _note_before(
         ns = max(here[row] + f, then[row] + more[row] * f)
         ns2 = max(here2[row] + f2, then2[row] + more[row] * f2)
         found[row] = least(ns if ns < ns2 else ns2, found[row])
-
-
-@inlined
-def _note(times: Floats, ns: float, noted: Floats) -> None:
-    """Notes times, so much later, where they are less than known before."""
-    for row in range(noted.size):
-        noted[row] = least(times[row] + ns, noted[row])
