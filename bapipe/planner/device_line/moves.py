@@ -116,7 +116,7 @@ def _shift_cuts(moves: Moves, plan: Plan, random: Random, with_devices: bool) ->
     for s in range(min(one, other), max(one, other) + 1):
         old = plan.cuts[s]
         plan.cuts[s] = new = old + by
-        if with_devices and 0 <= new <= last:
+        if with_devices and min(old, new) >= 0 and max(old, new) <= last:  # a move before may have left the layers
             worth = moves.devices_before[new] - moves.devices_before[old]
             num = floor(worth + fraction(random))
             plan.counts[s - 1] += num

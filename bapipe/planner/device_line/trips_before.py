@@ -130,7 +130,7 @@ def _note_trips(
     """Notes the trips before the ends of stages on up to `most` devices behind `p` others: of their begins the least.
 
     Args:
-        columns: see `note_sums`.
+        columns: see `limit_rest`.
     """
     before, lowest, ends = tables.before_begins[p], tables.lows[p], slice(window.first_end, window.last_end + 1)
     begins = slice(window.first_begin, window.last_begin + 1)
