@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo docs gpu test types units profiles
+.PHONY: compiled demo docs gpu test types units profiles
 
 demo: .venv/ready
 	mkdir -p demo
@@ -21,13 +21,19 @@ demo: .venv/ready
 test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --jobs 2 --no-print-directory types units
+	$(MAKE) --jobs 2 --no-print-directory types compiled
+	$(MAKE) --no-print-directory units
 
 types: .venv/ready
 	$(BIN)/mypy
 
+# The bounds of many devices, for whichever tests use them first: these would all compile them at the same time.
+compiled: .venv/ready
+	$(BIN)/python -m pytest tests/planner/device_line/test_compiled_once.py
+
+# Three at a time also on two cores, as tests of several processes wait for each other now and then.
 units: .venv/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 20
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 20
 
 docs: .venv/ready
 	$(BIN)/sphinx-build -W --keep-going -q docs site

@@ -57,7 +57,7 @@ def simulated_ns(random: Random, options: PlanOptions, sizes: Sequence[int]) -> 
 @pytest.mark.parametrize("schedules", [("1f1b", "gpipe"), SPLIT, tuple(LOOPED), ("1f1b", "zb-h1")])
 def test_no_layout_is_faster_than_the_bound_of_all_plans(schedules: tuple[str, ...]) -> None:
     larger = met = 0
-    for seed in range(60):
+    for seed in range(36):
         random = Random(seed)
         sizes = random.choice([(4,), (2, 4), (1,), (1, 2)])
         size = sizes[0] if len(sizes) == 1 else None
@@ -67,7 +67,7 @@ def test_no_layout_is_faster_than_the_bound_of_all_plans(schedules: tuple[str, .
         assert bound_ns >= work_ns
         larger += bound_ns > work_ns
         met += bound_ns == step_ns
-    assert larger > 10
+    assert larger > 6
     assert met > 0
 
 

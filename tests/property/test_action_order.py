@@ -43,15 +43,15 @@ def check(p: Pipeline, found: OrderSolution, want: int | None, seed: int | None 
 @pytest.mark.parametrize(
     ("ranks", "num_microbatches", "wires", "tight", "count"),
     [
-        ((0, 1), 2, True, False, 100),
-        ((0, 1), 2, True, True, 50),
-        ((0, 1), 3, True, False, 12),
-        ((0, 1), 3, True, True, 12),
-        ((0, 1, 2), 2, True, False, 30),
-        ((0, 0), 2, True, False, 60),
-        ((0, 0), 2, True, True, 30),
-        ((0, 1, 0), 2, False, False, 25),
-        ((0, 1, 1, 0), 1, False, False, 40),
+        ((0, 1), 2, True, False, 60),
+        ((0, 1), 2, True, True, 30),
+        ((0, 1), 3, True, False, 8),
+        ((0, 1), 3, True, True, 8),
+        ((0, 1, 2), 2, True, False, 20),
+        ((0, 0), 2, True, False, 40),
+        ((0, 0), 2, True, True, 20),
+        ((0, 1, 0), 2, False, False, 15),
+        ((0, 1, 1, 0), 1, False, False, 25),
     ],
 )
 def test_monotone_problems_equal_brute_force(
@@ -98,7 +98,7 @@ def test_bounds_hold_if_splitting_the_backward_costs_time(
 
 @pytest.mark.parametrize(
     ("ranks", "num_microbatches", "num_seeds"),
-    [((0,), 3, 100), ((0,), 4, 60), ((0, 1), 2, 200), ((0, 1), 3, 30), ((0, 1, 2), 2, 40), ((0, 0), 2, 50)],
+    [((0,), 3, 60), ((0,), 4, 40), ((0, 1), 2, 120), ((0, 1), 3, 15), ((0, 1, 2), 2, 20), ((0, 0), 2, 30)],
 )
 def test_no_table_is_faster_than_the_bound_if_memory_is_tight_and_b_needs_less(
     ranks: tuple[int, ...], num_microbatches: int, num_seeds: int

@@ -63,7 +63,7 @@ def planned(question: Question, schedules: list[str]) -> Plan | None:
 
 @pytest.mark.parametrize(
     ("first", "count", "most_layers", "most_devices"),
-    [(0, 45, 6, 3), (1000, 45, 6, 3), (2000, 10, 9, 4), (2500, 10, 9, 4), (3000, 5, 12, 5), (3500, 6, 12, 5)],
+    [(0, 30, 6, 3), (1000, 30, 6, 3), (2000, 7, 9, 4), (2500, 7, 9, 4), (3000, 3, 12, 5), (3500, 4, 12, 5)],
 )
 def test_no_pipeline_is_faster(first: int, count: int, most_layers: int, most_devices: int) -> None:
     seen = bound_by_memory = 0

@@ -163,7 +163,7 @@ def test_bounds_hold_if_stages_recompute_and_the_host_is_slower_than_the_device(
 def test_bounds_never_exceed_the_simulated_step(schedule: str) -> None:
     num_checked = 0
 
-    @examples(50 if schedule in LOOPED else 25)  # chains of few layers have no looped plan
+    @examples(36 if schedule in LOOPED else 18)  # chains of few layers have no looped plan
     @given(problems_of([schedule], max_layers=5, buckets=None))
     def check(problems: tuple[Problem, ...]) -> None:
         nonlocal num_checked
@@ -177,13 +177,13 @@ def test_bounds_never_exceed_the_simulated_step(schedule: str) -> None:
                     num_checked += 1
 
     check()
-    assert num_checked > 150
+    assert num_checked > 60
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved-1f1b", "zb-v"])
 def test_bounds_never_exceed_the_simulated_step_of_many_microbatches(schedule: str) -> None:
     checked = late = 0
-    for seed in range(25):
+    for seed in range(15):
         random = Random(seed)
         problem = random_pipeline(random, schedule)
         if not problem.roots:
@@ -213,8 +213,8 @@ def test_bounds_never_exceed_the_simulated_step_of_many_microbatches(schedule: s
                 )
                 checked += 1
                 late += max(bounds_ns) > 0.98 * step_ns
-    assert checked > 80
-    assert late > 10
+    assert checked > 45
+    assert late > 5
 
 
 def random_pipeline(random: Random, schedule: str) -> Problem:
@@ -383,7 +383,7 @@ def test_nothing_fits_if_and_only_if_the_least_infeasible_plan_lacks_memory() ->
 
 def test_the_planned_prediction_equals_the_simulation() -> None:
     seen = 0
-    for seed in range(30):
+    for seed in range(18):
         random = Random(seed)
         profile = random_profile(random, 6)
         other = random_profile(random, 6, kind="b")
@@ -397,7 +397,7 @@ def test_the_planned_prediction_equals_the_simulation() -> None:
         seen += 1
         assert simulate(plan, profiles).prediction(4) == plan.prediction
         assert plan_step_time(profiles, cluster, PlanOptions(minibatch_size=4)) == plan
-    assert seen > 15
+    assert seen > 9
 
 
 def test_layers_that_share_parameters_of_unknown_size_stay_together() -> None:

@@ -176,7 +176,7 @@ def load_ns(plan: Plan) -> int:
 @pytest.mark.parametrize("homogeneous", [True, False])
 def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None:
     found = fitted = 0
-    for seed in range(150):
+    for seed in range(90):
         random = Random(seed)
         num_layers, num_devices = random.randint(1, 5), random.randint(1, 3)
         make = branching_profile if random.random() < 0.7 else random_profile
@@ -198,7 +198,7 @@ def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None
             assert (as_large and (as_large.prediction.load_ns, as_large.certificate.lower_bound_ns)) == (
                 plan and (want, want)
             ), seed
-    assert found > fitted > 80
+    assert found > fitted > 48
 
 
 def test_a_plan_simulates_fits_and_round_trips() -> None:
@@ -294,7 +294,7 @@ def test_too_many_downsets_leave_a_bound_that_holds(monkeypatch: pytest.MonkeyPa
 def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "MAX_LISTED", 5)
     found_later = 0
-    for seed in range(25):
+    for seed in range(15):
         random = Random(seed)
         profile, cluster = branching_profile(random, 8), same_devices(random, 3)
         explore = partial(explore_throughput, {"a": profile}, cluster, minibatch_size=4, microbatch_sizes=[1])
@@ -307,7 +307,7 @@ def test_a_plan_that_just_fits_is_found_next_to_those_that_lack_little(monkeypat
             explore(limits=just_enough, max_downsets=5, max_neighbours=0)
             continue
         found_later += 1
-    assert found_later > 1
+    assert found_later > 0
 
 
 def test_layers_that_share_parameters_stay_in_one_stage_as_certificates_and_errors_say() -> None:

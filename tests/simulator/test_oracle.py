@@ -48,7 +48,7 @@ def test_cases_worked_out_by_hand(name: str) -> None:
     assert {key: timeline[key] for key in want} == sorted_lists(want)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(5))
 def test_random_plans_agree_to_the_nanosecond(block: int) -> None:
     for seed in range(block * 1000, block * 1000 + 1000):
         plan, profiles = random_case(seed)

@@ -85,8 +85,8 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
         monkeypatch.setattr(trip_bound, "MAX_BYTES", 20_000)
         monkeypatch.setattr(trip_bound, "WIDE", 0)
     infeasible = checked = 0
-    for seed in range(5):
-        given = (alike_line if is_alike else unlike_line)(seed, schedule, buckets=seed % 4 > 1)
+    for seed in range(3):
+        given = (alike_line if is_alike else unlike_line)(seed, schedule, buckets=seed > 1)
         for order in device_orders(given):
             line = given.in_order(order.ranks)
             prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
@@ -103,8 +103,8 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
             checked += len(timed)
             best_ns = min(each.step_ns for each in timed)
             infeasible += bound.within(prefix.kind, best_ns * 3 // 4, UNLIMITED, ROUNDS) is None
-    assert checked > 60
-    assert infeasible >= 4
+    assert checked > 36
+    assert infeasible >= 2
 
 
 def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() -> None:

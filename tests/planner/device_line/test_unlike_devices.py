@@ -50,8 +50,8 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
         monkeypatch.setattr(replica_classes, "MAX_SINGLE", 1)
         monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 3)
     infeasible = checked = 0
-    for seed in range(4):
-        given = unlike_line(seed, schedule, buckets=seed % 4 > 1)
+    for seed in range(3):
+        given = unlike_line(seed, schedule, buckets=seed % 3 > 1)
         for order in device_orders(given):
             line = given.in_order(order.ranks)
             bound = PrefixBound(line, schedule, 1, len(line.cluster.devices))
@@ -60,8 +60,8 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
             assert all(feasible), (seed, order.words)
             checked += len(feasible)
             infeasible += bound.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
-    assert checked > 100
-    assert infeasible >= 3
+    assert checked > 80
+    assert infeasible >= 2
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
