@@ -30,8 +30,9 @@ def device_orders(line: DeviceLine) -> list[DeviceOrder]:
         line: the devices in the cluster's order.
     """
     cluster, hosts = line.cluster, [device.host for device in line.cluster.devices]
-    keeps_hosts = cluster.intra_host != cluster.inter_host or cluster.intra_host_sum is not UNSET
-    is_at_random = line.differ_in_speed_alone and not keeps_hosts and not cluster.links
+    are_links_alike = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
+    keeps_hosts = not are_links_alike and len(set(hosts)) > 1
+    is_at_random = line.differ_in_speed_alone and are_links_alike and not cluster.links
     orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
     what = " hosts" if keeps_hosts else ""
     rankings: list[tuple[str, Sequence[float]]] = [

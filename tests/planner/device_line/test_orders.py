@@ -56,6 +56,14 @@ def test_devices_that_differ_in_more_than_speed_also_have_the_order_of_the_clust
     assert orders_of(of_speeds, constraints=["l0 on d1"]) == expected
 
 
+def test_devices_of_one_host_are_not_called_hosts() -> None:
+    assert [*orders_of(cluster_of([0.5, 1.0, 0.8], "aaa", is_fast_within=True))] == [
+        "in the cluster's order",
+        "the fastest first",
+        "the slowest first",
+    ]
+
+
 def test_devices_of_a_host_stay_together_where_its_links_are_faster() -> None:
     cluster = cluster_of([0.5, 1.0, 0.6, 0.8, 0.9, 0.7], "abaabb", is_fast_within=True)
     assert orders_of(cluster) == {
