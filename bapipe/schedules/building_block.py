@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from bapipe.schedules.table import Action, Phase, Schedule, is_ready
 
@@ -105,26 +106,25 @@ def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tupl
     """
     todo = [list(actions) for actions in planned]
     early = [[action for action in actions if action.phase is Phase.FORWARD][:limit] for actions in planned]
+    num_forwards = [sum(action.phase is Phase.FORWARD for action in actions) for actions in planned]
     order: list[list[Action]] = [[] for _ in planned]
     done: set[Action] = set()
     while any(todo):
-        chosen = [_choose(*rank, done, last) for rank in zip(todo, early, strict=True)]
-        for rank, action in enumerate(chosen):
-            if action is not None:
-                order[rank].append(action)
-                todo[rank].remove(action)
+        ran = []
+        for rank, rest in enumerate(todo):
+            candidates = chain(rest[:1], early[rank]) if num_forwards[rank] > 0 else rest
+            action = next((each for each in candidates if is_ready(each, last + 1, done)), None)
+            if action is None:
+                continue
+            ran.append(action)
+            order[rank].append(action)
+            rest.remove(action)
+            if action.phase is Phase.FORWARD:
+                num_forwards[rank] -= 1
                 if action in early[rank]:
                     early[rank].remove(action)
-        ran = {action for action in chosen if action is not None}
+                if num_forwards[rank] == 0:
+                    rest.sort(key=lambda each: each.phase is Phase.WEIGHT_GRAD)
         assert ran
-        done |= ran
+        done.update(ran)  # none is ready in the slot of what it waits for
     return tuple(map(tuple, order))
-
-
-def _choose(todo: Sequence[Action], early: Sequence[Action], done: set[Action], last: int) -> Action | None:
-    """Returns the action that a rank runs in this slot; None if it waits."""
-    if any(action.phase is Phase.FORWARD for action in todo):
-        candidates = [*todo[:1], *early]
-    else:
-        candidates = sorted(todo, key=lambda action: action.phase is Phase.WEIGHT_GRAD)
-    return next((action for action in candidates if is_ready(action, last + 1, done)), None)
