@@ -18,6 +18,8 @@ no time, a unit is split into more parts than there are actions, and every actio
 together stay below a unit, so the step in units, rounded down, is as before.
 """
 
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import floor, gcd
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING
 from bapipe.planner.action_order.bounds import heads_and_tails
 from bapipe.planner.action_order.evaluate import evaluate_order
 from bapipe.planner.action_order.problem import F, I, OrderProblem, Orders, W
+from bapipe.planner.deadline import UNLIMITED, Deadline
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -34,6 +37,9 @@ MAX_UNITS = 2**40
 """The longest step in the model's units of time; for a longer step the unit is larger."""
 MAX_MEMORY_UNITS = 2**16
 """The memory of a device in the model's units; rounding down makes the limit looser, so the model is a relaxation."""
+
+POLL_S = 0.05
+"""Between two looks at the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +62,7 @@ def solve(
     below_ns: int,
     effort: float,
     seed: int,
-    limit_s: float | None = None,
+    deadline: Deadline = UNLIMITED,
     max_units: int = MAX_UNITS,
 ) -> SolverResult:
     """Returns orders whose step takes less than `below_ns` in the model, and a lower bound.
@@ -66,7 +72,7 @@ def solve(
 
     Args:
         hint: an order that the solver starts from.
-        limit_s: seconds after which it stops in any case.
+        deadline: when it stops in any case.
         max_units: see `MAX_UNITS`.
     """
     from ortools.sat.python import cp_model
@@ -83,9 +89,7 @@ def solve(
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = effort
-    if limit_s is not None:
-        solver.parameters.max_time_in_seconds = limit_s
-    status = solver.solve(model.cp)
+    status = _solve_until(deadline, solver, model.cp)
     if status == cp_model.INFEASIBLE:
         # No order is faster than the incumbent: the incumbent is optimal in the model.
         return SolverResult(orders=None, lower_bound_ns=below_ns)
@@ -94,6 +98,34 @@ def solve(
     # The bound is an integer of at most 40 bits as a float, up to a tiny error.
     bound_ns = floor(solver.best_objective_bound + 1e-6) // parts * unit
     return SolverResult(orders=model.orders(solver) if has_solution else None, lower_bound_ns=max(0, bound_ns))
+
+
+def _solve_until(
+    deadline: Deadline, solver: "cp_model.CpSolver", model: "cp_model.CpModel"
+) -> "cp_model.CpSolverStatus":
+    """Solves a model in another thread, so that Ctrl-C reaches this one, and returns the status."""
+    # With a handler of its own OR-tools would take the first Ctrl-C, and let every later one end this process at once.
+    solver.parameters.catch_sigint_signal = False
+    left_s = deadline.remaining_s
+    if left_s is not None:
+        solver.parameters.max_time_in_seconds = left_s
+
+    def solve() -> tuple["cp_model.CpSolverStatus", float]:
+        started_s = time.thread_time()
+        return solver.solve(model), time.thread_time() - started_s
+
+    with ThreadPoolExecutor(1) as pool:
+        solving = pool.submit(solve)
+        try:
+            while not solving.done() and not deadline.is_over:
+                wait([solving], POLL_S)
+        finally:
+            while not solving.done():
+                solver.stop_search()
+                wait([solving], POLL_S)
+    status, computed_s = solving.result()
+    deadline.count(computed_s)
+    return status
 
 
 def _unit(problem: OrderProblem, below_ns: int, max_units: int) -> int:

@@ -218,7 +218,7 @@ class _Search:
             below_ns=self.step_ns,
             effort=SOLVER_TIME_PER_EFFORT * effort,
             seed=seed,
-            limit_s=self.deadline.remaining_s,
+            deadline=self.deadline,
         )
         if self.solver_bound_holds:  # the model has I and W only: its bound does not hold if a B is shorter than I + W
             self.bound_ns = max(self.bound_ns, answer.lower_bound_ns)
