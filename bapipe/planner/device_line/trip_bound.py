@@ -209,11 +209,13 @@ class TripBound:
     def _fill_each(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
         """Fills the tables once for each question."""
         num_wide = WIDE * self.prefix.num_devices
-        for asked in questions:
-            if known is not None and asked.steps is not None and asked.steps < NUM_ROUGH:
-                asked = asked._replace(is_rough=len(known.tables) == 1 and known.num_left(1) > num_wide)
-            before = None if known is None else self._fill_before(asked, known)
-            known = None if known is None or before is None else self._fill_behind(asked, known, before)
+        for question in questions:
+            if known is None:
+                return None
+            may_be_rough = question.steps is not None and question.steps < NUM_ROUGH and len(known.tables) == 1
+            asked = question._replace(is_rough=may_be_rough and known.num_left(1) > num_wide)
+            before = self._fill_before(asked, known)
+            known = None if before is None else self._fill_behind(asked, known, before)
         return known
 
     def _fill_by_turns(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
@@ -391,14 +393,13 @@ class TripBound:
         from bapipe.planner.device_line.trip_tables import Scratch
 
         num = self._end + 1
-        starts, begins, positions = np.empty((3, num), dtype=np.int64)
+        starts, positions = np.empty((2, num), dtype=np.int64)
         costs, around, gradients, values = np.empty((4, num))
         return Scratch(
             known=np.zeros((NUM_KNOWN, num)),
             slopes=np.empty((3, NUM_KNOWN)),
             rest=np.empty((4, num)),
             starts=starts,
-            begins=begins,
             then=np.empty((num, num_rows)),
             apart=np.empty((num, 2 * num_rows)),
             least_behind=np.empty(2 * num_rows),

@@ -192,21 +192,13 @@ def first_begins(
         How many begins and ends were tried, and whether there are any such stages.
     """
     num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
-    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    end, is_in_turn = columns.shape[1] - 1, stage.is_in_turn  # the last stage has fewer micro-batches in flight then
     at, num_tried, has_any = window.first_begin, 0, False
     for j in range(window.first_end, window.last_end + 1):
         starts[j], last = j, min(j - 1, window.last_begin)
         if rest[FLAT_AROUND, j] == np.inf:
             continue
-        while at <= last and (
-            _are_above(columns, own, max_bucket, sums, num_plain, num, at, j)
-            or (not _fits(columns, own, at, j) and _are_above_again(problem, columns, own, sums, num_plain, num, at, j))
-            or (
-                is_in_turn
-                and j == end
-                and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, at, j) > 0
-            )
+        while at <= last and _is_beyond(
+            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, at, j
         ):
             at += 1
             num_tried += 1
@@ -231,21 +223,13 @@ def last_ends(
 ) -> tuple[int, bool]:
     """The same for each begin, of its last end."""
     num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
-    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    end, is_in_turn = columns.shape[1] - 1, stage.is_in_turn  # the last stage has fewer micro-batches in flight then
     at, num_tried, has_any = window.last_end, 0, False
     for i in range(window.last_begin, window.first_begin - 1, -1):
         starts[i], first = i, max(i + 1, window.first_end)
         if known[ARRIVAL, i] == np.inf:
             continue
-        while at >= first and (
-            _are_above(columns, own, max_bucket, sums, num_plain, num, i, at)
-            or (not _fits(columns, own, i, at) and _are_above_again(problem, columns, own, sums, num_plain, num, i, at))
-            or (
-                is_in_turn
-                and at == end
-                and excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, at) > 0
-            )
+        while at >= first and _is_beyond(
+            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, i, at
         ):
             at -= 1
             num_tried += 1
@@ -253,6 +237,32 @@ def last_ends(
         if at >= first:
             starts[i], has_any = at, True
     return num_tried, has_any
+
+
+@inlined
+def _is_beyond(
+    problem: Problem,
+    columns: Floats,
+    own: Any,
+    stage: Stage,
+    of_class: OfClass,
+    known: Floats,
+    rest: Floats,
+    sums: Sums,
+    num_plain: int,
+    num: int,
+    i: int,
+    j: int,
+) -> bool:
+    """Whether the stage of the layers [i, j) exceeds a limit by trips alone; see `_note_sums`."""
+    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
+    is_beyond = _are_above(columns, own, max_bucket, sums, num_plain, num, i, j)
+    if not is_beyond and not _fits(columns, own, i, j):
+        is_beyond = _are_above_again(problem, columns, own, sums, num_plain, num, i, j)
+    if not is_beyond and stage.is_in_turn and j == columns.shape[1] - 1:
+        # The last stage has fewer micro-batches in flight then, of which the sums know nothing.
+        is_beyond = excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, j) > 0
+    return is_beyond
 
 
 @inlined

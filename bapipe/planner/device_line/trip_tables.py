@@ -49,7 +49,6 @@ class Scratch(NamedTuple):
         slopes: by how much `known` may rise with 1 ns of F and of r; and how high it may be. [3, NUM_KNOWN]
         starts: of the stages that end there, the first begin within the limits, the end itself if there is none; or of
             those that begin there the last end.
-        begins: those of stages that are tried.
         then: what is there by each row, see `Tracked`. [boundaries, rows]
         apart, least_behind: by begins, and the least of some, see `trips_apart.py`. [boundaries, 2 rows], [2 rows]
         found: by each row. [rows]
@@ -62,7 +61,6 @@ class Scratch(NamedTuple):
     slopes: Floats
     rest: Floats
     starts: Ints
-    begins: Ints
     then: Floats
     apart: Floats
     least_behind: Floats

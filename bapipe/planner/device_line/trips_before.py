@@ -3,7 +3,7 @@
 A stage may begin at some boundaries and end at some. The further its end, the later the first begin with which it is
 within the limits; so of all stages that end at a boundary those that begin in a window are tried, and windows move one
 way. What the rows of a table say behind a stage is found for all of them at once: they lie one after the other in
-memory, so that the compiler turns sums over them into vectors. Begins are left out where the next one is no worse.
+memory, so that the compiler turns sums over them into vectors.
 """
 
 from typing import Any
@@ -78,8 +78,7 @@ def fill_before(
         if has_any and is_full and tracked.is_rough:
             note_apart(problem, tracked, tables, scratch, num_behind, p, g, most, window)
         elif has_any and is_full:
-            num_begins = _note_begins(problem, tracked, tables, scratch, num_behind, p, g, window)
-            _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window, num_begins)
+            _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window)
         elif has_any:
             _note_trips(columns, tracked, own, tables, scratch, p, most, window)
     return num_tried
@@ -158,57 +157,23 @@ def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> No
 
 
 @compiled
-def _note_begins(
-    problem: Problem,
-    tracked: Tracked,
-    tables: Tables,
-    scratch: Scratch,
-    num_behind: int,
-    p: int,
-    g: int,
-    window: Window,
-) -> int:
-    """Notes the begins of the stages of class `g` that may be better than those beside them, and what is there then.
-
-    A begin is no better than the next one if no row rises by more between them than the layers take on the stage: all
-    that follows from a row at the begin of a stage falls by at least as much, and rings fall, too.
+def _note_then(
+    tracked: Tracked, before: Floats, lowest: int, num_behind: int, g: int, window: Window, then: Floats
+) -> None:
+    """Notes what is there then by each row, see `Tracked`, at the begins of the stages of class `g`.
 
     Args:
+        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
         num_behind: how many rows are of micro-batches behind others.
-
-    Returns:
-        How many `scratch.begins` there are.
+        then: [boundaries, rows]
     """
-    own, before, high = problem.stages[p, g], tables.before_begins[p], window.last_begin
-    layers, lowest, num_rows, in_front = problem.layers[own.own], tables.lows[p], before.shape[1], AFTER + num_behind
-    num_begins = 0
-    for i in range(window.first_begin, high + 1):
-        here, then = before[i - lowest], scratch.then[i]
+    in_front = AFTER + num_behind
+    for i in range(window.first_begin, window.last_begin + 1):
+        here, there = before[i - lowest], then[i]
         for row in range(num_behind):
-            then[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
-        for row in range(num_rows - in_front):
-            then[in_front + row] = here[in_front + tracked.then_before[g, row]]
-        rises = 1
-        if i < high:
-            forward = (layers[i + 1].forward - layers[i].forward) * own.fastest
-            critical = (layers[i + 1].critical - layers[i].critical) * own.fastest
-            there = before[i + 1 - lowest]
-            rises = int(there[ARRIVED] > here[ARRIVED] + forward)
-            rises += _num_more(there[BACK:in_front], here[BACK:in_front], critical)
-            rises += _num_more(there[in_front:], here[in_front:], forward)
-        if rises > 0:
-            scratch.begins[num_begins] = i
-            num_begins += 1
-    return num_begins
-
-
-@compiled
-def _num_more(times: Floats, others: Floats, ns: float) -> int:
-    """How many times are more than others and so many ns."""
-    num = 0
-    for row in range(times.size):
-        num += times[row] > others[row] + ns
-    return num
+            there[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
+        for row in range(here.size - in_front):
+            there[in_front + row] = here[in_front + tracked.then_before[g, row]]
 
 
 @compiled
@@ -222,29 +187,25 @@ def _note_stages(
     g: int,
     most: int,
     window: Window,
-    num_begins: int,
 ) -> None:
     """Notes what each row says behind the stages of class `g`, on up to `most` devices: of their begins the least.
 
     Args:
-        num_behind: see `_note_begins`.
-        num_begins: how many `scratch.begins` are tried for each end, besides the first and the last one.
+        num_behind: see `_note_then`.
     """
     own, before, max_bucket = problem.stages[p, g], tables.before_begins[p], problem.max_bucket
     layers, lowest, in_front = problem.layers[own.own], tables.lows[p], AFTER + num_behind
-    starts, begins, then, found, number = scratch.starts, scratch.begins, scratch.then, scratch.found, 0
-    more_behind, more_before, rounding = tracked.more_behind[g], tracked.more_before[g], problem.rounding_ns
+    starts, then, found, rounding = scratch.starts, scratch.then, scratch.found, problem.rounding_ns
+    more_behind, more_before = tracked.more_behind[g], tracked.more_before[g]
+    _note_then(tracked, before, lowest, num_behind, g, window, then)
     for j in range(window.first_end, window.last_end + 1):
         if starts[j] == j:
             continue
         end, last = layers[j], min(j - 1, window.last_begin)
-        while number < num_begins and begins[number] <= starts[j]:
-            number += 1
         found[:] = np.inf
         arrived = returned = np.inf
-        k, i = number, starts[j]
-        while True:  # two begins at a time, which takes hardly longer than one
-            i2 = _next_begin(begins, num_begins, k, last)
+        for i in range(starts[j], last + 1, 2):  # two begins at a time, which takes hardly longer than one
+            i2 = min(i + 1, last)
             begin, begin2, here, here2 = layers[i], layers[i2], before[i - lowest], before[i2 - lowest]
             f, f2 = (end.forward - begin.forward) * own.fastest, (end.forward - begin2.forward) * own.fastest
             r, r2 = (end.critical - begin.critical) * own.fastest, (end.critical - begin2.critical) * own.fastest
@@ -257,17 +218,8 @@ def _note_stages(
             _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
             rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
             _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
-            if i2 == last:
-                break
-            i, k = _next_begin(begins, num_begins, k + 1, last), k + 2
         found[ARRIVED], found[BACK] = arrived, returned
         note_found(tracked, tables, own, p, most, j, in_front, found)
-
-
-@inlined
-def _next_begin(begins: Ints, num_begins: int, number: int, last: int) -> int:
-    """The begin with a number, or the last one."""
-    return min(begins[number], last) if number < num_begins else last
 
 
 @inlined

@@ -31,7 +31,7 @@ from bapipe.planner.device_line.trip_limits import NUM_KNOWN, OfClass, excess, s
 from bapipe.planner.device_line.trip_sums import Sums, first_begins, last_ends
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
 from bapipe.planner.device_line.trips_apart import note_apart
-from bapipe.planner.device_line.trips_before import _note_begins, _note_stages, _note_trips
+from bapipe.planner.device_line.trips_before import _note_stages, _note_trips
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
@@ -504,8 +504,7 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
         if is_apart:
             note_apart(problem, rows, tables, scratch, num_behind, p, g, own.few, window)
         elif is_full:
-            num_begins = _note_begins(problem, rows, tables, scratch, num_behind, p, g, window)
-            _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window, num_begins)
+            _note_stages(problem, rows, tables, scratch, num_behind, p, g, own.few, window)
         else:
             _note_trips(problem.columns[own.own], rows, problem.stages[p, g], tables, scratch, p, own.few, window)
         for j, row in product(range(1, end + 1), range(num_rows)):
