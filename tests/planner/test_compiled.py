@@ -48,13 +48,12 @@ def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     assert run(tmp_path) == "3 1.5\n"
     assert files(tmp_path) == whole  # which was read
     rng = random.Random(0)
-    for number in range(3):
-        for shift, (path, content) in enumerate(whole.items()):  # each file in another way
-            flipped = bytearray(content)
-            flipped[rng.randrange(len(content))] ^= 0xFF
-            damaged = bytes(flipped), content[: len(content) // 2], b""
-            path.write_bytes(damaged[(number + shift) % 3])
-        assert run(tmp_path) == "3 1.5\n"
+    for path, content in whole.items():
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 0xFF
+        for damaged in (bytes(flipped), content[: len(content) // 2], b""):
+            path.write_bytes(damaged)
+            assert run(tmp_path) == "3 1.5\n"
     assert run(tmp_path) == "3 1.5\n"
     whole = files(tmp_path)
     assert run(tmp_path) == "3 1.5\n"
