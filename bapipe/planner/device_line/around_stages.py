@@ -6,7 +6,7 @@ import numpy as np
 
 from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -38,6 +38,7 @@ from bapipe.planner.device_line.trip_tables import (
     FIRST_BACK,
     FLAT_AROUND,
     STEEP_AROUND,
+    Scratch,
     Tables,
 )
 
@@ -66,9 +67,33 @@ def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_ali
 
 
 @compiled
+def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
+    """Notes the rows at some boundaries and, in levels, the least of 2, 4 and so on of them from each one on.
+
+    Args:
+        rows: [boundaries, rows]
+        levels: [boundaries, levels of rows]
+    """
+    num = rows.shape[1]
+    for x in range(rows.shape[0]):
+        for row in range(num):
+            levels[x, row] = rows[x, row]
+    join_levels(num, num_levels, levels)
+
+
+@compiled
+def join_levels(num_rows: int, num_levels: int, levels: Floats) -> None:
+    """The same where the first level is known."""
+    for level in range(1, num_levels):
+        below, here, half = (level - 1) * num_rows, level * num_rows, 1 << (level - 1)
+        for x in range(levels.shape[0]):
+            for row in range(num_rows - half):
+                levels[x, here + row] = min(levels[x, below + row], levels[x, below + row + half])
+
+
+@compiled
 def known_before(
-    before: Floats,
-    lowest: int,
+    levels: Floats,
     low: int,
     high: int,
     tracked: Tracked,
@@ -80,9 +105,9 @@ def known_before(
     """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
 
     Args:
-        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
+        levels: see `Scratch`.
     """
-    here, begins, in_front = before[low - lowest : high + 1 - lowest], slice(low, high + 1), AFTER + tracked.behind.size
+    here, begins = levels[low : high + 1], slice(low, high + 1)
     _copy(here, ARRIVED, known[ARRIVAL, begins])
     _copy(here, BACK, known[RETURN, begins])
     if not is_full:
@@ -90,28 +115,41 @@ def known_before(
             _copy(here, BACK, known[row, begins])
         known[BEFORE_FIRST, begins] = known[BEFORE_ANY, begins] = 0.0
         return
-    _copy(here, AFTER, known[FOLLOW, begins])
-    _copy(here, AFTER, known[FLAT_RETURN, begins])
-    _copy(here, AFTER + tracked.of_class[g], known[FOLLOW_LATE, begins])
-    _copy(here, in_front + tracked.waits[g].before_first, known[BEFORE_FIRST, begins])
-    _copy(here, in_front + tracked.waits[g].before_any, known[BEFORE_ANY, begins])
+    # Of turns and cycles it may be any micro-batch that comes back.
+    _copy_least(here, tracked.of_all, known[FLAT_RETURN, begins])
+    _copy_least(here, tracked.of_any[g], known[FOLLOW, begins])
+    _copy_least(here, tracked.of_class[g], known[FOLLOW_LATE, begins])
+    _copy_least(here, tracked.waits[g].before_first, known[BEFORE_FIRST, begins])
+    _copy_least(here, tracked.waits[g].before_any, known[BEFORE_ANY, begins])
     for k in range(stage.num_replicas):
         row, replica = REPLICAS + ROWS_OF_REPLICA * k, tracked.replicas[g, k]
-        _copy(here, in_front + replica.first, known[row + FIRST_THERE, begins])
-        _copy(here, in_front + replica.last, known[row + LAST_THERE, begins])
-        _copy(here, AFTER + replica.behind, known[row + FOLLOW_LAST, begins])
+        _copy_least(here, replica.first, known[row + FIRST_THERE, begins])
+        _copy_least(here, replica.last, known[row + LAST_THERE, begins])
+        _copy_least(here, replica.behind, known[row + FOLLOW_LAST, begins])
     for k in range(stage.num_rounds):
-        _copy(here, AFTER + tracked.rounds[g, k].behind, known[ROUNDS + k, begins])
+        _copy_least(here, tracked.rounds[g, k].behind, known[ROUNDS + k, begins])
     if stage.num_kinds > 0:
-        _copy(here, in_front, known[OF_KINDS + FIRST_THERE, begins])
-        _copy(here, in_front, known[OF_KINDS + LAST_THERE, begins])
-        _copy(here, AFTER, known[OF_KINDS + FOLLOW_LAST, begins])
+        _copy(here, ARRIVED, known[OF_KINDS + FIRST_THERE, begins])
+        _copy(here, ARRIVED, known[OF_KINDS + LAST_THERE, begins])
+        _copy_least(here, tracked.of_any[g], known[OF_KINDS + FOLLOW_LAST, begins])
 
 
 @compiled
-def _copy(rows: Floats, row: int, times: Floats) -> None:
+def _copy(levels: Floats, row: int, times: Floats) -> None:
     for x in range(times.size):
-        times[x] = rows[x, row]
+        times[x] = levels[x, row]
+
+
+@inlined
+def _copy_least(levels: Floats, places: Ints, times: Floats) -> None:
+    """Notes the lesser of two places in levels, by boundary."""
+    _copy_lesser(levels, places[0], places[1], times)
+
+
+@compiled
+def _copy_lesser(levels: Floats, first: int, second: int, times: Floats) -> None:
+    for x in range(times.size):
+        times[x] = min(levels[x, first], levels[x, second])
 
 
 @compiled
@@ -126,11 +164,13 @@ def behind_ends(
     low: int,
     is_full: bool,
     rest: Floats,
+    late: Floats,
 ) -> tuple[int, int]:
     """Notes what is behind each end of a stage of up to `most` devices, with the cut there.
 
     Args:
         is_full: whether more is asked for than trips.
+        rest, late: see `excess` and `OfClass`.
 
     Returns:
         The first end and the last one, no more than `low` if there are none.
@@ -141,6 +181,7 @@ def behind_ends(
         first = min(first, max(low + 1, tables.lows[to]))
         last = max(last, min(tables.lows[to] + behind.shape[2], end + may_end) - 1)
     rest[:, first : last + 1] = np.inf
+    late[first : last + 1] = np.inf
     for to in range(p + own.few, p + most + 1):
         link, lowest = tracked.at_host[to], tables.lows[to]
         begin, after = max(low + 1, lowest), min(lowest + behind.shape[2], end + may_end)
@@ -150,6 +191,7 @@ def behind_ends(
             if is_full:
                 _note_behind(behind[FIRST, to, there], tracked.back[link, ends], rest[FIRST_BACK, ends])
                 _note_behind(behind[ANY, to, there], tracked.back[link, ends], rest[ANY_BACK, ends])
+                _note_late(tables.gradient_ends[to, there], tracked.back[link, ends], late[ends])
     while first <= last and rest[FLAT_AROUND, first] == np.inf:
         first += 1
     while last > low and (last < first or rest[FLAT_AROUND, last] == np.inf):
@@ -157,6 +199,34 @@ def behind_ends(
     for j in range(first, last + 1):
         rest[STEEP_AROUND, j] = rest[FLAT_AROUND, j]
     return first, last
+
+
+@compiled
+def note_row_ns(tracked: Tracked, own: Any, p: int, g: int, num_known: int, scratch: Scratch) -> int:
+    """Notes what the work of 1 ns takes on the replicas of each row of the stages of class `g` behind `p` devices.
+
+    Args:
+        num_known: how many of the devices `speeds` has.
+
+    Returns:
+        How many it has then.
+    """
+    speeds, row_ns, rows_ns = scratch.speeds, scratch.row_ns, scratch.rows_ns
+    num_devices = min(own.most, tracked.speeds.size - p)
+    for number in range(num_known, num_devices):
+        speed, at = tracked.speeds[p + number], number
+        while at > 0 and speeds[at - 1] < speed:
+            speeds[at] = speeds[at - 1]
+            at -= 1
+        speeds[at] = speed
+    for row in range(row_ns.size - AFTER):
+        ns = own.fastest
+        if num_devices > 0:
+            ns = max(ns, 1 / speeds[min(tracked.places[g, row], num_devices - 1)])
+        is_behind = row < tracked.behind.size
+        more = tracked.more_behind[g, row] if is_behind else tracked.more_before[g, row - tracked.behind.size]
+        row_ns[AFTER + row], rows_ns[AFTER + row] = ns, more * ns
+    return int(max(num_known, num_devices))
 
 
 @inlined
@@ -181,12 +251,23 @@ def _note_behind(times: Floats, over_cut: Floats, known: Floats) -> None:
 
 
 @compiled
-def limit_rest(columns: Floats, own: Any, stage: Stage, first: int, high: int, rest: Floats) -> None:
+def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
+    """The same of gradients, by their rows, the first level of what is known."""
+    for x in range(times.shape[0]):
+        for row in range(times.shape[1]):
+            known[x, row] = least(times[x, row] + over_cut[x], known[x, row])
+
+
+@compiled
+def limit_rest(
+    columns: Floats, tracked: Tracked, own: Any, stage: Stage, first: int, high: int, rest: Floats, late: Floats
+) -> None:
     """Lowers what is behind the ends of stages where it falls faster than they grow, so that `excess` rises with ends.
 
     Args:
         columns: those of the layers on the kinds of the stage. [LAYER_SUMS, boundaries]
         first, high: the ends.
+        rest, late: see `excess` and `OfClass`.
     """
     for k in range(high - first):
         j = high - 1 - k
@@ -196,6 +277,8 @@ def limit_rest(columns: Floats, own: Any, stage: Stage, first: int, high: int, r
         if stage.waits:
             rest[FIRST_BACK, j] = min(rest[FIRST_BACK, j], rest[FIRST_BACK, j + 1] + own.fastest * critical)
             rest[ANY_BACK, j] = min(rest[ANY_BACK, j], rest[ANY_BACK, j + 1] + own.fastest * critical)
+            for row in range(tracked.num_gradients):
+                late[j, row] = least(late[j + 1, row] + own.fastest * critical, late[j, row])
 
 
 @compiled

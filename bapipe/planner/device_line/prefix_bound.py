@@ -24,7 +24,7 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_P
 from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes
+from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes, tells_gradients
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.stage_kinds import StageKinds
@@ -67,6 +67,9 @@ class PrefixBound(LayerSums):
         self._rounded_stages = num_devices if self.is_rounded else 0
         self.rounded_ns = self._rounded_stages * (1 + 1 / float(self.speeds.min()))
         self.are_forwards_first = schedule in FORWARDS_FIRST
+        self.tells_gradients = self.are_forwards_first and tells_gradients(
+            min(num_devices, self.num_microbatches), self.num_microbatches
+        )
         self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
         if schedule in IN_FLIGHT:
             self._depths = np.array([IN_FLIGHT[schedule](num_devices - p) for p in range(num_devices)])

@@ -1,8 +1,8 @@
 """Which micro-batches and replicas `trip_bound.py` looks at one by one.
 
 Replica number q of a stage with R of them runs the micro-batches q, q + R and so on, and is the (q + 1)-th fastest: so
-it is known when its first one can be there, and how many others are behind its last one. Such numbers of micro-batches,
-before one and behind one, are rounded down to those of which the tables have rows.
+it is known when its first one can be there, and how many others are behind its last one. The tables have a row for all
+numbers of micro-batches, before one or behind one, from some number up to the next.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.trip_tables import AFTER
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_limits import Tracked
@@ -33,6 +34,9 @@ FEW_ROUNDS = 2
 
 LAST_PARTS = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 """GPipe, where replicas run all their F first: the micro-batches so much before the last one have rows, too."""
+
+BEFORE_GRADIENTS = (0, 1, 4)
+"""GPipe: the B of a replica behind the gradient of one of its micro-batches are looked at, with so many before it."""
 
 PARTS, PARTS_OF_FEWER = (0.25, 0.5, 0.75, 1.0), (0.0, 0.5)
 """Where the replicas are that are looked at, among all that have the most micro-batches, and among those with one less;
@@ -59,8 +63,15 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         last = [num - int(np.ceil(num * part)) for part in LAST_PARTS]
         before = np.unique([*before, *last[:: len(LAST_PARTS) // min(len(LAST_PARTS), num_steps)], num - 1])
     behind, before = _in_vectors(behind), _in_vectors(before)
-    more_behind, more_before = behind // most[:, None], before // most[:, None]
-    replicas, replica_ns = _replicas(prefix, left, before, behind)
+    sizes, firsts = np.arange(1, int(most[-1]) + 1), prefix.classes.fewest - 1
+    num_rows = AFTER + behind.size + before.size
+    rows = _Rows(behind, num_rows, AFTER), _Rows(before, num_rows, AFTER + behind.size), _Rows(before, before.size, 0)
+    of_behind, of_before, of_late = rows
+    lasts = num - 1 - (-(-num // sizes) - 1) * sizes
+    more_behind, then_behind = of_behind.earlier(sizes, firsts, num)
+    more_before, then_before = of_before.earlier(sizes, firsts, num)
+    places = of_behind.places(sizes, firsts, num, is_behind=True), of_before.places(sizes, firsts, num)
+    replicas, replica_ns = _replicas(prefix, left, of_before, of_behind)
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
     if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
         at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
@@ -70,17 +81,26 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     )
     return Tracked(
         behind=behind,
-        more_behind=more_behind.astype(float),
-        then_behind=_row(behind, behind - more_behind * most[:, None]),
-        of_class=_row(behind, left),
+        more_behind=more_behind,
+        then_behind=then_behind,
+        of_class=of_behind.between(lasts, lasts, firsts),
+        of_any=of_behind.between(np.zeros_like(sizes), sizes - 1, firsts),
+        of_all=of_behind.between(np.zeros_like(sizes), np.full_like(sizes, num - 1), firsts)[0],
         before=before,
         more_before=more_before + 1.0,
-        then_before=_row(before, before - more_before * most[:, None]),
-        waits=_waits(prefix, before),
+        then_before=then_before,
+        last_before=of_before.last(sizes, firsts, num),
+        then_late=of_late.earlier(sizes, firsts, num)[1],
+        num_levels=max(each.num_levels for each in rows),
+        places=np.concatenate(places, axis=1),
+        speeds=prefix.speeds if prefix.has_one_kind else prefix.speeds[:0],
+        waits=_waits(prefix, of_before),
         replicas=replicas,
         replica_ns=replica_ns,
-        rounds=_rounds(prefix, behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
+        rounds=_rounds(prefix, of_behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
         of_kinds=_of_kinds(prefix),
+        gradients=_gradients(prefix, left, of_late),
+        num_gradients=before.size * prefix.tells_gradients,
         is_rough=False,
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
         send=send,
@@ -104,12 +124,73 @@ def _in_vectors(numbers: IntArray) -> IntArray:
     return numbers
 
 
-def _row(numbers: IntArray, wanted: IntArray) -> IntArray:
-    """The row of the largest of some numbers up to each wanted one."""
-    return np.searchsorted(numbers, wanted, side="right") - 1
+class _Rows:
+    """The rows of some micro-batches, from each number up to the next one, and where the least of several ones is.
+
+    The least of 2, 4 and so on rows from each one on are known, each a *level*: any others are the least of two.
+
+    Attributes:
+        numbers: of micro-batches before, or behind. [rows]
+        num_levels: how many are needed.
+    """
+
+    def __init__(self, numbers: IntArray, num_rows: int, first: int) -> None:
+        """A level has `num_rows` rows, these from `first` on."""
+        self.numbers, self.num_levels = numbers, 1
+        self._num_rows, self._first = num_rows, first
+
+    def least(self, first: IntArray, last: IntArray) -> IntArray:
+        """Returns two places: the lesser one is the least of the rows from one micro-batch to another. [..., 2]"""
+        first, last = (np.searchsorted(self.numbers, those, side="right") - 1 for those in (first, last))
+        level = np.log2(last - first + 1).astype(np.int64)
+        self.num_levels = max(self.num_levels, int(level.max(initial=0)) + 1)
+        places = np.stack([first, last + 1 - (1 << level)], axis=-1)
+        found: IntArray = self._first + level[..., None] * self._num_rows + places
+        return found
+
+    def between(self, first: IntArray, last: IntArray, firsts: IntArray) -> IntArray:
+        """Returns the same of stages of classes, by what is known of each number of replicas. [classes, ..., 2]
+
+        Args:
+            firsts: the first number of each class, less 1.
+        """
+        return self.least(np.minimum.reduceat(first, firsts), np.maximum.reduceat(last, firsts))
+
+    def earlier(self, sizes: IntArray, firsts: IntArray, num: int) -> tuple[FloatArray, IntArray]:
+        """Returns how many others its replica has had before a micro-batch of each row at least, and the first ones.
+
+        Args:
+            sizes: numbers of replicas, 1, 2 and so on.
+            num: micro-batches.
+        """
+        most = np.append(firsts[1:], sizes[-1])[np.searchsorted(firsts, sizes - 1, side="right") - 1]
+        more = self.numbers // most[:, None]
+        then = self.between(self.numbers - more * most[:, None], self._ends(num) - more * sizes[:, None], firsts)
+        return more[firsts].astype(float), then
+
+    def last(self, sizes: IntArray, firsts: IntArray, num: int) -> IntArray:
+        """Returns the last micro-batches of the replicas that have those of each row."""
+        replicas, both = sizes[:, None], np.stack([self.numbers, self._ends(num)])[:, None]
+        turns, last = (both - num) // replicas, num - replicas + (both - num) % replicas
+        has_every = turns[0] < turns[1]
+        first = np.where(has_every, np.maximum(num - replicas, 0), last[0])
+        return self.between(first, np.where(has_every, num - 1, last[1]), firsts)
+
+    def places(self, sizes: IntArray, firsts: IntArray, num: int, *, is_behind: bool = False) -> IntArray:
+        """Returns the first replica that may have a micro-batch of each row."""
+        first, last = self.numbers, self._ends(num)
+        if is_behind:
+            first, last = num - 1 - last, num - 1 - first
+        replicas = sizes[:, None]
+        each = np.where(first // replicas < last // replicas, 0, first % replicas)
+        found: IntArray = np.minimum.reduceat(each, firsts)
+        return found
+
+    def _ends(self, num: int) -> IntArray:
+        return np.append(self.numbers[1:], num) - 1
 
 
-def _waits(prefix: PrefixBound, before: IntArray) -> "NDArray[np.void]":
+def _waits(prefix: PrefixBound, before: _Rows) -> "NDArray[np.void]":
     """What the first B of a stage waits for: `WAIT`. [classes]
 
     A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each replica,
@@ -121,20 +202,17 @@ def _waits(prefix: PrefixBound, before: IntArray) -> "NDArray[np.void]":
     waits = np.zeros(prefix.classes.fewest.size, dtype=WAIT)
     waits["num_first"] = waits["num_any"] = 1
     if prefix.are_forwards_first:
-        sizes = np.arange(1, int(prefix.classes.most[-1]) + 1)
-        columns = {
-            "num_first": -(-num // sizes),
-            "num_any": num // sizes,
-            "before_first": _row(before, (-(-num // sizes) - 1) * sizes),
-            "before_any": _row(before, num - sizes),
-        }
-        for name, values in columns.items():
-            waits[name] = np.minimum.reduceat(values, prefix.classes.fewest - 1)
+        sizes, firsts = np.arange(1, int(prefix.classes.most[-1]) + 1), prefix.classes.fewest - 1
+        last = (-(-num // sizes) - 1) * sizes
+        waits["num_first"] = np.minimum.reduceat(-(-num // sizes), firsts)
+        waits["num_any"] = np.minimum.reduceat(num // sizes, firsts)
+        waits["before_first"] = before.between(last, last, firsts)
+        waits["before_any"] = before.between(np.maximum(num - sizes, 0), np.full_like(sizes, num - 1), firsts)
     return waits
 
 
 def _replicas(
-    prefix: PrefixBound, left: IntArray, before: IntArray, behind: IntArray
+    prefix: PrefixBound, left: IntArray, before: _Rows, behind: _Rows
 ) -> tuple["NDArray[np.void]", FloatArray]:
     """Which replicas of each class are looked at, and ns of the work of 1 ns on them, at least: see `Tracked`.
 
@@ -143,19 +221,57 @@ def _replicas(
     """
     from bapipe.planner.device_line.trip_limits import MAX_REPLICAS, REPLICA
 
-    num, classes = prefix.num_microbatches, prefix.classes
+    num, (g, k, few, most, q, highest, count) = prefix.num_microbatches, _looked_at(prefix, left).T
     replicas = np.zeros((left.size, MAX_REPLICAS), dtype=REPLICA)
     replica_ns = np.zeros((prefix.num_devices, left.size, MAX_REPLICAS))
+    first_last, last_last = (
+        np.minimum(those, num - 1) for those in (q + (count - 1) * few, highest + (count - 1) * most)
+    )
+    replicas["count"][g, k], replicas["first"][g, k] = count, before.least(q, highest)
+    replicas["last"][g, k] = before.least(first_last, last_last)
+    replicas["behind"][g, k] = behind.least(num - 1 - last_last, num - 1 - first_last)
     speeds = tuple(prefix.speeds.tolist())
-    for g, (few, most) in enumerate(zip(classes.fewest.tolist(), classes.most.tolist(), strict=True)):
-        found = list(dict.fromkeys(_places(prefix, few, most, int(left[g]))))
-        for k, (q, highest, count) in enumerate(found):
-            first, last = _row(before, np.array([q, (count - 1) * few + q]))
-            replicas[g, k] = count, first, last, _row(behind, np.array(num - 1 - (count - 1) * most - highest))
-        if found:
-            numbers = tuple((q, highest == most - 1) for q, highest, _ in found)
-            replica_ns[:, g, : len(found)] = 1 / _speeds(speeds, prefix.has_one_kind, few, most, numbers)
+    for each in np.unique(g):
+        here = np.flatnonzero(g == each)
+        numbers = tuple(zip(q[here].tolist(), (highest[here] == most[here] - 1).tolist(), strict=True))
+        of_class = _speeds(speeds, prefix.has_one_kind, int(few[here[0]]), int(most[here[0]]), numbers)
+        replica_ns[:, each, : here.size] = 1 / of_class
     return replicas, replica_ns
+
+
+def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
+    """Returns which are looked at: their class and number there, its fewest and most devices, and `_places`.
+
+    [replicas, 7]
+    """
+    found, classes = [np.zeros((0, 7), dtype=np.int64)], prefix.classes
+    for g, (few, most) in enumerate(zip(classes.fewest.tolist(), classes.most.tolist(), strict=True)):
+        places = dict.fromkeys(_places(prefix, few, most, int(left[g])))
+        found += [np.array([[g, k, few, most, *place]]) for k, place in enumerate(places)]
+    return np.concatenate(found)
+
+
+def _gradients(prefix: PrefixBound, left: IntArray, late: _Rows) -> "NDArray[np.void]":
+    """From the gradients of which micro-batches on the B of those replicas are looked at: `GRADIENT`, of GPipe.
+
+    At least two B are left, or all: with one the sums do not rise as a stage gets longer.
+    """
+    from bapipe.planner.device_line.trip_limits import GRADIENT, MAX_GRADIENTS, MAX_REPLICAS
+
+    gradients = np.zeros((left.size, MAX_REPLICAS, MAX_GRADIENTS), dtype=GRADIENT)
+    if not prefix.tells_gradients:
+        return gradients
+    g, k, few, most, q, highest, count = _looked_at(prefix, left).T
+    num_before = np.zeros_like(g)
+    for earlier in BEFORE_GRADIENTS[:MAX_GRADIENTS]:
+        is_in = (count - earlier >= 2) | (earlier == 0)
+        at = g[is_in], k[is_in], num_before[is_in]
+        first, last = (
+            np.minimum(those, prefix.num_microbatches - 1) for those in (q + earlier * few, highest + earlier * most)
+        )
+        gradients["count"][at], gradients["rows"][at] = (count - earlier)[is_in], late.least(first, last)[is_in]
+        num_before += is_in
+    return gradients
 
 
 def _has_rounds(prefix: PrefixBound) -> bool:
@@ -163,17 +279,18 @@ def _has_rounds(prefix: PrefixBound) -> bool:
     return prefix.are_forwards_first or prefix.num_microbatches < FEW_ROUNDS * prefix.num_devices
 
 
-def _rounds(prefix: PrefixBound, behind: IntArray, num_rounds: int) -> "NDArray[np.void]":
+def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> "NDArray[np.void]":
     """Which rounds of the replica with the very first micro-batch are looked at. [classes, MAX_ROUNDS]"""
     from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, ROUND
 
     num = prefix.num_microbatches
     rounds = np.zeros((prefix.classes.fewest.size, MAX_ROUNDS), dtype=ROUND)
-    for g, most in enumerate(prefix.classes.most.tolist()):
+    for g, (few, most) in enumerate(zip(prefix.classes.fewest.tolist(), prefix.classes.most.tolist(), strict=True)):
         last = -(-num // most) - 1
         counts = np.unique(np.linspace(1, last, min(last, num_rounds)).astype(np.int64))
         for k, count in enumerate(counts.tolist()):
-            rounds[g, k] = count, _row(behind, np.array(num - 1 - (count - 1) * most))
+            after = num - 1 - (count - 1) * np.array([most, few])
+            rounds[g, k] = count, behind.least(*after)
     return rounds
 
 

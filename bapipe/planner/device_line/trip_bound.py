@@ -10,7 +10,7 @@ Before a stage more counts than the trip of a micro-batch. When the last one of 
 behind it: an earlier stage runs several of them on one replica, and then sums its gradients. So there is a table for
 each of some numbers of others behind a micro-batch. And behind it: the first B of a stage is behind F of several
 micro-batches, which arrive no faster than earlier stages run them. So there are tables of when micro-batches from some
-numbers on arrive, and of when the first gradients do.
+numbers on arrive, and of when gradients do: the first ones, and of GPipe those of each micro-batch.
 """
 
 import threading
@@ -28,6 +28,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
+from bapipe.planner.device_line.trip_tables import ANY
 from bapipe.planner.threads import in_waves, num_threads
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 NUM_STEPS = (3, 8, 16, 40)
 """Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
 first tables have few of them, which rules out most stages in less time."""
+
+COARSE_OF_GPIPE = (2,)
+"""Of GPipe only these come before the last, as more rows rule out much more."""
 
 FIRST_COUNTED = (1, 24), (2, 48)
 """Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
@@ -49,9 +53,9 @@ MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
 """Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
 about at once."""
 
-WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND = 6, 20, 4
+WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND, LATE_OF_WORK = 6, 10, 4, 6
 """A stage that is tried with all its limits takes so many times as long as by trips alone, about: where tables before
-are filled, and once more for so many of their rows; and where those behind are."""
+are filled, and once more for so many of their rows; and where those behind are, with rows of gradients likewise."""
 
 WIDE, NUM_ROUGH = 128, 2
 """Where more boundaries than so many are left behind each number of devices, sums are taken apart (`trips_apart.py`) in
@@ -71,7 +75,8 @@ class Behind(NamedTuple):
     Attributes:
         limit: that step time, in ns.
         cuts: the fewest and the most.
-        lows, tables: see `Tables`; by the stages before a boundary, the last one behind so many or more.
+        lows, tables, gradients: see `Tables`; by the stages before a boundary, the last one behind so many or more.
+        numbers: of the micro-batches from each of which up to the next gradients are known.
         num_passes: how many times the tables have been filled in ways that take less time than with all they have.
     """
 
@@ -79,12 +84,14 @@ class Behind(NamedTuple):
     cuts: tuple[int, int]
     lows: IntArray
     tables: tuple[FloatArray, ...]
+    gradients: tuple[FloatArray, ...]
+    numbers: IntArray
     num_passes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Of the tables."""
-        return sum(table.nbytes for table in self.tables)
+        return sum(table.nbytes for table in (*self.tables, *self.gradients))
 
     def num_left(self, num_tables: int) -> int:
         """Returns how many boundaries some stages may reach, in so many tables."""
@@ -99,6 +106,18 @@ class Behind(NamedTuple):
         """Returns what is known behind so many stages, or behind so many or more."""
         tables = self.tables[min(num_stages, len(self.tables) - 1) :]
         return np.minimum.reduce(tables) if or_more else tables[0]
+
+    def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
+        """Returns the same of gradients of micro-batches from each of some numbers up to the next."""
+        begin = min(num_stages, len(self.tables) - 1)
+        if self.numbers.size * numbers.size == 0:
+            of_any = self.behind_stages(num_stages, or_more=or_more)[ANY]
+            return np.repeat(of_any[..., None], numbers.size, axis=-1)
+        tables = self.gradients[begin:]
+        known = np.minimum.reduce(tables) if or_more else tables[0]
+        first = np.searchsorted(self.numbers, numbers, side="right") - 1
+        after = np.append(np.searchsorted(self.numbers, numbers[1:], side="left"), self.numbers.size)
+        return np.stack([known[..., a:b].min(axis=-1) for a, b in zip(first, after, strict=True)], axis=-1)
 
 
 class _Asked(NamedTuple):
@@ -192,7 +211,8 @@ class TripBound:
         known = self._at_first(asked) if earlier is None else earlier
         if known is not None and len(known.tables) == 1:
             # What takes less time rules out most stages first.
-            passes = (None, *range(finest - counts_cuts))[: 1 if num_rounds == 0 else None]
+            coarse = COARSE_OF_GPIPE if self.prefix.tells_gradients else range(finest - counts_cuts)
+            passes = (None, *coarse)[: 1 if num_rounds == 0 else None]
             num_done = known.num_passes if known.limit <= asked.limit else 0
             known = self._fill_each(known, (asked._replace(steps=each) for each in passes[num_done:]))
             known = None if known is None else known._replace(num_passes=max(num_done, len(passes)))
@@ -244,7 +264,8 @@ class TripBound:
         trips[(boundaries > furthest[:, None]) | (boundaries < prefixes.first)] = np.inf
         gradients = np.where(np.isinf(trips), np.inf, 0.0)
         lows, tables = np.zeros(len(trips), dtype=np.int64), (np.stack([trips, gradients, gradients]),)
-        return _in_band(Behind(asked.limit, asked.kind[:2], lows, tables))
+        none = np.empty((*trips.shape, 0))
+        return _in_band(Behind(asked.limit, asked.kind[:2], lows, tables, (none,), np.arange(0)))
 
     def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
         """Fills the tables before; returns them by the stages before, None if no plan is left."""
@@ -253,7 +274,7 @@ class TripBound:
 
         tracked, waits = self._tracked[asked.steps or 0], self._waits(asked, known)
         num_rows = 2 + (tracked.behind.size + tracked.before.size) * (asked.steps is not None)
-        shape = *known.tables[0].shape[1:], num_rows
+        shape, numbers = (*known.tables[0].shape[1:], num_rows), self._numbers(asked)
         max_tables, (fewest, most) = asked.max_tables(shape), asked.cuts_of(known)
         before, are_reached = [np.full(shape, np.inf)], [False] * (most + 1)
         before[0][0, 0] = 0.0  # `lows` begins with 0
@@ -264,7 +285,9 @@ class TripBound:
                 before.append(np.full(shape, np.inf))
             is_rest = c == max_tables - 1
             behind = known.behind_stages(c + 1, or_more=is_rest)
-            tables = Tables(known.lows, before[c], before[min(c + 1, max_tables - 1)], behind, behind)
+            gradients = known.gradients_behind(c + 1, numbers, or_more=is_rest)
+            ends = before[min(c + 1, max_tables - 1)]
+            tables = Tables(known.lows, before[c], ends, behind, behind, gradients, gradients)
             may_be_last = is_rest or c >= fewest
             filling = _Filling(fill_before, work, asked, waits, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
@@ -288,21 +311,27 @@ class TripBound:
 
         (fewest, most), waits = asked.cuts_of(known), self._waits(asked, known)
         behind, cuts = [np.full_like(known.tables[0], np.inf) for _ in before], []
+        numbers = self._numbers(asked)
+        gradients = [np.full((*table.shape[1:], numbers.size), np.inf) for table in behind]
         rest = asked.max_tables(before[0].shape) - 1
         for num_stages, table in enumerate(behind):
             most_here = most if num_stages == rest else num_stages - 1
             if fewest <= most_here <= most:
                 is_end = np.isfinite(self._at_end(known, before[num_stages][:, :, 0]))
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
+                gradients[num_stages][is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
         last, every = min(rest, len(before) - 1), (0, self.prefix.classes.fewest.size)
 
         def fill(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
             c = last - row
-            tables = Tables(known.lows, before[c], before[c], behind[c], behind[min(c + 1, len(behind) - 1)])
+            more = min(c + 1, len(behind) - 1)
+            tables = Tables(known.lows, before[c], before[c], behind[c], behind[more], gradients[c], gradients[more])
             may_be_last = c == rest or fewest <= c <= most
             positions = range(self.prefix.num_devices - 1, -1, -1)
-            filling = _Filling(fill_behind, WORK_BEHIND, asked, waits, tables, may_be_last, positions)
+            filling = _Filling(
+                fill_behind, WORK_BEHIND + numbers.size // LATE_OF_WORK, asked, waits, tables, may_be_last, positions
+            )
             if c == rest:
                 self._run_parts(filling, self._parts(asked)[::-1], deadline)
             else:
@@ -313,7 +342,8 @@ class TripBound:
         if np.isinf(behind[0][0, 0, 0]):
             return None
         cuts_left = min(cuts), max(cuts)
-        return _in_band(known._replace(limit=asked.limit, cuts=cuts_left, tables=tuple(behind)))
+        found = known._replace(limit=asked.limit, cuts=cuts_left, tables=tuple(behind))
+        return _in_band(found._replace(gradients=tuple(gradients), numbers=numbers))
 
     def _run_parts(
         self,
@@ -352,12 +382,13 @@ class TripBound:
             far_ends: what ends behind each device besides, by the time that stages begin there.
         """
         fill, work, asked, waits, tables, may_be_last, positions = filling
-        problem, tracked, scratch = (
-            self.prefix.programme,
-            self._tracked[asked.steps or 0]._replace(is_rough=asked.is_rough),
-            self._scratch(tables.before_begins.shape[2]),
-        )
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
+        tracked = self._tracked[asked.steps or 0]._replace(is_rough=asked.is_rough)
+        num_levels = tracked.num_levels if is_full else 1
+        problem, scratch = (
+            self.prefix.programme,
+            self._scratch(tables.before_begins.shape[2], tables.gradient_begins.shape[2], num_levels),
+        )
         num_tried = 0
         for number in range(-(-len(positions) // POSITIONS_AT_ONCE)):
             begin(number)
@@ -387,7 +418,12 @@ class TripBound:
 
         return early_waits(self.prefix.programme, asked.kind, known.first_ends(self._end))
 
-    def _scratch(self, num_rows: int) -> "Scratch":
+    def _numbers(self, asked: _Asked) -> IntArray:
+        """The micro-batches from each of which up to the next gradients are not told apart."""
+        tracked = self._tracked[asked.steps or 0]
+        return tracked.before[: tracked.num_gradients * (asked.steps is not None)]
+
+    def _scratch(self, num_rows: int, num_gradients: int, num_levels: int) -> "Scratch":
         from bapipe.planner.device_line.trip_limits import NUM_KNOWN
         from bapipe.planner.device_line.trip_sums import NUM_SUMS, NUM_WEIGHTS
         from bapipe.planner.device_line.trip_tables import Scratch
@@ -401,9 +437,17 @@ class TripBound:
             rest=np.empty((4, num)),
             starts=starts,
             then=np.empty((num, num_rows)),
+            levels=np.empty((num, num_rows * num_levels)),
+            late=np.empty((num, num_gradients * num_levels)),
+            then_late=np.empty((num, num_gradients)),
             apart=np.empty((num, 2 * num_rows)),
             least_behind=np.empty(2 * num_rows),
             found=np.empty(num_rows),
+            found_late=np.empty(num_gradients),
+            speeds=np.empty(self.prefix.num_devices),
+            row_ns=np.empty(num_rows),
+            rows_ns=np.empty(num_rows),
+            forwards=np.empty((2, num_gradients)),
             costs=costs,
             around=around,
             gradients=gradients,
@@ -431,5 +475,10 @@ def _in_band(known: Behind) -> Behind:
     is_inside = columns < is_reached.shape[1]
     devices, columns = np.arange(len(first))[:, None], np.where(is_inside, columns, 0)
     tables = (np.where(is_inside, table[:, devices, columns], np.inf) for table in known.tables)
+    gradients = (np.where(is_inside[..., None], table[devices, columns], np.inf) for table in known.gradients)
     # Rows one after the other in memory, as in all other tables: compiled functions have a version for each layout.
-    return known._replace(lows=known.lows + first, tables=tuple(map(np.ascontiguousarray, tables)))
+    return known._replace(
+        lows=known.lows + first,
+        tables=tuple(map(np.ascontiguousarray, tables)),
+        gradients=tuple(map(np.ascontiguousarray, gradients)),
+    )

@@ -32,13 +32,16 @@ OF_KINDS = ROUNDS + MAX_ROUNDS
 
 NUM_KNOWN = OF_KINDS + ROWS_OF_REPLICA
 
+MAX_GRADIENTS = 3
+"""Micro-batches of such a replica, from whose gradient on its B are looked at: GPipe."""
+
 MAX_KINDS = 4
 """Kinds of devices of a stage of which the slowest replica is looked at."""
 
 ROUND = np.dtype(
     [
         ("count", np.int64),  # micro-batches that the replica has run; 0 if there is no round
-        ("behind", np.int64),  # the row of how many are behind the last of them, at least
+        ("behind", np.int64, 2),  # the rows of how many are behind the last of them
     ]
 )
 """A part of the micro-batches of the replica with the very first one, in stages of a class."""
@@ -56,8 +59,8 @@ WAIT = np.dtype(
     [
         ("num_first", np.int64),  # F of the replica of the very first micro-batch before its B, at least
         ("num_any", np.int64),  # and of any replica before its first B,
-        ("before_first", np.int64),  # the last of them is of one of the micro-batches from that of this row on
-        ("before_any", np.int64),
+        ("before_first", np.int64, 2),  # the rows of the last one of them
+        ("before_any", np.int64, 2),
     ]
 )
 """What the first B of a stage waits for, by its class of numbers of devices."""
@@ -65,30 +68,49 @@ WAIT = np.dtype(
 REPLICA = np.dtype(
     [
         ("count", np.int64),  # micro-batches, at least; 0 if there is no replica
-        ("first", np.int64),  # the row of a micro-batch that is not behind its first one,
-        ("last", np.int64),  # and of one that is not behind its last one
-        ("behind", np.int64),  # the row of how many are behind its last one, at least
+        ("first", np.int64, 2),  # the rows of its first one,
+        ("last", np.int64, 2),  # and of its last one
+        ("behind", np.int64, 2),  # the rows of how many are behind that
     ]
 )
 """A replica of the stages of a class."""
+
+GRADIENT = np.dtype(
+    [
+        ("count", np.int64),  # B that its replica has left with its own, at least; 0 if there is none
+        ("rows", np.int64, 2),  # of its gradient
+    ]
+)
+"""A micro-batch of such a replica."""
 
 
 class Tracked(NamedTuple):
     """The micro-batches and replicas that are told apart; see `tracked.py`.
 
     Attributes:
-        behind: numbers of micro-batches behind one, each with a row of what follows; the first is 0. [behind]
-        more_behind, then_behind: of each number, how many the replica of the one before them has at least, and the row
-            of how many are behind the last of these then. [classes, behind]
-        of_class: the row of how many are behind the last one of the replica with the very first one. [classes]
-        before: numbers of micro-batches before one, each with a row of when it is there; the first is 0. [before]
-        more_before, then_before: of each, how many F its replica has run with its own at least, and the row of a
-            micro-batch that is not behind the first of them. [classes, before]
+        behind: numbers of micro-batches behind one, from each up to the next one a row of what follows; the first is 0.
+            [behind]
+        more_behind, then_behind: of each row, how many the replica of the one before them has at least, and the rows
+            of how many are behind the last of these then, the first and the last one. [classes, behind], [..., 2]
+        of_class, of_any, of_all: the rows of how many are behind the last one of the replica with the very first one,
+            and of any replica; and all rows. [classes, 2], [classes, 2], [2]
+        before: numbers of micro-batches before one, from each up to the next one a row of when they are there; the
+            first is 0. [before]
+        more_before, then_before: of each row, how many F its replica has run with its own at least, and the rows of
+            the first of them. [classes, before], [..., 2]
+        last_before: and the rows of the last one that its replica runs. [classes, before, 2]
+        then_late: the same as `then_before` of gradients. [classes, before, 2]
+        num_levels: see `note_levels`; of rows two places are given, of which the lesser is their least.
+        places: of the replicas of each row of a table, behind and then before, the first one; the fastest come first.
+            [classes, behind + before]
+        speeds: of the devices; nothing where the order of the replicas is not theirs. [positions]
         waits: `WAIT`. [classes]
         replicas: `REPLICA`. [classes, MAX_REPLICAS]
         replica_ns: ns of the work of 1 ns on them, at least. [positions, classes, MAX_REPLICAS]
         rounds: `ROUND`. [classes, MAX_ROUNDS]
         of_kinds: `OF_KIND`. [positions, classes, MAX_KINDS]
+        gradients: `GRADIENT`. [classes, MAX_REPLICAS, MAX_GRADIENTS]
+        num_gradients: rows of when gradients are there, of the micro-batches that `before` says: GPipe.
         is_rough: whether sums are taken apart, see `trips_apart.py`.
         critical_share: of what earlier stages wait for in the trip through any layers, at least.
         send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
@@ -99,16 +121,25 @@ class Tracked(NamedTuple):
 
     behind: Ints
     more_behind: Floats
-    then_behind: Ints
+    then_behind: NDArray[np.int64]
     of_class: Ints
+    of_any: Ints
+    of_all: Ints
     before: Ints
     more_before: Floats
-    then_before: Ints
+    then_before: NDArray[np.int64]
+    last_before: NDArray[np.int64]
+    then_late: NDArray[np.int64]
+    num_levels: int
+    places: Ints
+    speeds: Floats
     waits: NDArray[Any]
     replicas: NDArray[Any]
     replica_ns: Floats
     rounds: NDArray[Any]
     of_kinds: NDArray[Any]
+    gradients: NDArray[Any]
+    num_gradients: int
     is_rough: bool
     critical_share: float
     send: Floats
@@ -118,12 +149,31 @@ class Tracked(NamedTuple):
 
 
 class OfClass(NamedTuple):
-    """The replicas and rounds that are looked at in the stages of one class behind some devices: see `Tracked`."""
+    """The replicas and rounds that are looked at in the stages of one class behind some devices: see `Tracked`.
+
+    Attributes:
+        late: when gradients are there, in levels, as those in `rest`: see `excess`. [boundaries, levels of rows]
+    """
 
     replicas: NDArray[Any]
     replica_ns: Floats
     rounds: NDArray[Any]
     of_kinds: NDArray[Any]
+    gradients: NDArray[Any]
+    late: Floats
+
+
+@compiled
+def of_class_behind(tracked: Tracked, late: Floats, p: int, g: int) -> OfClass:
+    """What is looked at in the stages of class `g` behind `p` devices, with what is to be known of gradients."""
+    return OfClass(
+        tracked.replicas[g],
+        tracked.replica_ns[p, g],
+        tracked.rounds[g],
+        tracked.of_kinds[p, g],
+        tracked.gradients[g],
+        late,
+    )
 
 
 class Stage(NamedTuple):
@@ -175,7 +225,6 @@ def stage_of(
     """What is known of the stages of class `g` behind `p` devices."""
     own, num, wait = problem.stages[p, g], problem.num_microbatches, tracked.waits[g]
     late_count = -(-num // own.most)
-    left = tracked.behind[tracked.of_class[g]]
     apart = float(forwards_apart(problem, kind.last_most, p, g))
     late_apart, is_in_turn = apart, not problem.are_forwards_first and own.in_flight > 0
     if is_in_turn:
@@ -185,15 +234,14 @@ def stage_of(
     has_two = own.count >= 2 and late_count >= 2
     num_replicas = 0
     while is_full and num_replicas < MAX_REPLICAS and tracked.replicas[g, num_replicas].count > 0:
-        left = max(left, tracked.behind[tracked.replicas[g, num_replicas].behind])
         num_replicas += 1
     num_rounds = 0
     while is_full and num_rounds < MAX_ROUNDS and tracked.rounds[g, num_rounds].count > 0:
-        left = max(left, tracked.behind[tracked.rounds[g, num_rounds].behind])
         num_rounds += 1
     num_kinds = 0
     while is_full and num_kinds < MAX_KINDS and tracked.of_kinds[p, g, num_kinds].count > 0:
         num_kinds += 1
+    left = tracked.behind[tracked.behind.size - 1]
     return Stage(
         limit + own.slack + problem.rounding_ns * (left + 6 + num_stages * problem.is_rounded),
         apart,
@@ -241,7 +289,7 @@ def excess(
             [4, boundaries]
     """
     begin, end = layers[own.own, i], layers[own.own, j]
-    replicas, replica_ns, rounds, of_kinds = of_class
+    replicas, replica_ns, rounds, of_kinds, gradients, late = of_class
     again = least_again(layers, savings, own, i, j)  # in front of each backward
     if again == np.inf:
         return np.inf
@@ -305,6 +353,11 @@ def excess(
         row, num, ns = REPLICAS + ROWS_OF_REPLICA * number, replicas[number].count, replica_ns[number]
         ends = _longest_of(layers, own.own, own, stage, num, ns, again, ring + update, known, row, rest, i, j)
         longest = max(longest, ends)
+        if late.shape[1] > 0:
+            ends = _longest_of_late(
+                layers, own.own, gradients[number], ns, again, ring + update, known, row, late, i, j
+            )
+            longest = max(longest, ends)
     for number in range(stage.num_kinds):
         one = of_kinds[number]
         row, num, ns = int(np.int64(OF_KINDS)), one.count, one.ns  # a constant would compile it once more
@@ -369,3 +422,37 @@ def _longest_of(
         last_b = max(last_b, flat_around + rest[FLAT_AROUND, j] + b)
     first_full = until_first_bucket(begin, end)
     return float(max(back, last_b + (again + first_full) * ns + rings))
+
+
+@compiled
+def _longest_of_late(
+    layers: NDArray[Any],
+    kinds: int,
+    gradients: NDArray[Any],
+    ns: float,
+    again: float,
+    rings: float,
+    known: Floats,
+    row: int,
+    late: Floats,
+    i: int,
+    j: int,
+) -> float:
+    """What follows from one replica of a stage behind the gradients of some of its micro-batches, as `_longest_of`.
+
+    Args:
+        gradients: `GRADIENT`. [MAX_GRADIENTS]
+    """
+    begin, end = layers[kinds, i], layers[kinds, j]
+    r, b = (end.critical - begin.critical + again) * ns, (end.backward - begin.backward + again) * ns
+    back = last_b = 0.0
+    for number in range(MAX_GRADIENTS):
+        one = gradients[number]
+        if one.count == 0:
+            break
+        there = min(late[j, one.rows[0]], late[j, one.rows[1]])
+        back = max(back, there + one.count * r)
+        if one.count >= 2:  # late falls by r where a layer joins the stage
+            last_b = max(last_b, there + (one.count - 1) * b)
+    first_full = until_first_bucket(begin, end)
+    return float(max(back + known[row + FOLLOW_LAST, i], last_b + (again + first_full) * ns + rings))

@@ -32,6 +32,8 @@ class Tables(NamedTuple):
             from some numbers on are at the boundary. [devices + 1, width, 2 + behind + before]
         behind_begins, behind_ends: what a micro-batch takes from there on and back again; and when the gradient of the
             very first one is there, and that of any. [3, devices + 1, width]
+        gradient_begins, gradient_ends: when gradients of the micro-batches from some numbers on are there.
+            [devices + 1, width, num_gradients]
     """
 
     lows: Ints
@@ -39,6 +41,8 @@ class Tables(NamedTuple):
     before_ends: NDArray[np.float64]
     behind_begins: NDArray[np.float64]
     behind_ends: NDArray[np.float64]
+    gradient_begins: NDArray[np.float64]
+    gradient_ends: NDArray[np.float64]
 
 
 class Scratch(NamedTuple):
@@ -50,8 +54,16 @@ class Scratch(NamedTuple):
         starts: of the stages that end there, the first begin within the limits, the end itself if there is none; or of
             those that begin there the last end.
         then: what is there by each row, see `Tracked`. [boundaries, rows]
+        levels: what is before begins, see `note_levels`. [boundaries, levels of rows]
+        late, then_late: when gradients are at ends, in levels; and those of the first micro-batches of the same
+            replicas, by their rows. [boundaries, levels of num_gradients], [boundaries, num_gradients]
         apart, least_behind: by begins, and the least of some, see `trips_apart.py`. [boundaries, 2 rows], [2 rows]
-        found: by each row. [rows]
+        found, found_late: by each row, and of gradients. [rows], [num_gradients]
+        speeds: of the devices of a stage, the fastest first. [devices]
+        row_ns, rows_ns: ns of the work of 1 ns on the replicas of each row, at least; and of all actions that follow
+            one another there. [rows]
+        forwards: when the F are there that the first B of the replicas of each row waits for: the first one, and the
+            last. [2, num_gradients]
         costs, around, gradients: of stages, by their begins or ends.
         values, positions: a queue.
         weights, begin_sums, end_sums: see `Sums`.
@@ -62,9 +74,17 @@ class Scratch(NamedTuple):
     rest: Floats
     starts: Ints
     then: Floats
+    levels: Floats
+    late: Floats
+    then_late: Floats
     apart: Floats
     least_behind: Floats
     found: Floats
+    found_late: Floats
+    speeds: Floats
+    row_ns: Floats
+    rows_ns: Floats
+    forwards: Floats
     costs: Floats
     around: Floats
     gradients: Floats

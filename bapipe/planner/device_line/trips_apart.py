@@ -37,14 +37,14 @@ def note_apart(
     Args:
         num_behind: how many rows are of micro-batches behind others.
     """
-    own, before, lowest, in_front = problem.stages[p, g], tables.before_begins[p], tables.lows[p], AFTER + num_behind
+    own, in_front = problem.stages[p, g], AFTER + num_behind
     columns, apart, least_behind, found = problem.columns[own.own], scratch.apart, scratch.least_behind, scratch.found
     at = middle = window.first_begin
     least_behind[:] = np.inf
     for j in range(window.first_end, window.last_end + 1):
         start, last = scratch.starts[j], min(j - 1, window.last_begin)
         while at <= last:
-            _note_sums(columns, tracked, own, g, in_front, at, before[at - lowest], apart[at])
+            _note_sums(columns, tracked, own, g, in_front, at, scratch.levels[at], apart[at])
             note_least(apart[at], least_behind)
             at += 1
         if start == j:
@@ -74,16 +74,17 @@ def _note_sums(
 ) -> None:
     """Notes what each row says at a begin, less what the layers before it take on the stage; and what is there then."""
     f, r, b = own.fastest * columns[FORWARD, i], own.fastest * columns[CRITICAL, i], own.fastest * columns[BACKWARD, i]
-    num_rows, more_behind, more_before = here.size, tracked.more_behind[g], tracked.more_before[g]
+    num_rows, more_behind, more_before = sums.size // 2, tracked.more_behind[g], tracked.more_before[g]
     sums[ARRIVED], sums[BACK] = here[ARRIVED] - f, here[BACK] - r
     sums[num_rows + ARRIVED] = sums[num_rows + BACK] = 0.0
     for row in range(more_behind.size):
         sums[AFTER + row] = here[AFTER + row] - r
-        then = here[AFTER + tracked.then_behind[g, row]]
+        then = min(here[tracked.then_behind[g, row, 0]], here[tracked.then_behind[g, row, 1]])
         sums[num_rows + AFTER + row] = then - r - more_behind[row] * b
     for row in range(more_before.size):
         sums[in_front + row] = here[in_front + row] - f
-        sums[num_rows + in_front + row] = here[in_front + tracked.then_before[g, row]] - more_before[row] * f
+        then = min(here[tracked.then_before[g, row, 0]], here[tracked.then_before[g, row, 1]])
+        sums[num_rows + in_front + row] = then - more_before[row] * f
 
 
 @inlined

@@ -11,11 +11,21 @@ from typing import Any
 import numpy as np
 
 from bapipe.planner.compiled import compiled, inlined, least
-from bapipe.planner.device_line.around_stages import add, behind_ends, known_before, limit_rest, most_devices, reached
+from bapipe.planner.device_line.around_stages import (
+    add,
+    behind_ends,
+    join_levels,
+    known_before,
+    limit_rest,
+    most_devices,
+    note_levels,
+    note_row_ns,
+    reached,
+)
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Ints, Problem
-from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, Tracked, excess, stage_of
+from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, Tracked, excess, of_class_behind, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, FLAT_AROUND, Scratch, Tables, Window
 from bapipe.planner.device_line.trip_windows import least_of_begins
@@ -55,20 +65,23 @@ def fill_before(
     low, last_low = reached(before[p], lows[p], end)
     if low == end or p == num:
         return 0
-    known, rest, starts = scratch.known, scratch.rest, scratch.starts
-    sums = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums)
+    known, rest, late, starts = scratch.known, scratch.rest, scratch.late, scratch.starts
+    num_levels, num_late = tracked.num_levels if is_full else 1, tracked.num_gradients * is_full
+    note_levels(before[p, low - lows[p] : last_low + 1 - lows[p]], num_levels, scratch.levels[low : last_low + 1])
+    sums, num_speeds = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums), 0
     for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:
             continue
-        first, high = behind_ends(tracked, kind, tables, may_be_last, own, p, most, low, is_full, rest)
+        first, high = behind_ends(tracked, kind, tables, may_be_last, own, p, most, low, is_full, rest, late)
         if high <= low:
             continue
         stage, columns = stage_of(problem, tracked, kind, waits, limit, is_full, p, g), problem.columns[own.own]
-        limit_rest(columns, own, stage, first, high, rest)
-        known_before(before[p], lows[p], low, last_low, tracked, stage, g, is_full, known)
-        of_class = OfClass(tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g], tracked.of_kinds[p, g])
+        limit_rest(columns, tracked, own, stage, first, high, rest, late)
+        join_levels(num_late, num_levels, late[first : high + 1])
+        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, known)
+        of_class = of_class_behind(tracked, late, p, g)
         window = Window(low, min(high - 1, last_low), first, high)
         if is_full:
             tried, has_any = _first_begins(problem, own, stage, of_class, known, rest, window, starts)
@@ -78,6 +91,7 @@ def fill_before(
         if has_any and is_full and tracked.is_rough:
             note_apart(problem, tracked, tables, scratch, num_behind, p, g, most, window)
         elif has_any and is_full:
+            num_speeds = note_row_ns(tracked, own, p, g, num_speeds, scratch)
             _note_stages(problem, tracked, tables, scratch, num_behind, p, g, most, window)
         elif has_any:
             _note_trips(columns, tracked, own, tables, scratch, p, most, window)
@@ -157,23 +171,21 @@ def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> No
 
 
 @compiled
-def _note_then(
-    tracked: Tracked, before: Floats, lowest: int, num_behind: int, g: int, window: Window, then: Floats
-) -> None:
-    """Notes what is there then by each row, see `Tracked`, at the begins of the stages of class `g`.
+def _note_then(tracked: Tracked, levels: Floats, g: int, first: int, last: int, then: Floats) -> None:
+    """Notes what is there then by each row, see `Tracked`, at some begins of the stages of class `g`.
 
     Args:
-        before: the table behind the devices before the stages, from the boundary `lowest` on. [width, rows]
-        num_behind: how many rows are of micro-batches behind others.
+        levels: see `Scratch`.
         then: [boundaries, rows]
     """
-    in_front = AFTER + num_behind
-    for i in range(window.first_begin, window.last_begin + 1):
-        here, there = before[i - lowest], then[i]
+    num_behind, in_front = tracked.behind.size, AFTER + tracked.behind.size
+    of_behind, of_before = tracked.then_behind[g], tracked.then_before[g]
+    for i in range(first, last + 1):
+        here, there = levels[i], then[i]
         for row in range(num_behind):
-            there[AFTER + row] = here[AFTER + tracked.then_behind[g, row]]
-        for row in range(here.size - in_front):
-            there[in_front + row] = here[in_front + tracked.then_before[g, row]]
+            there[AFTER + row] = min(here[of_behind[row, 0]], here[of_behind[row, 1]])
+        for row in range(there.size - in_front):
+            there[in_front + row] = min(here[of_before[row, 0]], here[of_before[row, 1]])
 
 
 @compiled
@@ -191,13 +203,18 @@ def _note_stages(
     """Notes what each row says behind the stages of class `g`, on up to `most` devices: of their begins the least.
 
     Args:
-        num_behind: see `_note_then`.
+        num_behind: how many rows are of micro-batches behind others.
     """
     own, before, max_bucket = problem.stages[p, g], tables.before_begins[p], problem.max_bucket
     layers, lowest, in_front = problem.layers[own.own], tables.lows[p], AFTER + num_behind
+    more_before = tracked.more_before[g]
     starts, then, found, rounding = scratch.starts, scratch.then, scratch.found, problem.rounding_ns
-    more_behind, more_before = tracked.more_behind[g], tracked.more_before[g]
-    _note_then(tracked, before, lowest, num_behind, g, window, then)
+    ns, more_ns = scratch.row_ns, scratch.rows_ns
+    first, last = window.last_begin, window.first_begin
+    for j in range(window.first_end, window.last_end + 1):
+        if starts[j] < j:
+            first, last = min(first, starts[j]), max(last, min(j - 1, window.last_begin))
+    _note_then(tracked, scratch.levels, g, first, last, then)
     for j in range(window.first_end, window.last_end + 1):
         if starts[j] == j:
             continue
@@ -207,17 +224,18 @@ def _note_stages(
         for i in range(starts[j], last + 1, 2):  # two begins at a time, which takes hardly longer than one
             i2 = min(i + 1, last)
             begin, begin2, here, here2 = layers[i], layers[i2], before[i - lowest], before[i2 - lowest]
-            f, f2 = (end.forward - begin.forward) * own.fastest, (end.forward - begin2.forward) * own.fastest
-            r, r2 = (end.critical - begin.critical) * own.fastest, (end.critical - begin2.critical) * own.fastest
-            arrived = min(arrived, here[ARRIVED] + f, here2[ARRIVED] + f2)
-            returned = min(returned, here[BACK] + r, here2[BACK] + r2)
-            b, b2 = (end.backward - begin.backward) * own.fastest, (end.backward - begin2.backward) * own.fastest
+            f, f2 = end.forward - begin.forward, end.forward - begin2.forward
+            r, r2 = end.critical - begin.critical, end.critical - begin2.critical
+            arrived = min(arrived, here[ARRIVED] + f * own.fastest, here2[ARRIVED] + f2 * own.fastest)
+            returned = min(returned, here[BACK] + r * own.fastest, here2[BACK] + r2 * own.fastest)
+            b, b2 = end.backward - begin.backward, end.backward - begin2.backward
             rings, rings2 = rings_of(own, max_bucket, begin, end), rings_of(own, max_bucket, begin2, end)
             rows, then1, then2 = slice(AFTER, in_front), then[i], then[i2]
             there, there2 = (then1[rows], r, b, rings), (then2[rows], r2, b2, rings2)
-            _note_behind(here[rows], here2[rows], there, there2, more_behind, found[rows])
-            rows, f, f2 = slice(in_front, found.size), f - rounding, f2 - rounding
-            _note_before(here[rows], here2[rows], then1[rows], then2[rows], more_before, f, f2, found[rows])
+            _note_behind(here[rows], here2[rows], there, there2, (ns[rows], more_ns[rows]), found[rows])
+            rows = slice(in_front, found.size)
+            of_rows = ns[rows], more_ns[rows], more_before, rounding
+            _note_before(here[rows], here2[rows], then1[rows], then2[rows], of_rows, f, f2, found[rows])
         found[ARRIVED], found[BACK] = arrived, returned
         note_found(tracked, tables, own, p, most, j, in_front, found)
 
@@ -228,7 +246,7 @@ def _note_behind(
     here2: Floats,
     there: tuple[Floats, float, float, float],
     there2: tuple[Floats, float, float, float],
-    more: Floats,
+    of_rows: tuple[Floats, Floats],
     found: Floats,
 ) -> None:
     """Notes what follows behind one of two stages if others are behind a micro-batch there, by their rows.
@@ -236,28 +254,41 @@ def _note_behind(
     Args:
         here, here2: the rows at their begins.
         there, there2: what is at the begins by each row, see `Tracked`; and of the stages what earlier ones wait for in
-            B, B, and their rings.
-        more: of how many others B follows on the same replica.
+            B, B, in ns of work, and their rings.
+        of_rows: see `row_ns` and `rows_ns`.
     """
+    row_ns, rows_ns = of_rows
     then, r, b, rings = there
     then2, r2, b2, rings2 = there2
     for row in range(found.size):
-        ns = max(here[row] + r, more[row] * b + max(then[row] + r, rings))
-        ns2 = max(here2[row] + r2, more[row] * b2 + max(then2[row] + r2, rings2))
+        own_r, own_r2 = r * row_ns[row], r2 * row_ns[row]
+        ns = max(here[row] + own_r, rows_ns[row] * b + max(then[row] + own_r, rings))
+        ns2 = max(here2[row] + own_r2, rows_ns[row] * b2 + max(then2[row] + own_r2, rings2))
         found[row] = least(ns if ns < ns2 else ns2, found[row])
 
 
 @inlined
 def _note_before(
-    here: Floats, here2: Floats, then: Floats, then2: Floats, more: Floats, f: float, f2: float, found: Floats
+    here: Floats,
+    here2: Floats,
+    then: Floats,
+    then2: Floats,
+    of_rows: tuple[Floats, Floats, Floats, float],
+    f: float,
+    f2: float,
+    found: Floats,
 ) -> None:
     """Notes when micro-batches leave one of two stages, by their rows.
 
     Args:
         here, here2, then, then2: as above.
-        more: how many F their replica has run then, from the one on of which `then` says when it is there.
+        of_rows: see `row_ns` and `rows_ns`; how many F their replica has run then, from the one on of which `then` says
+            when it is there; and by how much each may be shorter.
+        f, f2: in ns of work.
     """
+    row_ns, rows_ns, more, rounding = of_rows
     for row in range(found.size):
-        ns = max(here[row] + f, then[row] + more[row] * f)
-        ns2 = max(here2[row] + f2, then2[row] + more[row] * f2)
+        shorter, shorter_all = rounding, more[row] * rounding
+        ns = max(here[row] + f * row_ns[row] - shorter, then[row] + f * rows_ns[row] - shorter_all)
+        ns2 = max(here2[row] + f2 * row_ns[row] - shorter, then2[row] + f2 * rows_ns[row] - shorter_all)
         found[row] = least(ns if ns < ns2 else ns2, found[row])

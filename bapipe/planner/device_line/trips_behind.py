@@ -8,10 +8,13 @@ from bapipe.planner.compiled import compiled, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,
+    join_levels,
     known_before,
     limit_known,
     most_devices,
     note_least,
+    note_levels,
+    note_row_ns,
     reached,
 )
 from bapipe.planner.device_line.early_waits import Waits
@@ -25,10 +28,12 @@ from bapipe.planner.device_line.trip_limits import (
     Stage,
     Tracked,
     excess,
+    of_class_behind,
     stage_of,
 )
 from bapipe.planner.device_line.trip_sums import Sums, last_ends
 from bapipe.planner.device_line.trip_tables import (
+    AFTER,
     ANY,
     ANY_BACK,
     AROUND,
@@ -70,19 +75,22 @@ def fill_behind(
     low, last_low = reached(before[p], lows[p], end)
     if low == end:
         return 0
-    known, rest, starts, costs = scratch.known, scratch.rest, scratch.starts, scratch.costs
-    sums = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums)
+    known, rest, late, starts, costs = scratch.known, scratch.rest, scratch.late, scratch.starts, scratch.costs
+    num_levels, num_late = tracked.num_levels if is_full else 1, tracked.num_gradients * is_full
+    note_levels(before[p, low - lows[p] : last_low + 1 - lows[p]], num_levels, scratch.levels[low : last_low + 1])
+    sums, num_speeds = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums), 0
     for g in range(first_class, end_class):
         own = problem.stages[p, g]
         most = most_devices(own, kind, num - p, p == 0, problem.is_alike)
         if most == 0:
             continue
-        first, high = behind_ends(tracked, kind, tables, may_be_last, own, p, most, low, is_full, rest)
+        first, high = behind_ends(tracked, kind, tables, may_be_last, own, p, most, low, is_full, rest, late)
         if high <= low:
             continue
-        of_class = OfClass(tracked.replicas[g], tracked.replica_ns[p, g], tracked.rounds[g], tracked.of_kinds[p, g])
+        of_class = of_class_behind(tracked, late, p, g)
         stage, columns = stage_of(problem, tracked, kind, waits, limit, is_full, p, g), problem.columns[own.own]
-        known_before(before[p], lows[p], low, last_low, tracked, stage, g, is_full, known)
+        join_levels(num_late, num_levels, late[first : high + 1])
+        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, known)
         limit_known(columns, own, stage, of_class, low, last_low, scratch.slopes, known)
         begin = min(high - 1, last_low)
         window = Window(low, begin, first, high)
@@ -105,6 +113,9 @@ def fill_behind(
                 add(rest[of_row, ends], columns[CRITICAL, ends], own.fastest, costs[ends])
                 _least_gradient(columns, own, stage, row, known, scratch, window, gradients)
             _note_later(gradients[begins], known[ARRIVAL, begins], around[begins], stage.rounding, behind[row, p, here])
+        if num_late > 0:
+            num_speeds = note_row_ns(tracked, own, p, g, num_speeds, scratch)
+            _note_late(columns, tracked, own, stage, g, scratch, window, tables.gradient_begins[p, here])
     return num_tried
 
 
@@ -191,3 +202,53 @@ def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row
     there, num = (known[BEFORE_FIRST, i], stage.num_first) if row == FIRST else (known[BEFORE_ANY, i], stage.num_any)
     b = (columns[CRITICAL, j] - columns[CRITICAL, i]) * own.fastest
     return float(max(there + f, known[ARRIVAL, i] + num * f) + b)
+
+
+@compiled
+def _note_late(
+    columns: Floats,
+    tracked: Tracked,
+    own: Any,
+    stage: Stage,
+    g: int,
+    scratch: Scratch,
+    window: Window,
+    noted: Floats,
+) -> None:
+    """Notes when the gradients of each row leave the stages of class `g`, at least: of their ends the least.
+
+    Args:
+        noted: by the begins. [begins, num_gradients]
+    """
+    starts, late, then, found = scratch.starts, scratch.late, scratch.then_late, scratch.found_late
+    in_front, more = AFTER + tracked.behind.size, tracked.more_before[g]
+    row_ns, rows_ns = scratch.row_ns[in_front:], scratch.rows_ns[in_front:]
+    first_there, last_there = scratch.forwards[0], scratch.forwards[1]
+    then_late, then_before, last_before = tracked.then_late[g], tracked.then_before[g], tracked.last_before[g]
+    last_end = window.first_end - 1
+    for i in range(window.first_begin, window.last_begin + 1):
+        last_end = max(last_end, starts[i])
+    for j in range(window.first_end, last_end + 1):
+        for row in range(found.size):
+            then[j, row] = min(late[j, then_late[row, 0]], late[j, then_late[row, 1]])
+    for i in range(window.first_begin, window.last_begin + 1):
+        if starts[i] == i:
+            continue
+        here = scratch.levels[i]
+        for row in range(found.size):
+            first_there[row] = min(here[then_before[row, 0]], here[then_before[row, 1]])
+            last_there[row] = min(here[last_before[row, 0]], here[last_before[row, 1]])
+        found[:] = np.inf
+        for j in range(max(i + 1, window.first_end), starts[i] + 1):
+            f, r = columns[FORWARD, j] - columns[FORWARD, i], columns[CRITICAL, j] - columns[CRITICAL, i]
+            own_late, first_late = late[j], then[j]
+            for row in range(found.size):
+                # Behind the F that the first B of its replica waits for, or behind the gradient of that.
+                own_f = f * row_ns[row] - stage.rounding
+                first_b = max(first_there[row] + stage.num_any * own_f, last_there[row] + own_f)
+                others = r * rows_ns[row] - more[row] * stage.rounding
+                ns = max(max(first_late[row], first_b) + others, own_late[row] + r * row_ns[row] - stage.rounding)
+                found[row] = least(ns, found[row])
+        into = noted[i - window.first_begin]
+        for row in range(found.size):
+            into[row] = least(found[row], into[row])

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
-from bapipe.planner.device_line.around_stages import limit_known, limit_rest
+from bapipe.planner.device_line import prefix_bound, replica_classes, ring_ranges, tracked, trip_bound, trips_before
+from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
 from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
@@ -57,7 +57,7 @@ def sorted_line(num_devices: int, *, output_bytes: int = 0, num_microbatches: in
     )
 
 
-def without_waits(prefix: PrefixBound, before: "NDArray[np.int64]") -> "NDArray[np.void]":
+def without_waits(prefix: PrefixBound, before: Any) -> "NDArray[np.void]":
     """As if no first B waited for F but its own."""
     return np.zeros_like(waits(prefix, before))
 
@@ -152,12 +152,20 @@ def test_whatever_is_known_a_stage_with_more_layers_exceeds_the_limits_no_less(s
             )
             rest[:, end] = 0.0
             rest[STEEP_AROUND] = rest[FLAT_AROUND]
-            of_class = of_class_of(microbatches, p, g)
-            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, of_class)
+            num_late, num_levels = microbatches.num_gradients, microbatches.num_levels
+            late = random.uniform(0, random.choice([1e-3, 1e2, 1e4]), (end + 1, num_late * num_levels))
+            late[end] = 0.0
             lower = rest.copy()
-            limit_rest(columns, own, stage, 0, end, lower)
+            lower_late = late.copy()
+            limit_rest(columns, microbatches, own, stage, 0, end, lower, lower_late)
+            for levels in (late, lower_late):
+                join_levels(num_late, num_levels, levels)
+            of_class = of_class_of(microbatches, lower_late, p, g)
+            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, of_class)
             for i, j in combinations(range(end), 2):
                 assert exceeds(known, lower, i, j) <= exceeds(known, lower, i, j + 1) + SMALL_NS, (seed, p, g, i, j)
+            of_class = of_class_of(microbatches, late, p, g)
+            exceeds = partial(excess, problem.layers, problem.savings, problem.max_bucket, own, stage, of_class)
             limit_known(columns, own, stage, of_class, 0, end, np.empty((3, NUM_KNOWN)), known)
             for i, j in combinations(range(1, end + 1), 2):
                 assert exceeds(known, rest, i, j) <= exceeds(known, rest, i - 1, j) + SMALL_NS, (seed, p, g, i, j)
@@ -165,8 +173,10 @@ def test_whatever_is_known_a_stage_with_more_layers_exceeds_the_limits_no_less(s
     assert checked > 300
 
 
-def of_class_of(rows: Any, p: int, g: int) -> OfClass:
-    return OfClass(rows.replicas[g], rows.replica_ns[p, g], rows.rounds[g], rows.of_kinds[p, g])
+def of_class_of(rows: Any, late: Any, p: int, g: int) -> OfClass:
+    return OfClass(
+        rows.replicas[g], rows.replica_ns[p, g], rows.rounds[g], rows.of_kinds[p, g], rows.gradients[g], late
+    )
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
@@ -183,7 +193,7 @@ def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(sch
             prefix.programme.stages["num_stashes"] = 8
         problem, kind, rows = prefix.programme, prefix.kind, tracked_microbatches(prefix, 3)
         end, (num, num_classes) = problem.layers.shape[1] - 1, problem.stages.shape
-        random, scratch = np.random.default_rng(seed), TripBound(prefix)._scratch(2)
+        random, scratch = np.random.default_rng(seed), TripBound(prefix)._scratch(2, 0, 1)
         sums = Sums(scratch.weights, scratch.begin_sums, scratch.end_sums)
         limit_ns = float(random.uniform(0.1, 1.0) * problem.layers[0, -1]["trip"] * problem.num_microbatches)
         for p, g in product(range(num), range(num_classes)):
@@ -194,15 +204,16 @@ def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(sch
             rest[:, random.random(end + 1) < 0.1] = np.inf
             rest[:, end] = 0.0
             rest[STEEP_AROUND] = rest[FLAT_AROUND]
-            limit_rest(columns, own, stage, 0, end, rest)
+            limit_rest(columns, rows, own, stage, 0, end, rest, scratch.late)
+            of_class = of_class_of(rows, scratch.late, p, g)
             are_reached = known[0] < np.inf
-            limit_known(columns, own, stage, of_class_of(rows, p, g), 0, end, scratch.slopes, known)
+            limit_known(columns, own, stage, of_class, 0, end, scratch.slopes, known)
             np.testing.assert_array_equal(known[0] < np.inf, are_reached)
-            of_class = problem.layers, problem.savings, problem.max_bucket, own, stage, of_class_of(rows, p, g)
-            within = np.array([[excess(*of_class, known, rest, i, j) <= 0 for j in range(end + 1)] for i in range(end)])
+            given = problem.layers, problem.savings, problem.max_bucket, own, stage, of_class
+            within = np.array([[excess(*given, known, rest, i, j) <= 0 for j in range(end + 1)] for i in range(end)])
             agains = [least_again(problem.layers, problem.savings, own, i, end) for i in range(end)]
             num_again += sum(0 < again < inf for again in agains)
-            asked = problem, columns, own, stage, of_class[-1], known, rest, sums, Window(0, end - 1, 1, end)
+            asked = problem, columns, own, stage, of_class, known, rest, sums, Window(0, end - 1, 1, end)
             starts = np.empty(end + 1, dtype=np.int64)
             _, has_any = first_begins(*asked, starts)
             firsts = [next((i for i in range(j) if within[i, j]), j) for j in range(1, end + 1)]
@@ -252,7 +263,7 @@ def test_replicas_that_are_looked_at_one_by_one_raise_the_bound(monkeypatch: pyt
     unlike = tuple(replace(device, speed=1 - i / 25) for i, device in enumerate(cluster.devices))
     profile = chain([2, 1, 3] * 8, param_bytes=4 * 10**6)
     line = DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=64))
-    limits_ns = [ms * 10**6 for ms in range(970, 1011, 5)]
+    limits_ns = [ms * 10**6 for ms in range(970, 1021, 2)]
     num_with_replicas = num_feasible(line, "1f1b", limits_ns)
     monkeypatch.setattr(tracked, "_places", without_replicas)
     assert 0 < num_with_replicas < num_feasible(line, "1f1b", limits_ns)
@@ -265,9 +276,23 @@ def test_earlier_rounds_than_the_last_one_raise_the_bound(schedule: str, monkeyp
     line = DeviceLine({"a": chain([2, 1, 3] * 4)}, cluster, PlanOptions(minibatch_size=13))
     best_ns = best_of_two_or_three_stages(line, schedule).step_ns
     limits_ns = [best_ns * part // 200 for part in range(140, 201)]
+    monkeypatch.setattr(prefix_bound, "tells_gradients", lambda *_: False)
     num_with_rounds = num_feasible(line, schedule, limits_ns)
     monkeypatch.setattr(tracked, "_has_rounds", lambda _: False)
     assert 0 < num_with_rounds < num_feasible(line, schedule, limits_ns)
+
+
+def test_gradients_that_are_told_apart_raise_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPipe: later stages run B of many micro-batches one after another, too."""
+    cluster = devices(11, bytes_per_s=10**10)
+    unlike = tuple(replace(device, speed=1 - i / 40) for i, device in enumerate(cluster.devices))
+    profile = chain([2, 1, 3] * 4, param_bytes=4 * 10**7)
+    line = DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=40))
+    best_ns = best_of_two_or_three_stages(line, "gpipe").step_ns
+    limits_ns = [best_ns * part // 400 for part in range(300, 401)]
+    num_with_gradients = num_feasible(line, "gpipe", limits_ns)
+    monkeypatch.setattr(prefix_bound, "tells_gradients", lambda *_: False)
+    assert 0 < num_with_gradients < num_feasible(line, "gpipe", limits_ns)
 
 
 def test_the_slowest_replica_of_each_kind_raises_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +312,9 @@ def test_the_slowest_replica_of_each_kind_raises_the_bound(monkeypatch: pytest.M
 def test_cuts_that_are_counted_raise_the_bound() -> None:
     cluster = devices(16, bytes_per_s=10**10)
     unlike = tuple(replace(device, speed=1 - i / 40) for i, device in enumerate(cluster.devices))
-    profile = chain([2, 1, 3] * 8, param_bytes=4 * 10**7, output_bytes=10**7)
+    profile = chain([2, 1, 3] * 8, param_bytes=4 * 10**7, output_bytes=2 * 10**7)
     line = DeviceLine({"a": profile}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=32))
-    limits_ns = [ms * 10**6 for ms in range(480, 501, 2)]
+    limits_ns = [ms * 10**6 for ms in range(480, 561)]
     num_counted = num_feasible(line, "gpipe", limits_ns, counts_cuts=True)
     assert 0 < num_counted < num_feasible(line, "gpipe", limits_ns)
 
@@ -497,10 +522,14 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
             np.stack([before] * 5),
             np.full((5, end + 1, num_rows), np.inf),
             *[np.zeros((3, 5, end + 1))] * 2,
+            *[np.zeros((5, end + 1, 0))] * 2,
         )
-        scratch = TripBound(prefix)._scratch(num_rows)
+        scratch = TripBound(prefix)._scratch(num_rows, 0, rows.num_levels)
         scratch.starts[:] = np.minimum(np.arange(end + 1), np.sort(random.integers(0, end, end + 1)) // 2)
         window = Window(0, end - 1, 1, end)
+        note_levels(before, rows.num_levels if is_full else 1, scratch.levels)
+        if is_full:
+            note_row_ns(rows, own, p, g, 0, scratch)
         if is_apart:
             note_apart(problem, rows, tables, scratch, num_behind, p, g, own.few, window)
         elif is_full:
@@ -510,7 +539,8 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
         for j, row in product(range(1, end + 1), range(num_rows)):
             stages = [(i, at[i], at[j]) for i in range(scratch.starts[j], j)]
             found = [
-                _row_behind(problem, rows, before[i], own, g, row, num_behind, first, last) for i, first, last in stages
+                _row_behind(prefix, rows, before[i], p, g, row, num_behind, first, last, is_apart=is_apart)
+                for i, first, last in stages
             ]
             sent = (rows.back if 1 <= row < 2 + num_behind else rows.send)[rows.at_host[p + own.few], j]
             least = min(map(max, found), default=inf)
@@ -522,21 +552,42 @@ def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool
 
 
 def _row_behind(
-    problem: Any, rows: Any, here: Any, own: Any, g: int, row: int, num_behind: int, begin: Any, end: Any
+    prefix: PrefixBound,
+    rows: Any,
+    here: Any,
+    p: int,
+    g: int,
+    row: int,
+    num_behind: int,
+    begin: Any,
+    end: Any,
+    *,
+    is_apart: bool,
 ) -> list[float]:
     """The sums of which a row says the longest behind the stage between two boundaries, without the cut."""
-    f, r = (end.forward - begin.forward) * own.fastest, (end.critical - begin.critical) * own.fastest
+    problem = prefix.programme
+    own = problem.stages.view(np.recarray)[p, g]
+    f, r, b = (getattr(end, each) - getattr(begin, each) for each in ("forward", "critical", "backward"))
     if row < 2:
-        return [here[row] + (f, r)[row]]
-    if row >= 2 + num_behind:
-        m = rows.before[row - 2 - num_behind]
-        k, short = m // own.most, f - problem.rounding_ns
-        there = here[2 + num_behind + np.flatnonzero(rows.before <= m - k * own.most)[-1]]
+        return [here[row] + (f, r)[row] * own.fastest]
+    is_before = row >= 2 + num_behind
+    numbers, first = (rows.before, 2 + num_behind) if is_before else (rows.behind, 2)
+    those = range(numbers[row - first], np.append(numbers, problem.num_microbatches)[row - first + 1])
+    k = those[0] // own.most
+    found = [m - k * replicas for m in those for replicas in range(own.few, own.most + 1)]
+    at = np.searchsorted(numbers, [min(found), max(found)], side="right") - 1
+    there = here[first + at[0] : first + at[1] + 1].min()
+    ns = own.fastest
+    if not is_apart:  # the speed of the fastest replica that has one of them
+        orders = those if is_before else [problem.num_microbatches - 1 - y for y in those]
+        places = {m % replicas for m in orders for replicas in range(own.few, own.most + 1)}
+        speeds = sorted(prefix.speeds[p : p + own.most].tolist(), reverse=True)
+        ns = max(ns, min(1 / speeds[min(place, len(speeds) - 1)] for place in places))
+    if is_before:
+        short = f * ns - problem.rounding_ns
         return [here[row] + short, there + (k + 1) * short]
-    y = rows.behind[row - 2]
-    k, b = y // own.most, (end.backward - begin.backward) * own.fastest
-    there = here[2 + np.flatnonzero(rows.behind <= y - k * own.most)[-1]]
     bucket = min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket) * own.fastest
     num_buckets = np.ceil((end.gradients - begin.gradients) / problem.max_bucket)
     rings = own.ring_latency * num_buckets + own.ring_rate * (end.gradients - begin.gradients)
-    return [here[row] + r, there + r + k * b, k * b + bucket + rings + end.update - begin.update]
+    update = end.update - begin.update
+    return [here[row] + r * ns, there + (r + k * b) * ns, k * b * ns + bucket + rings + update]
