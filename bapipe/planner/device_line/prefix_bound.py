@@ -24,7 +24,7 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_P
 from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes, tells_gradients
+from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.stage_kinds import StageKinds
@@ -38,6 +38,9 @@ LAST_STAGE_GROWTH = 4
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
+MANY_DEVICES, FEW_MICROBATCHES = 128, 2
+"""Of more devices, GPipe's gradients are told apart only with so many micro-batches for each, or more."""
+
 
 class PrefixBound(LayerSums):
     """The problem of one order of the devices, schedule and micro-batch size.
@@ -45,6 +48,7 @@ class PrefixBound(LayerSums):
     Attributes:
         num_cuts: the fewest and the most cuts between the stages of its plans.
         bound_ns: what is proven of every plan.
+        tells_gradients: whether `trip_bound.py` tells apart when each gradient is back.
         rounded_ns: what the rounding of times on devices of other speeds can add up to, in all stages.
     """
 
@@ -67,9 +71,7 @@ class PrefixBound(LayerSums):
         self._rounded_stages = num_devices if self.is_rounded else 0
         self.rounded_ns = self._rounded_stages * (1 + 1 / float(self.speeds.min()))
         self.are_forwards_first = schedule in FORWARDS_FIRST
-        self.tells_gradients = self.are_forwards_first and tells_gradients(
-            min(num_devices, self.num_microbatches), self.num_microbatches
-        )
+        self.tells_gradients = self.are_forwards_first and self._may_tell_gradients(num_devices)
         self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
         if schedule in IN_FLIGHT:
             self._depths = np.array([IN_FLIGHT[schedule](num_devices - p) for p in range(num_devices)])
@@ -77,11 +79,24 @@ class PrefixBound(LayerSums):
             self.classes = ReplicaClasses(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
-            self.classes = replica_classes(every, self.num_microbatches, schedule, alike=self.has_one_speed)
+            self.classes = replica_classes(
+                every, self.num_microbatches, schedule, alike=self.has_one_speed, fine=self.tells_gradients
+            )
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.classes)
         self.kinds_of_stages = StageKinds(self, self.classes.most)
         self.rings = Rings(self, self.classes.fewest, may_be_idle=self.has_one_speed)
         self.limit_bytes = self._list_memory()
+
+    def _may_tell_gradients(self, num_devices: int) -> bool:
+        """Whether bounds of GPipe by trips tell gradients apart: of many devices that takes long.
+
+        It gains most where each has many micro-batches and transfers are short beside layers.
+        """
+        if num_devices <= MANY_DEVICES:
+            return True
+        over_cut_ns = float(np.mean(self.send_ns + self.back_ns)) if self.send_ns.size else 0.0
+        layer_ns = float(self.least.trip[-1]) / self.max_speed / (len(self.line.cuts) - 1)
+        return self.num_microbatches >= FEW_MICROBATCHES * num_devices and over_cut_ns <= layer_ns
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
         """Returns the problem of plans with so many cuts between their stages."""

@@ -14,13 +14,10 @@ MAX_ALIKE = 128
 MAX_SINGLE = 32
 """Others: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
 
-MAX_SINGLE_OF_GPIPE = 200
-"""The same of GPipe, where it matters more which replica has a micro-batch."""
+MAX_FINE = 200
+"""The same where it matters more which replica has a micro-batch: of GPipe, if each gradient is told apart."""
 
 CLASS_GROWTH = 1.03
-
-FEW_MICROBATCHES = 2
-"""For each device."""
 
 MAX_SPLIT = 16
 """GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
@@ -37,22 +34,16 @@ class ReplicaClasses:
     most: IntArray
 
 
-def tells_gradients(every: int, num_microbatches: int) -> bool:
-    """Whether GPipe's gradients are told apart: of many devices with few micro-batches each that takes too long.
+def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool, fine: bool) -> ReplicaClasses:
+    """Returns classes of 1 to `every` devices; of many alike ones, by the number of micro-batches of a replica.
 
     Args:
-        every: the most devices of a stage.
+        fine: whether more numbers are told apart.
     """
-    return every <= MAX_ALIKE or num_microbatches >= FEW_MICROBATCHES * every
-
-
-def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool) -> ReplicaClasses:
-    """Returns classes of 1 to `every` devices; of many alike ones, by the number of micro-batches of a replica."""
     if alike and every > MAX_ALIKE:
         fewest = _fewest_of_alike(every, num_microbatches, schedule)
     else:
-        is_fine = schedule in FORWARDS_FIRST and tells_gradients(every, num_microbatches)
-        most_single = MAX_SINGLE_OF_GPIPE if is_fine else MAX_SINGLE
+        most_single = MAX_FINE if fine else MAX_SINGLE
         fewest = list(range(1, min(every, most_single) + 1))
         while fewest[-1] < every:
             fewest.append(min(every, max(fewest[-1] + 1, int(fewest[-1] * CLASS_GROWTH))))

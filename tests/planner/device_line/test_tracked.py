@@ -31,7 +31,7 @@ def test_a_replica_is_no_slower_and_no_later_than_in_any_stage_of_its_class(
     schedule: str, num_microbatches: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_classes, "MAX_SINGLE", 2)
-    monkeypatch.setattr(replica_classes, "MAX_SINGLE_OF_GPIPE", 2)
+    monkeypatch.setattr(replica_classes, "MAX_FINE", 2)
     monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 1.5)
     random = Random(num_microbatches)
     speeds = [round(random.uniform(0.3, 1), 2) for _ in range(40)]
@@ -83,7 +83,7 @@ def test_the_micro_batches_before_those_of_a_row_are_where_it_says(
 ) -> None:
     """On the same replica: the first, the last, and how many; of every number of replicas in a class."""
     monkeypatch.setattr(replica_classes, "MAX_SINGLE", 2)
-    monkeypatch.setattr(replica_classes, "MAX_SINGLE_OF_GPIPE", 2)
+    monkeypatch.setattr(replica_classes, "MAX_FINE", 2)
     monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 1.5)
     num = 50
     prefix = PrefixBound(line_of([1 - i / 50 for i in range(20)], num), schedule, 1, 20)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import prefix_bound, replica_classes, ring_ranges, tracked, trip_bound, trips_before
+from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
 from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
 from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -276,7 +276,7 @@ def test_earlier_rounds_than_the_last_one_raise_the_bound(schedule: str, monkeyp
     line = DeviceLine({"a": chain([2, 1, 3] * 4)}, cluster, PlanOptions(minibatch_size=13))
     best_ns = best_of_two_or_three_stages(line, schedule).step_ns
     limits_ns = [best_ns * part // 200 for part in range(140, 201)]
-    monkeypatch.setattr(prefix_bound, "tells_gradients", lambda *_: False)
+    monkeypatch.setattr(PrefixBound, "_may_tell_gradients", lambda *_: False)
     num_with_rounds = num_feasible(line, schedule, limits_ns)
     monkeypatch.setattr(tracked, "_has_rounds", lambda _: False)
     assert 0 < num_with_rounds < num_feasible(line, schedule, limits_ns)
@@ -291,7 +291,7 @@ def test_gradients_that_are_told_apart_raise_the_bound(monkeypatch: pytest.Monke
     best_ns = best_of_two_or_three_stages(line, "gpipe").step_ns
     limits_ns = [best_ns * part // 400 for part in range(300, 401)]
     num_with_gradients = num_feasible(line, "gpipe", limits_ns)
-    monkeypatch.setattr(prefix_bound, "tells_gradients", lambda *_: False)
+    monkeypatch.setattr(PrefixBound, "_may_tell_gradients", lambda *_: False)
     assert 0 < num_with_gradients < num_feasible(line, "gpipe", limits_ns)
 
 
