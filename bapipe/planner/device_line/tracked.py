@@ -71,7 +71,8 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
     more_behind, then_behind = of_behind.earlier(sizes, firsts, num)
     more_before, then_before = of_before.earlier(sizes, firsts, num)
     places = of_behind.places(sizes, firsts, num, is_behind=True), of_before.places(sizes, firsts, num)
-    replicas, replica_ns = _replicas(prefix, left, of_before, of_behind)
+    looked_at = _looked_at(prefix, left)
+    replicas, replica_ns = _replicas(prefix, looked_at, of_before, of_behind)
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
     if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
         at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
@@ -99,7 +100,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
         replica_ns=replica_ns,
         rounds=_rounds(prefix, of_behind, min(num_steps, MAX_ROUNDS) if _has_rounds(prefix) else 0),
         of_kinds=_of_kinds(prefix),
-        gradients=_gradients(prefix, left, of_late),
+        gradients=_gradients(prefix, looked_at, of_late),
         num_gradients=before.size * prefix.tells_gradients,
         is_rough=False,
         critical_share=float(np.min([sums.least_shares[1] for sums in prefix.kinds_of_stages.sums])),
@@ -212,18 +213,22 @@ def _waits(prefix: PrefixBound, before: _Rows) -> "NDArray[np.void]":
 
 
 def _replicas(
-    prefix: PrefixBound, left: IntArray, before: _Rows, behind: _Rows
+    prefix: PrefixBound, looked_at: IntArray, before: _Rows, behind: _Rows
 ) -> tuple["NDArray[np.void]", FloatArray]:
     """Which replicas of each class are looked at, and ns of the work of 1 ns on them, at least: see `Tracked`.
 
     Args:
-        left: micro-batches behind the last one of the replica with the very first one, at least. [classes]
+        looked_at: see `_looked_at`.
     """
     from bapipe.planner.device_line.trip_limits import MAX_REPLICAS, REPLICA
 
-    num, (g, k, few, most, q, highest, count) = prefix.num_microbatches, _looked_at(prefix, left).T
-    replicas = np.zeros((left.size, MAX_REPLICAS), dtype=REPLICA)
-    replica_ns = np.zeros((prefix.num_devices, left.size, MAX_REPLICAS))
+    num, num_classes, (g, k, few, most, q, highest, count) = (
+        prefix.num_microbatches,
+        prefix.classes.fewest.size,
+        looked_at.T,
+    )
+    replicas = np.zeros((num_classes, MAX_REPLICAS), dtype=REPLICA)
+    replica_ns = np.zeros((prefix.num_devices, num_classes, MAX_REPLICAS))
     first_last, last_last = (
         np.minimum(those, num - 1) for those in (q + (count - 1) * few, highest + (count - 1) * most)
     )
@@ -242,7 +247,11 @@ def _replicas(
 def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
     """Returns which are looked at: their class and number there, its fewest and most devices, and `_places`.
 
-    [replicas, 7]
+    Args:
+        left: micro-batches behind the last one of the replica with the very first one, at least. [classes]
+
+    Returns:
+        [replicas, 7]
     """
     found, classes = [np.zeros((0, 7), dtype=np.int64)], prefix.classes
     for g, (few, most) in enumerate(zip(classes.fewest.tolist(), classes.most.tolist(), strict=True)):
@@ -251,17 +260,17 @@ def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
     return np.concatenate(found)
 
 
-def _gradients(prefix: PrefixBound, left: IntArray, late: _Rows) -> "NDArray[np.void]":
+def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> "NDArray[np.void]":
     """From the gradients of which micro-batches on the B of those replicas are looked at: `GRADIENT`, of GPipe.
 
     At least two B are left, or all: with one the sums do not rise as a stage gets longer.
     """
     from bapipe.planner.device_line.trip_limits import GRADIENT, MAX_GRADIENTS, MAX_REPLICAS
 
-    gradients = np.zeros((left.size, MAX_REPLICAS, MAX_GRADIENTS), dtype=GRADIENT)
+    gradients = np.zeros((prefix.classes.fewest.size, MAX_REPLICAS, MAX_GRADIENTS), dtype=GRADIENT)
     if not prefix.tells_gradients:
         return gradients
-    g, k, few, most, q, highest, count = _looked_at(prefix, left).T
+    g, k, few, most, q, highest, count = looked_at.T
     num_before = np.zeros_like(g)
     for earlier in BEFORE_GRADIENTS[:MAX_GRADIENTS]:
         is_in = (count - earlier >= 2) | (earlier == 0)
