@@ -10,7 +10,8 @@ plans of a problem at once, and then about ranges with what is known of the whol
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -52,12 +53,16 @@ GOALS = 0.9, 0.93, 0.9525
 SOON = 0.6, 0.8
 """These come before."""
 
-LOOKS = (GOALS[2], 2.0), (GOALS[1], 4 / 3)
-"""Then a look at the plans within one of the goals, by trips alone: lower ones begin with what is known then. The first
-one is taken for which so many times its work is left, as there is more to be asked then, or none."""
+FIRST_LOOK = 6.0
+"""But first of all the plans within the last goal are looked at, by tables that take less time than others, if so many
+times the work of the first of them is left. What is known then is of use for lower goals."""
 
-FIRST_PARTS = 4 / 3
-"""The first of these goals has one part in so many of what is left: where it is out of reach, a lower one is of use."""
+REST = 1.2
+"""Then the last goal is asked about, if so many times the work of that look at the ranges that are open is left."""
+
+ALMOST_ALL, MOST = 6 / 5, 4 / 3
+"""These two have one part in so many of what is left, and so has the first goal: where they are out of reach, lower
+ones are of use."""
 
 AT_ONCE = 4
 """So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
@@ -65,6 +70,15 @@ AT_ONCE = 4
 SLOWER, MAX_HALVED = 4, 0.01
 """From one of these goals to the next a question takes up to so many times as long. If too little is left for that, the
 goal is half the way there, as long as that is more than this part of the best step."""
+
+
+@contextmanager
+def _in_part(deadline: Deadline, num_parts: float) -> Iterator[Deadline]:
+    """One part in so many of the time that is left; what it is over for ends, and only that."""
+    try:
+        yield deadline.share(num_parts)
+    except OutOfTime:
+        deadline.check()
 
 
 class RingRanges:
@@ -137,46 +151,51 @@ class RingRanges:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
             is_first = bool(self._trips) and first_ns == goals_ns[0]
-            is_refuted = self._is_refuted_in_part if is_first else self.is_refuted
-            if is_refuted(goal_ns, deadline, left):
+            if self._is_refuted_in_part(goal_ns, deadline, left, MOST if is_first else 1):
                 low_ns = max(self.bound_ns, goal_ns + 1)
             else:
                 high_ns = goal_ns
             took = self.num_tried - tried_before
 
     def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> int:
-        """Raises the bound to low goals, and looks at the plans within one of the next ones.
-
-        Returns:
-            The work of the last goal; behind a look a part of that, as the next goal takes about as long.
-        """
+        """Raises the bound to the last of the goals, or else to low ones; returns the work of the one asked last."""
         self._raise_soon(high_ns, deadline)
-        is_new, took = not any(each.known for each in self.ranges), 0
+        if not any(each.known for each in self.ranges):
+            tried_before = self.num_tried
+            if self._is_refuted_first(int(GOALS[-1] * high_ns), deadline, left):
+                return self.num_tried - tried_before
+        took = 0
         for part in SOON:
             tried_before = self.num_tried
             if not self.is_refuted(int(part * high_ns), deadline, left):
                 return self.num_tried - tried_before
             took = self.num_tried - tried_before
-        for part, times in LOOKS if is_new else ():
-            goal_ns = int(part * high_ns)
-            open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
-            asked = self._next(open_ranges) if open_ranges else []
-            if asked and times * (work := self._look_work(asked, goal_ns, deadline)) < left():
-                self._ask(asked, goal_ns, deadline, num_rounds=0)
-                return work // SLOWER
         return took
 
-    def _look_work(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline) -> int:
-        return sum(each.trips.look_work(each.kind, goal_ns, deadline) for each in asked if each.trips is not None)
-
-    def _is_refuted_in_part(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
-        """The same as `is_refuted`, within one part in `FIRST_PARTS` of the time and the budget that are left."""
-        rest = left() * (1 - 1 / FIRST_PARTS)
-        try:
-            return self.is_refuted(goal_ns, deadline.share(FIRST_PARTS), lambda: left() - rest)
-        except OutOfTime:
-            deadline.check()
+    def _is_refuted_first(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
+        """Returns whether the last goal is refuted before all others, in almost all of the time if there is hope."""
+        open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
+        if not open_ranges:
+            return True
+        asked = self._next(open_ranges)
+        looks = [(each, each.trips) for each in asked if each.trips is not None]
+        if FIRST_LOOK * sum(trips.look_work(each.kind, goal_ns, deadline) for each, trips in looks) >= left():
             return False
+        tried_before = [trips.num_tried for _, trips in looks]
+        with _in_part(deadline, ALMOST_ALL) as own:
+            self._ask(asked, goal_ns, own, num_rounds=0)
+        tried = [trips.num_tried - before for (_, trips), before in zip(looks, tried_before, strict=True)]
+        rest = sum(num for (each, _), num in zip(looks, tried, strict=True) if each.bound_ns <= goal_ns)
+        return REST * rest < left() and self._is_refuted_in_part(goal_ns, deadline, left, ALMOST_ALL)
+
+    def _is_refuted_in_part(
+        self, goal_ns: int, deadline: Deadline, left: Callable[[], float], num_parts: float
+    ) -> bool:
+        """The same as `is_refuted`, within one part in `num_parts` of the time and the budget that are left."""
+        rest = left() * (1 - 1 / num_parts)
+        with _in_part(deadline, num_parts) as own:
+            return self.is_refuted(goal_ns, own, lambda: left() - rest)
+        return False
 
     def _raise_soon(self, high_ns: int, deadline: Deadline) -> None:
         """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""
@@ -223,14 +242,19 @@ class RingRanges:
         """Asks whether ranges have plans within a goal, at once; those that may are likely.
 
         Args:
-            num_rounds: of `trip_bound.py`; behind a look a range that is left has not been asked about the goal yet.
+            num_rounds: of `trip_bound.py`; behind a look, 0, the goal has not been asked of ranges that are left.
         """
-        running, answers = list(asked), dict[int, tuple[bool, Behind | None]]()
+        running, answers, known = list(asked), dict[int, bool](), dict[int, Behind]()
 
         def answer(number: int, deadline: Deadline) -> None:
             try:
                 answers[number] = self._answer(
-                    asked[number], goal_ns, num_rounds, lambda: num_threads() // len(running), deadline
+                    asked[number],
+                    goal_ns,
+                    num_rounds,
+                    lambda: num_threads() // len(running),
+                    partial(known.__setitem__, number),
+                    deadline,
                 )
             finally:
                 running.pop()
@@ -238,27 +262,37 @@ class RingRanges:
         try:
             in_threads([partial(answer, number) for number in range(len(asked))], deadline)
         finally:  # what is known when the time is over is kept
-            for number, (is_refuted, behind) in answers.items():
+            for number, is_refuted in answers.items():
                 each = asked[number]
                 each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
                 each.is_likely = not is_refuted
                 if not is_refuted and num_rounds > 0:
                     each.open_ns = goal_ns
-                if behind is not None:
-                    self._note(each, goal_ns, behind)
+            for number, behind in known.items():
+                if not answers.get(number, False):
+                    self._note(asked[number], goal_ns, behind)
 
     def _answer(
-        self, asked: PlanRange, goal_ns: int, num_rounds: int, max_threads: Callable[[], int], deadline: Deadline
-    ) -> tuple[bool, Behind | None]:
-        """Returns whether no plan of a range is within a goal; and what is known of those that are, by trips."""
+        self,
+        asked: PlanRange,
+        goal_ns: int,
+        num_rounds: int,
+        max_threads: Callable[[], int],
+        keep: Callable[[Behind], None],
+        deadline: Deadline,
+    ) -> bool:
+        """Returns whether no plan of a range is within a goal.
+
+        Args:
+            keep: called with what is known of those that are, by trips.
+        """
         if asked.trips is None:
-            kind, is_fine = asked.kind, asked.is_fine
             return not asked.problem.is_feasible(
-                kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=is_fine
-            ), None
+                asked.kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine
+            )
         earlier = asked.known_within(goal_ns)
         if earlier is None and self._is_refuted_soon(asked, goal_ns, deadline):
-            return True, None
+            return True
         behind = asked.trips.within(
             asked.kind,
             goal_ns,
@@ -267,8 +301,9 @@ class RingRanges:
             earlier,
             counts_cuts=asked.counts_cuts,
             max_threads=max_threads,
+            keep=keep,
         )
-        return behind is None, behind
+        return behind is None
 
     def _is_refuted_soon(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> bool:
         return not asked.problem.is_feasible(asked.kind, goal_ns, deadline, counts_cuts=False, is_fine=False)

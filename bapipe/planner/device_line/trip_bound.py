@@ -39,8 +39,9 @@ NUM_STEPS = (3, 8, 16, 40)
 """Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
 first tables have few of them, which rules out most stages in less time."""
 
-COARSE_OF_GPIPE = (2,)
-"""Of GPipe only these come before the last, as more rows rule out much more."""
+COARSE, COARSE_COUNTED, COARSE_OF_GPIPE = (0, 2), (0, 1), (2,)
+"""Which of them come before the last: also where cuts are counted next, and of GPipe, of which more rows rule out much
+more."""
 
 FIRST_COUNTED = (1, 24), (2, 48)
 """Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
@@ -57,7 +58,7 @@ WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND, LATE_OF_WORK = 6, 10, 4, 6
 """A stage that is tried with all its limits takes so many times as long as by trips alone, about: where tables before
 are filled, and once more for so many of their rows; and where those behind are, with rows of gradients likewise."""
 
-WIDE, NUM_ROUGH = 128, 2
+WIDE, NUM_ROUGH = 128, 1
 """Where more boundaries than so many are left behind each number of devices, sums are taken apart (`trips_apart.py`) in
 the first passes, up to so many."""
 
@@ -77,7 +78,7 @@ class Behind(NamedTuple):
         cuts: the fewest and the most.
         lows, tables, gradients: see `Tables`; by the stages before a boundary, the last one behind so many or more.
         numbers: of the micro-batches from each of which up to the next gradients are known.
-        num_passes: how many times the tables have been filled in ways that take less time than with all they have.
+        num_passes: how many times the tables have been filled for that step time.
     """
 
     limit: float
@@ -197,51 +198,65 @@ class TripBound:
         *,
         counts_cuts: bool = False,
         max_threads: Callable[[], int] = lambda: 1,
+        keep: Callable[[Behind], None] = lambda _: None,
     ) -> Behind | None:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with all that they have; 0 for a look by trips alone.
+            num_rounds: how often the tables are filled, at most, with all that they have; 0 for a look by those that
+                take less time.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
             max_threads: how many may be used now; what is known is the same.
+            keep: called with what is known each time that the tables have been filled, as the next time may take too
+                long.
         """
         finest = len(NUM_STEPS) - 1
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
         known = self._at_first(asked) if earlier is None else earlier
+        if known is not None and known.limit > asked.limit:
+            known = known._replace(num_passes=0)
         if known is not None and len(known.tables) == 1:
             # What takes less time rules out most stages first.
-            coarse = COARSE_OF_GPIPE if self.prefix.tells_gradients else range(finest - counts_cuts)
-            passes = (None, *coarse)[: 1 if num_rounds == 0 else None]
-            num_done = known.num_passes if known.limit <= asked.limit else 0
-            known = self._fill_each(known, (asked._replace(steps=each) for each in passes[num_done:]))
-            known = None if known is None else known._replace(num_passes=max(num_done, len(passes)))
+            coarse: tuple[int, ...] = COARSE_COUNTED if counts_cuts else COARSE
+            passes = (None, *(COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse))
+            known = self._fill_each(known, (asked._replace(steps=each) for each in passes[known.num_passes :]), keep)
         if num_rounds == 0:
             return known
         if not counts_cuts:
-            return self._fill_by_turns(known, repeat(asked, num_rounds))
+            return self._fill_by_turns(known, repeat(asked, num_rounds), keep)
         if known is not None and len(known.tables) == 1:
             counted = (asked._replace(steps=each, most_tables=tables) for each, tables in FIRST_COUNTED)
-            known = self._fill_each(known, counted)
+            known = self._fill_each(known, counted, keep)
         numbers = (min(MAX_TABLES, FIRST_COUNTED[-1][1] << turn) for turn in range(num_rounds))
-        return self._fill_by_turns(known, (asked._replace(most_tables=tables) for tables in numbers))
+        return self._fill_by_turns(known, (asked._replace(most_tables=tables) for tables in numbers), keep)
 
-    def _fill_each(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
+    def _fill_each(
+        self, known: Behind | None, questions: Iterable[_Asked], keep: Callable[[Behind], None]
+    ) -> Behind | None:
         """Fills the tables once for each question."""
         num_wide = WIDE * self.prefix.num_devices
         for question in questions:
             if known is None:
                 return None
             may_be_rough = question.steps is not None and question.steps < NUM_ROUGH and len(known.tables) == 1
-            asked = question._replace(is_rough=may_be_rough and known.num_left(1) > num_wide)
+            asked, num_passes = (
+                question._replace(is_rough=may_be_rough and known.num_left(1) > num_wide),
+                known.num_passes,
+            )
             before = self._fill_before(asked, known)
             known = None if before is None else self._fill_behind(asked, known, before)
+            if known is not None:
+                known = known._replace(num_passes=num_passes + 1)
+                keep(known)
         return known
 
-    def _fill_by_turns(self, known: Behind | None, questions: Iterable[_Asked]) -> Behind | None:
+    def _fill_by_turns(
+        self, known: Behind | None, questions: Iterable[_Asked], keep: Callable[[Behind], None]
+    ) -> Behind | None:
         """Fills the tables until no plan is left, or little changes."""
         for asked in questions:
-            before_it, known = known, self._fill_each(known, [asked])
+            before_it, known = known, self._fill_each(known, [asked], keep)
             if known is None or before_it is None:
                 return None
             # The last table is of more stages where there are fewer tables.

@@ -26,7 +26,7 @@ from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.device_line.trip_bound import Behind, TripBound
 from bapipe.planner.device_line.trip_limits import NUM_KNOWN, OfClass, excess, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins, last_ends
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
@@ -384,15 +384,17 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
 
 
 @pytest.mark.parametrize(
-    ("left", "seen"),
+    ("left", "tried", "seen", "took"),
     [
-        (66, [0.6, 0.8]),
-        (67, [0.6, 0.8, 0.93]),
-        (121, [0.6, 0.8, 0.95]),
+        (360, 17, [0.6, 0.8], 17),  # the look is too much
+        (361, 17, [0.95, 0.95], 34),
+        (361, 301, [0.95, 0.6, 0.8], 17),  # what it leaves open is
     ],
 )
-def test_the_work_of_a_look_decides_about_it(left: int, seen: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be 60 or 50."""
+def test_the_work_of_a_look_decides_about_the_last_goal(
+    left: int, tried: int, seen: list[float], took: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first pass would be 60."""
     asked: list[float] = []
     best = best_of_two_or_three_stages(sorted_line(7), "1f1b")
 
@@ -403,16 +405,15 @@ def test_the_work_of_a_look_decides_about_it(left: int, seen: list[float], monke
 
     def look(ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
         assert num_rounds == 0
-        ask(ranges, goal_ns)
+        asked.append(round(goal_ns / best.step_ns, 2))
+        ranges._trips[0].num_tried += tried
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
     monkeypatch.setattr(RingRanges, "_raise_soon", lambda *_: None)
     monkeypatch.setattr(RingRanges, "_ask", look)
-    monkeypatch.setattr(TripBound, "look_work", lambda _, kind, ns, deadline: 60 if ns > 0.94 * best.step_ns else 50)
+    monkeypatch.setattr(TripBound, "look_work", lambda *_: 60)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
-    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == (
-        17 if len(seen) == 2 else 12 + 3 * (seen[-1] > 0.94)
-    )
+    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == took
     assert asked == seen
 
 
@@ -421,28 +422,37 @@ def test_the_work_of_a_look_is_known_before_it() -> None:
     bound = TripBound(prefix)
     limit_ns = next(ns for ns in (2**k for k in count()) if bound.look_work(prefix.kind, ns, UNLIMITED))
     expected = bound.look_work(prefix.kind, limit_ns, UNLIMITED)
-    bound.within(prefix.kind, limit_ns, UNLIMITED, 0)
-    assert 0.4 * expected < bound.num_tried < 1.5 * expected  # less where there are few layers
+    tried: list[int] = []
+    bound.within(prefix.kind, limit_ns, UNLIMITED, 0, keep=lambda _: tried.append(bound.num_tried))
+    assert 0.4 * expected < tried[0] < 1.5 * expected  # less where there are few layers
 
 
-def test_what_is_answered_when_the_time_is_over_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_answered_and_known_when_the_time_is_over_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 2)
     line = sorted_line(7)
     best = best_of_two_or_three_stages(line, "1f1b")
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7), PrefixBound(line, "gpipe", 1, 7)], 0, best)
+    first, goal_ns = ranges.ranges[0], best.step_ns
+    passes: list[Behind] = []
+    TripBound(first.problem.prefix).within(first.kind, goal_ns, UNLIMITED, 0, keep=passes.append)
 
-    def answer(self: RingRanges, asked: PlanRange, *_: object) -> tuple[bool, None]:
-        if asked is ranges.ranges[0]:
-            assert is_answered.wait(60)
-            raise OutOfTime("over")
-        is_answered.set()
-        return True, None
+    def answer(self: RingRanges, asked: PlanRange, *others: Any) -> bool:
+        if asked is not first:
+            is_answered.set()
+            return True
+        assert is_answered.wait(60)
+        keep = others[-2]
+        for known in passes:
+            keep(known)
+        raise OutOfTime("over")
 
     is_answered = Event()
     monkeypatch.setattr(RingRanges, "_answer", answer)
     with pytest.raises(OutOfTime):
-        ranges._ask(ranges.ranges, 10**6, UNLIMITED)
-    assert [each.bound_ns > 10**6 for each in ranges.ranges] == [False, True]
+        ranges._ask(ranges.ranges, goal_ns, UNLIMITED)
+    assert [each.bound_ns > goal_ns for each in ranges.ranges] == [False, True]
+    assert first.known_within(goal_ns) is passes[-1]
+    assert first.open_ns == 0  # it has not been answered
 
 
 def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,21 +466,27 @@ def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytes
     monkeypatch.setattr(TripBound, "_fill_before", noting)
     line = sorted_line(7)
     limit_ns, prefix = best_of_two_or_three_stages(line, "1f1b").step_ns, PrefixBound(line, "1f1b", 1, 7)
-    bound = TripBound(prefix)
-    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0)
-    assert filled == [None]
+    bound, passes = TripBound(prefix), list[Behind]()
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, keep=passes.append)
+    assert filled == [None, 0, 2]
+    assert [known.num_passes for known in passes] == [1, 2, 3]
     whole = bound.within(prefix.kind, limit_ns, UNLIMITED, 1, seen)
-    assert filled == [None, 0, 1, 2, 3]
+    assert filled[3:] == [3]
     assert bound.within(prefix.kind, limit_ns - 1, UNLIMITED, 1, whole) is not None
-    assert filled[5:] == [None, 0, 1, 2, 3]  # of fewer plans more is known
+    assert filled[4:] == [None, 0, 2, 3]  # of fewer plans more is known
+    cut_off = bound.within(prefix.kind, limit_ns, UNLIMITED, 1, passes[0])
+    assert filled[8:] == [0, 2, 3]
+    assert whole is not None
+    assert cut_off is not None
+    assert all(map(np.array_equal, whole.tables, cut_off.tables))
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Time is counted in looks at the clock; the first of the goals takes all that it is given."""
-    monkeypatch.setattr(ring_ranges, "FIRST_PARTS", num_parts)
+    """Time is counted in looks at the clock; the last of the goals, and then the first one, take all they are given."""
+    monkeypatch.setattr(ring_ranges, "MOST", num_parts)
     line, ticks, asked = sorted_line(7), count(), []
     best = best_of_two_or_three_stages(line, "1f1b")
 
@@ -486,7 +502,7 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
     with pytest.raises(OutOfTime):
         ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
-    assert asked[:3] == [0.6, 0.8, 0.9]
+    assert asked[:4] == [0.95, 0.6, 0.8, 0.9]
     assert (0.85 in asked) == (num_parts == 2)
     assert ranges.bound_ns > (0.8 if num_parts == 1 else 0.84) * best.step_ns
 
