@@ -8,6 +8,8 @@ Files have a checksum at their end, because numba would run what a damaged one h
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -18,8 +20,10 @@ from typing import IO, Any, TypeVar, cast
 from numba import njit
 from numba.core import config
 from numba.core.caching import IndexDataCacheFile
+from numba.core.event import Event, Listener, register
 
 from bapipe.formats.cache import cache_folder
+from bapipe.planner.deadline import COMPILING
 
 SOURCES = Path(__file__).parent / "device_line"
 
@@ -67,6 +71,25 @@ def least(ns: float, known_ns: float) -> float:
     processors that takes several times as long as all else in such a loop. Adding 0 may not be left out: -0 + 0 is 0.
     """
     return (ns if ns < known_ns else known_ns) + 0.0
+
+
+class _CompileTimes(Listener):
+    """Adds up how long each thread compiles; functions that others call are compiled meanwhile."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def on_start(self, event: Event) -> None:
+        begun = vars(self._of_thread).setdefault("begun", [])
+        begun.append(time.thread_time())
+
+    def on_end(self, event: Event) -> None:
+        started_s = self._of_thread.begun.pop()
+        if not self._of_thread.begun:
+            COMPILING.add(time.thread_time() - started_s)
+
+
+register("numba:compile", _CompileTimes())  # type: ignore[no-untyped-call]
 
 
 class _CheckedFile(IndexDataCacheFile):

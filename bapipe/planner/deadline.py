@@ -1,5 +1,6 @@
 """When a search must end: one object, made where planning begins and asked by every long loop of every phase."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -7,6 +8,32 @@ from bapipe.errors import BapipeError
 
 DEFAULT_LIMIT_S = 54.0
 """Compute seconds after which planning ends if no time limit is given and its fixed amount of work is not done yet."""
+
+
+class Compiling(threading.local):
+    """The seconds that this thread has compiled code for: that is done once, and is no search.
+
+    Attributes:
+        of_all_s: the same of all threads together.
+    """
+
+    of_all_s = 0.0
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Adds to them."""
+        self.seconds += seconds
+        Compiling.of_all_s += seconds
+
+
+COMPILING = Compiling()
+
+
+def compute_s() -> float:
+    """The seconds that this thread has computed, without those in which it compiled code."""
+    return time.thread_time() - COMPILING.seconds
 
 
 class OutOfTime(BapipeError):
@@ -92,16 +119,16 @@ class Deadline:
             left_s: the time that remained where the work was given away.
             computed_s: what this thread has computed since.
         """
-        if self._clock is time.thread_time:
-            left_s = None if left_s is None else left_s - computed_s
-        else:
+        if self._clock is not compute_s:
             left_s = self.remaining_s
+        elif left_s is not None:
+            left_s -= computed_s
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, stopped_with=self)
 
     def count(self, seconds: float) -> None:
         """Counts what this thread waited for others that compute, if the clock is its compute time."""
         self.counted_s += seconds
-        if self._end_s is not None and self._clock is time.thread_time:
+        if self._end_s is not None and self._clock is compute_s:
             self._end_s -= seconds
         if self._within is not None:
             self._within.count(seconds)
@@ -116,10 +143,10 @@ class Deadline:
 def deadline_of(time_limit_s: float | None) -> Deadline:
     """Returns the deadline of a time limit, from now on; without one, `DEFAULT_LIMIT_S` of this thread's compute time.
 
-    Compute time, so that other programs do not change the result.
+    Compute time, so that other programs do not change the result, nor code that is compiled when it is first used.
     """
     if time_limit_s is None:
-        return Deadline(DEFAULT_LIMIT_S, is_given=False, clock=time.thread_time)
+        return Deadline(DEFAULT_LIMIT_S, is_given=False, clock=compute_s)
     return Deadline(time_limit_s)
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.deadline import Compiling, Deadline, compute_s
 
 Answer = TypeVar("Answer")
 
@@ -31,12 +31,12 @@ def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline)
     left_s, computed_s = deadline.remaining_s, defaultdict[int, float](float)
 
     def run(each: Callable[[Deadline], Answer]) -> Answer:
-        thread, started_s = threading.get_ident(), time.thread_time()
+        thread, started_s = threading.get_ident(), compute_s()
         own = deadline.in_thread(left_s, computed_s[thread])
         try:
             return each(own)
         finally:
-            computed_s[thread] += time.thread_time() - started_s + own.counted_s
+            computed_s[thread] += compute_s() - started_s + own.counted_s
 
     try:
         with ThreadPoolExecutor(min(len(work), num_threads())) as pool:
@@ -102,12 +102,12 @@ class _Waves:
 
     def _begin(self, deadline: Deadline, number: int, column: int) -> None:
         """Waits until a column of a row can begin; those before it are done. The time counts as if it were computed."""
-        started_s = time.monotonic()
+        started_s = time.monotonic() - Compiling.of_all_s
         with self._changed:
             self._num_done[number] = column
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_over(number) or self._is_ready(number, column))
-            deadline.count(time.monotonic() - started_s)
+            deadline.count(max(0.0, time.monotonic() - Compiling.of_all_s - started_s))
             if self._is_over(number):
                 raise _NotNeededError
 

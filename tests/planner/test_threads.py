@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bapipe.planner import threads
-from bapipe.planner.deadline import DEFAULT_LIMIT_S, Deadline, OutOfTime, deadline_of
+from bapipe.planner.deadline import COMPILING, DEFAULT_LIMIT_S, Compiling, Deadline, OutOfTime, compute_s, deadline_of
 from bapipe.planner.threads import in_threads, in_waves
 
 
@@ -43,7 +43,31 @@ def test_what_threads_of_threads_compute_counts() -> None:
     assert 0.2 <= DEFAULT_LIMIT_S - deadline.remaining_s < 0.45
 
 
-@pytest.mark.parametrize("clock", [time.monotonic, time.thread_time])
+def test_code_that_is_compiled_takes_no_time_where_compute_time_is_limited() -> None:
+    """Nor does it in other threads, and where one waits for another that compiles."""
+    from numba import njit
+
+    import bapipe.planner.compiled  # which listens to numba
+
+    def twice(number: float) -> float:
+        return 2 * number
+
+    def row(number: int, begin: Callable[[int], None], _: Deadline) -> bool:
+        if number == 0:
+            assert njit(twice)(21.0) == 42.0
+        return number == 0
+
+    assert bapipe.planner.compiled.COMPILING is COMPILING
+    deadline, before_s = deadline_of(None), Compiling.of_all_s
+    started_s = time.monotonic()
+    in_waves(row, 2, deadline, 2)
+    compiled_s, took_s = Compiling.of_all_s - before_s, time.monotonic() - started_s
+    assert deadline.remaining_s is not None
+    assert compiled_s > 0.02
+    assert DEFAULT_LIMIT_S - deadline.remaining_s < took_s - 0.8 * compiled_s + 0.02
+
+
+@pytest.mark.parametrize("clock", [time.monotonic, compute_s])
 def test_all_threads_end_at_the_deadline(clock: Callable[[], float]) -> None:
     deadline = Deadline(0.1, clock=clock)
     with pytest.raises(OutOfTime):

@@ -50,19 +50,24 @@ FIRST_PERCENT, PERCENT_STEP = 50, 5
 GOALS = 0.9, 0.93, 0.9525
 """Where `trip_bound.py` is asked, the first goals are these parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
+LOOKS = (GOALS[2], 2.0), (GOALS[1], 4 / 3)
+"""Before them there is a look at the plans within one, by trips alone: lower goals begin with what is known then.
+The first one is taken for which so many times its work is left, as there is more to be asked then, or none."""
+
 SOON = 0.6, 0.8
-"""These come before."""
+"""These come next, so that little time leaves a bound too."""
 
-FIRST_LOOK = 6.0
-"""But first of all the plans within the last goal are looked at, by tables that take less time than others, if so many
-times the work of the first of them is left. What is known then is of use for lower goals."""
+COARSE = 10.0
+"""Behind a look at those within the last goal there is one by all tables that take less time than others, if so many
+times the work of the first look at the ranges that are open is left: twice as much as it takes."""
 
-REST = 1.2
-"""Then the last goal is asked about, if so many times the work of that look at the ranges that are open is left."""
+REST, REST_OF_STAGE = 2.0, 0.1
+"""Then the last goal is asked about, before the others, if so many times the work of that look at the ranges that are
+open is left: where cuts are counted, for each stage of the best plan."""
 
-ALMOST_ALL, MOST = 6 / 5, 4 / 3
-"""These two have one part in so many of what is left, and so has the first goal: where they are out of reach, lower
-ones are of use."""
+HALF, ALMOST_ALL, MOST = 2.0, 10 / 9, 4 / 3
+"""The second look and that question have one part in so many of what is left, and so has the first goal: where they are
+out of reach, lower ones are of use."""
 
 AT_ONCE = 4
 """So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
@@ -158,35 +163,55 @@ class RingRanges:
             took = self.num_tried - tried_before
 
     def _raise_first(self, high_ns: int, deadline: Deadline, left: Callable[[], float]) -> int:
-        """Raises the bound to the last of the goals, or else to low ones; returns the work of the one asked last."""
+        """Raises the bound to the last of the goals if there is hope, else to low ones.
+
+        Returns:
+            The work of what was asked last; of the first look a part of that, as the next goal takes about as long.
+        """
         self._raise_soon(high_ns, deadline)
-        if not any(each.known for each in self.ranges):
-            tried_before = self.num_tried
-            if self._is_refuted_first(int(GOALS[-1] * high_ns), deadline, left):
-                return self.num_tried - tried_before
-        took = 0
+        is_new, took = not any(each.known for each in self.ranges), 0
+        for part, times in LOOKS if is_new else ():
+            goal_ns = int(part * high_ns)
+            looks = [(each, each.trips) for each in self._open_of(goal_ns) if each.trips is not None]
+            work = sum(trips.look_work(each.kind, goal_ns, deadline) for each, trips in looks)
+            if times * work < left():
+                took = work // SLOWER
+                open_ranges = self._look(goal_ns, deadline, only_trips=True)
+                if part == GOALS[-1] and COARSE * sum(tried for _, tried in open_ranges) < left():
+                    self._raise_to_last(goal_ns, deadline, left)
+                break
         for part in SOON:
             tried_before = self.num_tried
             if not self.is_refuted(int(part * high_ns), deadline, left):
                 return self.num_tried - tried_before
-            took = self.num_tried - tried_before
+            took = max(took, self.num_tried - tried_before)
         return took
 
-    def _is_refuted_first(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
-        """Returns whether the last goal is refuted before all others, in almost all of the time if there is hope."""
+    def _raise_to_last(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> None:
+        """Raises the bound to the last goal, unless that seems to take too long."""
+        with _in_part(deadline, HALF) as own:
+            rest, of_counted = 0.0, REST_OF_STAGE * len(self._best.plan.counts)
+            for each, tried in self._look(goal_ns, own, only_trips=False):
+                rest += tried * (of_counted if each.counts_cuts else REST)
+            if rest < left():
+                self._is_refuted_in_part(goal_ns, deadline, left, ALMOST_ALL)
+
+    def _look(self, goal_ns: int, deadline: Deadline, *, only_trips: bool) -> list[tuple[PlanRange, int]]:
+        """Looks at the plans within a goal; returns the ranges that are left, and the work that they were."""
+        asked = self._open_of(goal_ns)
+        tried_before = [0 if each.trips is None else each.trips.num_tried for each in asked]
+        if asked:
+            self._ask(asked, goal_ns, deadline, num_rounds=0, only_trips=only_trips)
+        return [
+            (each, each.trips.num_tried - before)
+            for each, before in zip(asked, tried_before, strict=True)
+            if each.bound_ns <= goal_ns and each.trips is not None
+        ]
+
+    def _open_of(self, goal_ns: int) -> list[PlanRange]:
+        """The ranges to ask about a goal next."""
         open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
-        if not open_ranges:
-            return True
-        asked = self._next(open_ranges)
-        looks = [(each, each.trips) for each in asked if each.trips is not None]
-        if FIRST_LOOK * sum(trips.look_work(each.kind, goal_ns, deadline) for each, trips in looks) >= left():
-            return False
-        tried_before = [trips.num_tried for _, trips in looks]
-        with _in_part(deadline, ALMOST_ALL) as own:
-            self._ask(asked, goal_ns, own, num_rounds=0)
-        tried = [trips.num_tried - before for (_, trips), before in zip(looks, tried_before, strict=True)]
-        rest = sum(num for (each, _), num in zip(looks, tried, strict=True) if each.bound_ns <= goal_ns)
-        return REST * rest < left() and self._is_refuted_in_part(goal_ns, deadline, left, ALMOST_ALL)
+        return self._next(open_ranges) if open_ranges else []
 
     def _is_refuted_in_part(
         self, goal_ns: int, deadline: Deadline, left: Callable[[], float], num_parts: float
@@ -238,11 +263,19 @@ class RingRanges:
                 self.ranges.remove(whole)
                 self.ranges += parts
 
-    def _ask(self, asked: Sequence[PlanRange], goal_ns: int, deadline: Deadline, num_rounds: int = ROUNDS) -> None:
+    def _ask(
+        self,
+        asked: Sequence[PlanRange],
+        goal_ns: int,
+        deadline: Deadline,
+        num_rounds: int = ROUNDS,
+        *,
+        only_trips: bool = False,
+    ) -> None:
         """Asks whether ranges have plans within a goal, at once; those that may are likely.
 
         Args:
-            num_rounds: of `trip_bound.py`; behind a look, 0, the goal has not been asked of ranges that are left.
+            num_rounds, only_trips: of `trip_bound.py`; behind a look, 0, ranges that are left have not been asked yet.
         """
         running, answers, known = list(asked), dict[int, bool](), dict[int, Behind]()
 
@@ -252,6 +285,7 @@ class RingRanges:
                     asked[number],
                     goal_ns,
                     num_rounds,
+                    only_trips,
                     lambda: num_threads() // len(running),
                     partial(known.__setitem__, number),
                     deadline,
@@ -277,6 +311,7 @@ class RingRanges:
         asked: PlanRange,
         goal_ns: int,
         num_rounds: int,
+        only_trips: bool,
         max_threads: Callable[[], int],
         keep: Callable[[Behind], None],
         deadline: Deadline,
@@ -300,6 +335,7 @@ class RingRanges:
             num_rounds,
             earlier,
             counts_cuts=asked.counts_cuts,
+            only_trips=only_trips,
             max_threads=max_threads,
             keep=keep,
         )

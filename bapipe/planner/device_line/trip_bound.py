@@ -197,6 +197,7 @@ class TripBound:
         earlier: Behind | None = None,
         *,
         counts_cuts: bool = False,
+        only_trips: bool = False,
         max_threads: Callable[[], int] = lambda: 1,
         keep: Callable[[Behind], None] = lambda _: None,
     ) -> Behind | None:
@@ -204,7 +205,7 @@ class TripBound:
 
         Args:
             num_rounds: how often the tables are filled, at most, with all that they have; 0 for a look by those that
-                take less time.
+                take less time, or `only_trips` by the first of them.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
             max_threads: how many may be used now; what is known is the same.
@@ -219,7 +220,7 @@ class TripBound:
         if known is not None and len(known.tables) == 1:
             # What takes less time rules out most stages first.
             coarse: tuple[int, ...] = COARSE_COUNTED if counts_cuts else COARSE
-            passes = (None, *(COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse))
+            passes = (None, *(COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse))[: 1 if only_trips else None]
             known = self._fill_each(known, (asked._replace(steps=each) for each in passes[known.num_passes :]), keep)
         if num_rounds == 0:
             return known

@@ -384,17 +384,19 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
 
 
 @pytest.mark.parametrize(
-    ("left", "tried", "seen", "took"),
+    ("left", "tried", "seen"),
     [
-        (360, 17, [0.6, 0.8], 17),  # the look is too much
-        (361, 17, [0.95, 0.95], 34),
-        (361, 301, [0.95, 0.6, 0.8], 17),  # what it leaves open is
+        (66, 17, [0.6, 0.8]),  # a look is too much, ...
+        (67, 17, [0.93, 0.6, 0.8]),  # ... one at the last goal, ...
+        (121, 17, [0.95, 0.6, 0.8]),  # ... another one at that, ...
+        (171, 86, [0.95, 0.95, 0.6, 0.8]),  # ... what that leaves open, ...
+        (171, 17, [0.95, 0.95, 0.95, 0.6, 0.8]),  # ... or nothing
     ],
 )
-def test_the_work_of_a_look_decides_about_the_last_goal(
-    left: int, tried: int, seen: list[float], took: int, monkeypatch: pytest.MonkeyPatch
+def test_the_work_of_a_look_decides_about_the_next(
+    left: int, tried: int, seen: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first pass would be 60."""
+    """By trips alone it would be 60 or 50, and is 17."""
     asked: list[float] = []
     best = best_of_two_or_three_stages(sorted_line(7), "1f1b")
 
@@ -403,17 +405,19 @@ def test_the_work_of_a_look_decides_about_the_last_goal(
         ranges._trips[0].num_tried += 17
         return True
 
-    def look(ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
+    def look(
+        ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int, *, only_trips: bool
+    ) -> None:
         assert num_rounds == 0
         asked.append(round(goal_ns / best.step_ns, 2))
-        ranges._trips[0].num_tried += tried
+        ranges._trips[0].num_tried += 17 if only_trips else tried
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
     monkeypatch.setattr(RingRanges, "_raise_soon", lambda *_: None)
     monkeypatch.setattr(RingRanges, "_ask", look)
-    monkeypatch.setattr(TripBound, "look_work", lambda *_: 60)
+    monkeypatch.setattr(TripBound, "look_work", lambda _, kind, ns, deadline: 60 if ns > 0.94 * best.step_ns else 50)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
-    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == took
+    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == 17
     assert asked == seen
 
 
@@ -467,7 +471,9 @@ def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytes
     line = sorted_line(7)
     limit_ns, prefix = best_of_two_or_three_stages(line, "1f1b").step_ns, PrefixBound(line, "1f1b", 1, 7)
     bound, passes = TripBound(prefix), list[Behind]()
-    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, keep=passes.append)
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, only_trips=True, keep=passes.append)
+    assert filled == [None]
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, seen, keep=passes.append)
     assert filled == [None, 0, 2]
     assert [known.num_passes for known in passes] == [1, 2, 3]
     whole = bound.within(prefix.kind, limit_ns, UNLIMITED, 1, seen)
