@@ -248,12 +248,11 @@ class RingRanges:
         A range in which there may be one is asked about in parts, while anything is left of time or budget.
         """
         while True:
-            open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
-            if not open_ranges:
+            asked = self._open_of(goal_ns)
+            if not asked:
                 return True
             if left() <= 0:
                 return False
-            asked = self._next(open_ranges)
             if any(each.open_ns != goal_ns for each in asked):
                 self._ask([each for each in asked if each.open_ns != goal_ns], goal_ns, deadline)
             for whole in (each for each in asked if each.bound_ns <= goal_ns):

@@ -241,14 +241,11 @@ class TripBound:
             if known is None:
                 return None
             may_be_rough = question.steps is not None and question.steps < NUM_ROUGH and len(known.tables) == 1
-            asked, num_passes = (
-                question._replace(is_rough=may_be_rough and known.num_left(1) > num_wide),
-                known.num_passes,
-            )
+            asked = question._replace(is_rough=may_be_rough and known.num_left(1) > num_wide)
             before = self._fill_before(asked, known)
             known = None if before is None else self._fill_behind(asked, known, before)
             if known is not None:
-                known = known._replace(num_passes=num_passes + 1)
+                known = known._replace(num_passes=known.num_passes + 1)
                 keep(known)
         return known
 
