@@ -133,6 +133,13 @@ class Deadline:
         if self._within is not None:
             self._within.count(seconds)
 
+    def earlier(self, seconds: float) -> "Deadline":
+        """Returns a deadline that leaves so many seconds of the time that remains, but no more than half of it."""
+        left_s = self.remaining_s
+        if left_s is not None:
+            left_s -= min(seconds, left_s / 2)
+        return Deadline(left_s, is_given=self.is_given, clock=self._clock, within=self)
+
     def share(self, num_parts: float) -> "Deadline":
         """Returns the deadline of a search that has one part in `num_parts` of the time that remains."""
         left_s = self.remaining_s

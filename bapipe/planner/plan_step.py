@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
-from bapipe.planner.baselines import baseline_alternatives, slowdown_text
+from bapipe.planner.baselines import ACTIONS_PER_S, baseline_alternatives, slowdown_text
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.search_request import SearchRequest
@@ -17,9 +17,14 @@ from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
 from bapipe.planner.solution import Solution, make_plan, sort_alternatives
 from bapipe.planner.validation import check_inputs
 from bapipe.progress import SearchProgress
+from bapipe.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from bapipe.planner.line_solution import LineSolution
+
+NUM_PLANS_AFTER = 1.2
+"""What follows an exact search, its result's simulation and naive plans, takes as long as so many plans with all
+stages, as measured."""
 
 
 def plan_step_time(
@@ -166,6 +171,7 @@ def _solve_partition(request: SearchRequest) -> Solution:
         first = solve_first(request)
         if first is not None:
             return _solve_after(first, request)
+    request = _ending_earlier(request)
     try:
         space, result = find_best_layout(request)
     except OutOfTime as error:
@@ -178,6 +184,21 @@ def _solve_partition(request: SearchRequest) -> Solution:
     if result.lower_bound_ns == result.step_ns:
         return solution
     return no_slower_than_naive(solution, request)
+
+
+def _ending_earlier(request: SearchRequest) -> SearchRequest:
+    """Returns the request with a deadline that leaves time for what follows an exact search, if a user gave one."""
+    from bapipe.planner.branch_and_bound.placements import positions_of_stages
+
+    if not request.deadline.is_given:
+        return request
+    num_devices = len(request.cluster.devices)
+    num_stages = max(
+        num_devices if name in SCHEDULES else len(positions_of_stages(name, num_devices)) for name in request.schedules
+    )
+    num_microbatches = request.options.minibatch_size // min(request.microbatch_sizes)
+    num_actions = 3 * num_stages * num_microbatches  # an F, I and W each
+    return replace(request, deadline=request.deadline.earlier(NUM_PLANS_AFTER * num_actions / ACTIONS_PER_S))
 
 
 def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:

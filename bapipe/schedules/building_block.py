@@ -9,12 +9,11 @@ stages each, one slot from rank to rank:
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 
-from bapipe.schedules.table import Action, Phase, Schedule, is_ready
+from bapipe.schedules.table import Action, Phase, Schedule
 
 PERIOD = 6
 """Slots from one micro-batch to the next: F, I and W of a rank's two stages."""
@@ -52,7 +51,7 @@ def v_shaped(num_ranks: int, num_microbatches: int, block: Block) -> Schedule:
     """Returns the schedule that repeats the block for all micro-batches, then fills its start and its end.
 
     Rank r has the stages r and 2p-1-r. No rank keeps more stashes in flight than the repeated block's fullest rank.
-    O(n p) for n actions. The last tables are kept, unless they are very large.
+    O(n) for n actions. The last tables are kept, unless they are very large.
     """
     is_small = num_ranks * num_microbatches <= MAX_KEPT
     make = _v_shaped if is_small else _v_shaped.__wrapped__
@@ -104,27 +103,90 @@ def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tupl
     A rank that waits runs one of its first `limit` forwards if one is ready: they fit in memory whatever the order.
     A rank without forwards runs any I that is ready, else any W.
     """
-    todo = [list(actions) for actions in planned]
-    early = [[action for action in actions if action.phase is Phase.FORWARD][:limit] for actions in planned]
-    num_forwards = [sum(action.phase is Phase.FORWARD for action in actions) for actions in planned]
-    order: list[list[Action]] = [[] for _ in planned]
-    done: set[Action] = set()
-    while any(todo):
-        ran = []
-        for rank, rest in enumerate(todo):
-            candidates = chain(rest[:1], early[rank]) if num_forwards[rank] > 0 else rest
-            action = next((each for each in candidates if is_ready(each, last + 1, done)), None)
-            if action is None:
-                continue
-            ran.append(action)
-            order[rank].append(action)
-            rest.remove(action)
-            if action.phase is Phase.FORWARD:
-                num_forwards[rank] -= 1
-                if action in early[rank]:
-                    early[rank].remove(action)
-                if num_forwards[rank] == 0:
-                    rest.sort(key=lambda each: each.phase is Phase.WEIGHT_GRAD)
+    f, i, w = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
+    queues = {(stage, phase): _Queue() for stage in range(last + 1) for phase in (f, i, w)}
+    for stage in range(last + 1):
+        queues[stage, f].needs = [queues[stage - 1, f]] if stage > 0 else []
+        queues[stage, i].needs = [queues[stage, f], *([queues[stage + 1, i]] if stage < last else [])]
+        queues[stage, w].needs = [queues[stage, i]]
+    ranks = [_Rank(actions, limit, queues) for actions in planned]
+    while any(rank.num_left > 0 for rank in ranks):
+        ran = [queue for rank in ranks if (queue := rank.run_one()) is not None]
         assert ran
-        done.update(ran)  # none is ready in the slot of what it waits for
-    return tuple(map(tuple, order))
+        for queue in ran:  # none is ready in the slot of what it waits for
+            queue.num_done += 1
+    return tuple(tuple(rank.order) for rank in ranks)
+
+
+class _Queue:
+    """The actions of a stage's phase. They are planned, become ready and run in the order of their micro-batches.
+
+    Attributes:
+        places: of the actions in their rank's plan, ascending. [micro-batches]
+        needs: the queues of what an action waits for, of the same micro-batch.
+        num_done: how many actions have run before this slot.
+    """
+
+    __slots__ = ("needs", "num_done", "places")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.needs: list[_Queue] = []
+        self.num_done = 0
+
+    def ready_place(self, end: int) -> int:
+        """Returns the place of the next action if it is ready, and before an end; else the end."""
+        num_done = self.num_done
+        if num_done == len(self.places) or not all(num_done < each.num_done for each in self.needs):
+            return end
+        return min(self.places[num_done], end)
+
+
+class _Rank:
+    """What a rank has run, and what is left of its plan.
+
+    Attributes:
+        order: what it has run.
+        num_left: how many actions it has not run.
+    """
+
+    def __init__(self, planned: Sequence[Action], limit: int, queues: Mapping[tuple[int, Phase], _Queue]) -> None:
+        self._planned, self._queue_of = planned, [queues[action.stage, action.phase] for action in planned]
+        self.order: list[Action] = []
+        self.num_left, self._head = len(planned), 0
+        for place, queue in enumerate(self._queue_of):
+            queue.places.append(place)
+        stages = {action.stage for action in planned}
+        self._forwards, self._input_grads, self._weight_grads = (
+            [queues[stage, phase] for stage in stages] for phase in (Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+        )
+        forwards = [place for place, action in enumerate(planned) if action.phase is Phase.FORWARD]
+        self._end_of_early = [*forwards, len(planned)][min(limit, len(forwards))]
+        self._num_forwards = len(forwards)
+
+    def run_one(self) -> _Queue | None:
+        """Runs an action and returns its queue, None if nothing is ready."""
+        place = self._next_place()
+        if place is None:
+            return None
+        self.order.append(self._planned[place])
+        self.num_left -= 1
+        self._num_forwards -= self._planned[place].phase is Phase.FORWARD
+        return self._queue_of[place]
+
+    def _next_place(self) -> int | None:
+        end = len(self._planned)
+        if self._num_forwards == 0:
+            place = _first_ready(self._input_grads, end)
+            place = _first_ready(self._weight_grads, end) if place == end else place
+            return None if place == end else place
+        while self._planned[self._head].microbatch < self._queue_of[self._head].num_done:
+            self._head += 1  # it ran early
+        if self._queue_of[self._head].ready_place(end) == self._head:
+            return self._head
+        place = _first_ready(self._forwards, self._end_of_early)
+        return None if place == self._end_of_early else place
+
+
+def _first_ready(queues: Sequence[_Queue], end: int) -> int:
+    return min(queue.ready_place(end) for queue in queues)

@@ -12,8 +12,9 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
-from bapipe.planner.baselines import BASELINES, baseline_alternatives
-from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner import exact_search
+from bapipe.planner.baselines import ACTIONS_PER_S, BASELINES, baseline_alternatives
+from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.compare import INTERRUPTED, NO_TIME_LEFT, compare
 from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
@@ -23,8 +24,9 @@ from bapipe.planner.exact_search import find_best_layout
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
-from bapipe.planner.plan_step import plan_step_time
+from bapipe.planner.plan_step import NUM_PLANS_AFTER, plan_step_time
 from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.searched_space import PartitionSpace
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import step_bound_ns
 from bapipe.simulator.simulate import simulate
@@ -49,6 +51,8 @@ def test_a_deadline_passes_with_its_time_when_stopped_and_with_a_longer_one() ->
     now = 4.0
     assert (whole.is_over, half.is_over, unlimited.is_over) == (False, True, False)
     assert (whole.remaining_s, half.remaining_s, unlimited.remaining_s) == (4.0, 0.0, None)
+    assert [whole.earlier(seconds).remaining_s for seconds in (0.5, 1.0, 3.0)] == [3.5, 3.0, 2.0]
+    assert unlimited.earlier(1.0).remaining_s is None
     third = whole.share(1)
     whole.stop()
     assert third.is_over
@@ -207,6 +211,25 @@ def test_no_baseline_begins_that_would_take_longer_than_is_left() -> None:
         found = baseline_alternatives(made, profiles, [1], ["1f1b"], [10**9] * 40, deadline)
         assert {each.name for each in found.alternatives} == names
         assert {*found.left_out} == {*BASELINES} - names
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("zb-v", 8), ("interleaved-1f1b", 8), ("1f1b", 4)])
+def test_an_exact_search_leaves_time_for_what_follows_if_a_limit_is_given(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, num_stages: int
+) -> None:
+    options = PlanOptions(minibatch_size=256, schedules=[schedule])
+    left_s = []
+
+    def find(request: SearchRequest) -> tuple[PartitionSpace, SearchResult]:
+        left_s.append(request.deadline.remaining_s)
+        return find_best_layout(request)
+
+    monkeypatch.setattr(exact_search, "find_best_layout", find)
+    chain_of_8 = {"a": chain([1] * 8)}
+    for deadline in (Deadline(1.0, clock=lambda: 0.0), Deadline(1.0, clock=lambda: 0.0, is_given=False)):
+        plan_step_time(chain_of_8, devices(4), options, deadline=deadline)
+    num_actions = 3 * num_stages * 256
+    assert left_s == [pytest.approx(1.0 - NUM_PLANS_AFTER * num_actions / ACTIONS_PER_S), 1.0]
 
 
 def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
