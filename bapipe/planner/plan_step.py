@@ -22,7 +22,7 @@ from bapipe.schedules import SCHEDULES
 if TYPE_CHECKING:
     from bapipe.planner.line_solution import LineSolution
 
-NUM_PLANS_AFTER = 1.2
+NUM_PLANS_AFTER = 1.5
 """What follows an exact search, its result's simulation and naive plans, takes as long as so many plans with all
 stages, as measured."""
 
