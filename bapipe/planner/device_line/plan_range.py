@@ -6,11 +6,12 @@ from math import isqrt
 
 import numpy as np
 
+from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_kind import ANY_END, PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
-from bapipe.planner.device_line.trip_bound import Behind, TripBound
+from bapipe.planner.device_line.trip_bound import TripBound
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""

@@ -42,6 +42,7 @@ from bapipe.planner.device_line.first_plans import Estimated, first_fitting, fir
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.prefix_bisection import PrefixBisection
 from bapipe.planner.device_line.prefix_bound import PrefixBound
+from bapipe.planner.device_line.ring_goals import RingGoals
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.device_line.timed_plans import Shape, TimedPlans, shape_of
@@ -287,7 +288,7 @@ class LineSearch:
         high_ns = self.best.step_ns if self.rival is None else min(self.best.step_ns, self.rival.lower_bound_ns)
         with suppress(OutOfTime):
             if self.rival is None or not ranges.is_refuted(high_ns - 1, deadline, left):
-                ranges.raise_bound(high_ns, deadline, left)
+                RingGoals(ranges=ranges, high_ns=high_ns, deadline=deadline, left=left).raise_bound()
         self._plans.raise_bound(ranges.bound_ns)
 
     def _problems(self) -> Iterator[Relaxation]:

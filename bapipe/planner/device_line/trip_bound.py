@@ -23,12 +23,12 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.device_line.behind import Behind, in_band
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.device_line.trip_tables import ANY
 from bapipe.planner.threads import in_waves, num_threads
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ more."""
 FIRST_COUNTED = (1, 24), (2, 48)
 """Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
 behind so many others are not told apart, which takes less time and rules out most plans with many cuts."""
+
+BY_TRIPS, BY_COARSE = -1, 0
+"""Instead of how often the tables are filled with all that they have: looks by the first of them alone, or by all that
+take less time."""
 
 LEFT = 0.75
 """The tables are filled as long as no more than this part of the boundaries before is left."""
@@ -68,57 +72,6 @@ devices 2.6 to 3.2, of 100 to 2,000 layers."""
 
 POSITIONS_AT_ONCE = 16
 """Devices between two looks at the deadline."""
-
-
-class Behind(NamedTuple):
-    """What is known of plans within a step time.
-
-    Attributes:
-        limit: that step time, in ns.
-        cuts: the fewest and the most.
-        lows, tables, gradients: see `Tables`; by the stages before a boundary, the last one behind so many or more.
-        numbers: of the micro-batches from each of which up to the next gradients are known.
-        num_passes: how many times the tables have been filled for that step time.
-    """
-
-    limit: float
-    cuts: tuple[int, int]
-    lows: IntArray
-    tables: tuple[FloatArray, ...]
-    gradients: tuple[FloatArray, ...]
-    numbers: IntArray
-    num_passes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Of the tables."""
-        return sum(table.nbytes for table in (*self.tables, *self.gradients))
-
-    def num_left(self, num_tables: int) -> int:
-        """Returns how many boundaries some stages may reach, in so many tables."""
-        return sum(int(np.isfinite(table[0]).sum()) for table in self.tables[:num_tables])
-
-    def first_ends(self, end: int) -> IntArray:
-        """Returns the first boundary at which a first stage may end, by its devices; `end` where none may before it."""
-        is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0])
-        return np.where(is_reached.any(axis=1), self.lows + is_reached.argmax(axis=1), end)
-
-    def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
-        """Returns what is known behind so many stages, or behind so many or more."""
-        tables = self.tables[min(num_stages, len(self.tables) - 1) :]
-        return np.minimum.reduce(tables) if or_more else tables[0]
-
-    def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
-        """Returns the same of gradients of micro-batches from each of some numbers up to the next."""
-        begin = min(num_stages, len(self.tables) - 1)
-        if self.numbers.size * numbers.size == 0:
-            of_any = self.behind_stages(num_stages, or_more=or_more)[ANY]
-            return np.repeat(of_any[..., None], numbers.size, axis=-1)
-        tables = self.gradients[begin:]
-        known = np.minimum.reduce(tables) if or_more else tables[0]
-        first = np.searchsorted(self.numbers, numbers, side="right") - 1
-        after = np.append(np.searchsorted(self.numbers, numbers[1:], side="left"), self.numbers.size)
-        return np.stack([known[..., a:b].min(axis=-1) for a, b in zip(first, after, strict=True)], axis=-1)
 
 
 class _Asked(NamedTuple):
@@ -197,15 +150,13 @@ class TripBound:
         earlier: Behind | None = None,
         *,
         counts_cuts: bool = False,
-        only_trips: bool = False,
         max_threads: Callable[[], int] = lambda: 1,
         keep: Callable[[Behind], None] = lambda _: None,
     ) -> Behind | None:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with all that they have; 0 for a look by those that
-                take less time, or `only_trips` by the first of them.
+            num_rounds: how often the tables are filled, at most, with all that they have; or `BY_TRIPS`, `BY_COARSE`.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
             max_threads: how many may be used now; what is known is the same.
@@ -220,9 +171,10 @@ class TripBound:
         if known is not None and len(known.tables) == 1:
             # What takes less time rules out most stages first.
             coarse: tuple[int, ...] = COARSE_COUNTED if counts_cuts else COARSE
-            passes = (None, *(COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse))[: 1 if only_trips else None]
+            coarse = COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse
+            passes = (None, *coarse) if num_rounds != BY_TRIPS else (None,)
             known = self._fill_each(known, (asked._replace(steps=each) for each in passes[known.num_passes :]), keep)
-        if num_rounds == 0:
+        if num_rounds in (BY_TRIPS, BY_COARSE):
             return known
         if not counts_cuts:
             return self._fill_by_turns(known, repeat(asked, num_rounds), keep)
@@ -278,7 +230,7 @@ class TripBound:
         gradients = np.where(np.isinf(trips), np.inf, 0.0)
         lows, tables = np.zeros(len(trips), dtype=np.int64), (np.stack([trips, gradients, gradients]),)
         none = np.empty((*trips.shape, 0))
-        return _in_band(Behind(asked.limit, asked.kind[:2], lows, tables, (none,), np.arange(0)))
+        return in_band(Behind(asked.limit, asked.kind[:2], lows, tables, (none,), np.arange(0)))
 
     def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
         """Fills the tables before; returns them by the stages before, None if no plan is left."""
@@ -310,7 +262,7 @@ class TripBound:
             else:
                 self._run(filling, every, begin, deadline)
             arrived = tables.before_ends[:, :, 0]
-            at_end = self._at_end(known, arrived)
+            at_end = known.at_boundary(self._end, arrived)
             are_reached[c] = may_be_last and bool(np.isfinite(at_end).any())
             return not is_rest and bool(np.isfinite(arrived).sum() > np.isfinite(at_end).sum())
 
@@ -330,7 +282,7 @@ class TripBound:
         for num_stages, table in enumerate(behind):
             most_here = most if num_stages == rest else num_stages - 1
             if fewest <= most_here <= most:
-                is_end = np.isfinite(self._at_end(known, before[num_stages][:, :, 0]))
+                is_end = np.isfinite(known.at_boundary(self._end, before[num_stages][:, :, 0]))
                 table[:, is_end, (self._end - known.lows)[is_end]] = 0.0
                 gradients[num_stages][is_end, (self._end - known.lows)[is_end]] = 0.0
                 cuts += [max(num_stages - 1, fewest), most_here] * bool(is_end.any())
@@ -356,7 +308,7 @@ class TripBound:
             return None
         cuts_left = min(cuts), max(cuts)
         found = known._replace(limit=asked.limit, cuts=cuts_left, tables=tuple(behind))
-        return _in_band(found._replace(gradients=tuple(gradients), numbers=numbers))
+        return in_band(found._replace(gradients=tuple(gradients), numbers=numbers))
 
     def _run_parts(
         self,
@@ -470,28 +422,3 @@ class TripBound:
             begin_sums=np.empty((NUM_SUMS, num)),
             end_sums=np.empty((NUM_SUMS, num)),
         )
-
-    def _at_end(self, known: Behind, times: FloatArray) -> FloatArray:
-        """The times at the last boundary, by devices before it; infinite where it is not in the band."""
-        columns = self._end - known.lows
-        is_in_band = columns < times.shape[1]
-        return np.where(is_in_band, times[np.arange(columns.size), np.where(is_in_band, columns, 0)], np.inf)
-
-
-def _in_band(known: Behind) -> Behind:
-    """The same in tables from the first boundary that any stages reach to the last one, behind every device."""
-    is_reached = np.any([np.isfinite(table[0]) for table in known.tables], axis=0)
-    first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), 0)
-    last = np.where(is_reached.any(axis=1), is_reached.shape[1] - 1 - is_reached[:, ::-1].argmax(axis=1), 0)
-    width = int((last - first).max()) + 1
-    columns = first[:, None] + np.arange(width)
-    is_inside = columns < is_reached.shape[1]
-    devices, columns = np.arange(len(first))[:, None], np.where(is_inside, columns, 0)
-    tables = (np.where(is_inside, table[:, devices, columns], np.inf) for table in known.tables)
-    gradients = (np.where(is_inside[..., None], table[devices, columns], np.inf) for table in known.gradients)
-    # Rows one after the other in memory, as in all other tables: compiled functions have a version for each layout.
-    return known._replace(
-        lows=known.lows + first,
-        tables=tuple(map(np.ascontiguousarray, tables)),
-        gradients=tuple(map(np.ascontiguousarray, gradients)),
-    )

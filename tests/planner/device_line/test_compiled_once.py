@@ -10,7 +10,7 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.prefix_programme import extend
 from bapipe.planner.device_line.step_programme import estimate_ns
 from bapipe.planner.device_line.suffix_programme import extend_backwards
-from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
 from bapipe.planner.device_line.trips_before import fill_before
 from bapipe.planner.device_line.trips_behind import fill_behind
 from tests.builders import devices
@@ -27,7 +27,7 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         timed = line.time(plan)
         assert timed is not None
         bound = TripBound(PrefixBound(line, "1f1b", 1, len(line.cluster.devices)))
-        of_all = bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 0)
+        of_all = bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, BY_COARSE)
         assert of_all is not None
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
         estimate = StepEstimate(line, "1f1b", 1)

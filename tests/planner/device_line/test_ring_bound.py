@@ -15,6 +15,7 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
+from bapipe.planner.device_line.ring_goals import RingGoals
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
@@ -158,7 +159,7 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
         has_path = problem.path(middle_ns, UNLIMITED) is not None
         low_ns, high_ns = (low_ns, middle_ns) if has_path else (middle_ns, high_ns)
     ranges = RingRanges([problem], 0, best)
-    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: True)
+    RingGoals(ranges=ranges, high_ns=best.step_ns, deadline=UNLIMITED, left=lambda: 1.0).raise_bound()
     assert 1.05 * low_ns < ranges.bound_ns <= best.step_ns
 
 

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_ranges, tracked, trip_bound, trips_before
+from bapipe.planner.device_line import replica_classes, ring_goals, ring_ranges, tracked, trip_bound, trips_before
 from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
+from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.orders import device_orders
@@ -23,10 +24,11 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
+from bapipe.planner.device_line.ring_goals import RingGoals
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.device_line.trip_bound import Behind, TripBound
+from bapipe.planner.device_line.trip_bound import BY_COARSE, BY_TRIPS, TripBound
 from bapipe.planner.device_line.trip_limits import NUM_KNOWN, OfClass, excess, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins, last_ends
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
@@ -91,7 +93,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
             line = given.in_order(order.ranks)
             prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
             bound, timed = TripBound(prefix), [each for each in map(line.time, plans(line, schedule)) if each]
-            of_all = bound.within(prefix.kind, max(each.step_ns for each in timed), UNLIMITED, 0)
+            of_all = bound.within(prefix.kind, max(each.step_ns for each in timed), UNLIMITED, BY_COARSE)
             assert of_all is not None
             for number, each in enumerate(timed):
                 cuts, first, last = len(each.plan.counts) - 1, each.plan.counts[0], each.plan.counts[-1]
@@ -117,7 +119,7 @@ def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() 
     timed = [each for each in map(line.time, plans(line, "gpipe")) if each]
     bound = TripBound(PrefixBound(line, "gpipe", 1, len(cluster.devices)))
     kind, steps_ns = bound.prefix.kind, sorted({each.step_ns for each in timed})
-    of_all = bound.within(kind, steps_ns[-1], UNLIMITED, 0)
+    of_all = bound.within(kind, steps_ns[-1], UNLIMITED, BY_COARSE)
     assert all(bound.within(kind, ns, UNLIMITED, ROUNDS, of_all) is not None for ns in steps_ns[:20])
 
 
@@ -379,7 +381,7 @@ def test_the_bound_of_all_ranges_is_near_the_best_plan_and_not_above_it(
     monkeypatch.setattr(ring_ranges, "MAX_KEPT_BYTES", max_kept_bytes)
     line, best = sorted_line(7, output_bytes=output_bytes), best_of_all(output_bytes)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
-    ranges.raise_bound(best.step_ns, UNLIMITED, lambda: left)
+    RingGoals(ranges=ranges, high_ns=best.step_ns, deadline=UNLIMITED, left=lambda: left).raise_bound()
     assert 0.9 * best.step_ns < ranges.bound_ns <= best.step_ns
 
 
@@ -405,19 +407,17 @@ def test_the_work_of_a_look_decides_about_the_next(
         ranges._trips[0].num_tried += 17
         return True
 
-    def look(
-        ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int, *, only_trips: bool
-    ) -> None:
-        assert num_rounds == 0
+    def look(ranges: RingRanges, _: object, goal_ns: int, deadline: Deadline, num_rounds: int) -> None:
         asked.append(round(goal_ns / best.step_ns, 2))
-        ranges._trips[0].num_tried += 17 if only_trips else tried
+        ranges._trips[0].num_tried += {BY_TRIPS: 17, BY_COARSE: tried}[num_rounds]
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_raise_soon", lambda *_: None)
-    monkeypatch.setattr(RingRanges, "_ask", look)
+    monkeypatch.setattr(RingGoals, "_raise_soon", lambda _: None)
+    monkeypatch.setattr(RingRanges, "ask", look)
     monkeypatch.setattr(TripBound, "look_work", lambda _, kind, ns, deadline: 60 if ns > 0.94 * best.step_ns else 50)
     ranges = RingRanges([PrefixBound(sorted_line(7), "1f1b", 1, 7)], 0, best)
-    assert ranges._raise_first(best.step_ns, UNLIMITED, lambda: left) == 17
+    goals = RingGoals(ranges=ranges, high_ns=best.step_ns, deadline=UNLIMITED, left=lambda: left)
+    assert goals._raise_first() == 17
     assert asked == seen
 
 
@@ -427,7 +427,7 @@ def test_the_work_of_a_look_is_known_before_it() -> None:
     limit_ns = next(ns for ns in (2**k for k in count()) if bound.look_work(prefix.kind, ns, UNLIMITED))
     expected = bound.look_work(prefix.kind, limit_ns, UNLIMITED)
     tried: list[int] = []
-    bound.within(prefix.kind, limit_ns, UNLIMITED, 0, keep=lambda _: tried.append(bound.num_tried))
+    bound.within(prefix.kind, limit_ns, UNLIMITED, BY_COARSE, keep=lambda _: tried.append(bound.num_tried))
     assert 0.4 * expected < tried[0] < 1.5 * expected  # less where there are few layers
 
 
@@ -438,7 +438,7 @@ def test_what_is_answered_and_known_when_the_time_is_over_is_kept(monkeypatch: p
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7), PrefixBound(line, "gpipe", 1, 7)], 0, best)
     first, goal_ns = ranges.ranges[0], best.step_ns
     passes: list[Behind] = []
-    TripBound(first.problem.prefix).within(first.kind, goal_ns, UNLIMITED, 0, keep=passes.append)
+    TripBound(first.problem.prefix).within(first.kind, goal_ns, UNLIMITED, BY_COARSE, keep=passes.append)
 
     def answer(self: RingRanges, asked: PlanRange, *others: Any) -> bool:
         if asked is not first:
@@ -453,7 +453,7 @@ def test_what_is_answered_and_known_when_the_time_is_over_is_kept(monkeypatch: p
     is_answered = Event()
     monkeypatch.setattr(RingRanges, "_answer", answer)
     with pytest.raises(OutOfTime):
-        ranges._ask(ranges.ranges, goal_ns, UNLIMITED)
+        ranges.ask(ranges.ranges, goal_ns, UNLIMITED)
     assert [each.bound_ns > goal_ns for each in ranges.ranges] == [False, True]
     assert first.known_within(goal_ns) is passes[-1]
     assert first.open_ns == 0  # it has not been answered
@@ -471,9 +471,9 @@ def test_what_is_asked_behind_a_look_goes_on_where_that_ended(monkeypatch: pytes
     line = sorted_line(7)
     limit_ns, prefix = best_of_two_or_three_stages(line, "1f1b").step_ns, PrefixBound(line, "1f1b", 1, 7)
     bound, passes = TripBound(prefix), list[Behind]()
-    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, only_trips=True, keep=passes.append)
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, BY_TRIPS, keep=passes.append)
     assert filled == [None]
-    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, 0, seen, keep=passes.append)
+    seen = bound.within(prefix.kind, limit_ns, UNLIMITED, BY_COARSE, seen, keep=passes.append)
     assert filled == [None, 0, 2]
     assert [known.num_passes for known in passes] == [1, 2, 3]
     whole = bound.within(prefix.kind, limit_ns, UNLIMITED, 1, seen)
@@ -492,7 +492,7 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
     num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Time is counted in looks at the clock; the last of the goals, and then the first one, take all they are given."""
-    monkeypatch.setattr(ring_ranges, "MOST", num_parts)
+    monkeypatch.setattr(ring_goals, "MOST", num_parts)
     line, ticks, asked = sorted_line(7), count(), []
     best = best_of_two_or_three_stages(line, "1f1b")
 
@@ -504,10 +504,11 @@ def test_a_goal_out_of_reach_leaves_a_bound_and_time_for_lower_ones(
         return True
 
     monkeypatch.setattr(RingRanges, "is_refuted", ask)
-    monkeypatch.setattr(RingRanges, "_ask", lambda *_, **_more: None)
+    monkeypatch.setattr(RingRanges, "ask", lambda *_: None)
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7)], 0, best)
+    deadline = Deadline(10**4, clock=lambda: float(next(ticks)))
     with pytest.raises(OutOfTime):
-        ranges.raise_bound(best.step_ns, Deadline(10**4, clock=lambda: float(next(ticks))), lambda: inf)
+        RingGoals(ranges=ranges, high_ns=best.step_ns, deadline=deadline, left=lambda: inf).raise_bound()
     assert asked[:4] == [0.95, 0.6, 0.8, 0.9]
     assert (0.85 in asked) == (num_parts == 2)
     assert ranges.bound_ns > (0.8 if num_parts == 1 else 0.84) * best.step_ns

@@ -1,0 +1,85 @@
+"""What is known of the plans within a step time: what a micro-batch takes behind each boundary, and how many cuts."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.trip_tables import ANY
+
+
+class Behind(NamedTuple):
+    """What is known of plans within a step time.
+
+    Attributes:
+        limit: that step time, in ns.
+        cuts: the fewest and the most.
+        lows, tables, gradients: see `Tables`; by the stages before a boundary, the last one behind so many or more.
+        numbers: of the micro-batches from each of which up to the next gradients are known.
+        num_passes: how many times the tables have been filled for that step time.
+    """
+
+    limit: float
+    cuts: tuple[int, int]
+    lows: IntArray
+    tables: tuple[FloatArray, ...]
+    gradients: tuple[FloatArray, ...]
+    numbers: IntArray
+    num_passes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tables."""
+        return sum(table.nbytes for table in (*self.tables, *self.gradients))
+
+    def num_left(self, num_tables: int) -> int:
+        """Returns how many boundaries some stages may reach, in so many tables."""
+        return sum(int(np.isfinite(table[0]).sum()) for table in self.tables[:num_tables])
+
+    def first_ends(self, end: int) -> IntArray:
+        """Returns the first boundary at which a first stage may end, by its devices; `end` where none may before it."""
+        is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0])
+        return np.where(is_reached.any(axis=1), self.lows + is_reached.argmax(axis=1), end)
+
+    def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
+        """Returns what is known behind so many stages, or behind so many or more."""
+        tables = self.tables[min(num_stages, len(self.tables) - 1) :]
+        return np.minimum.reduce(tables) if or_more else tables[0]
+
+    def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
+        """Returns the same of gradients of micro-batches from each of some numbers up to the next."""
+        begin = min(num_stages, len(self.tables) - 1)
+        if self.numbers.size * numbers.size == 0:
+            of_any = self.behind_stages(num_stages, or_more=or_more)[ANY]
+            return np.repeat(of_any[..., None], numbers.size, axis=-1)
+        tables = self.gradients[begin:]
+        known = np.minimum.reduce(tables) if or_more else tables[0]
+        first = np.searchsorted(self.numbers, numbers, side="right") - 1
+        after = np.append(np.searchsorted(self.numbers, numbers[1:], side="left"), self.numbers.size)
+        return np.stack([known[..., a:b].min(axis=-1) for a, b in zip(first, after, strict=True)], axis=-1)
+
+    def at_boundary(self, boundary: int, times: FloatArray) -> FloatArray:
+        """Returns the times of a table at a boundary, by devices before it; infinite where it is not in the table."""
+        columns = boundary - self.lows
+        is_inside = (columns >= 0) & (columns < times.shape[1])
+        return np.where(is_inside, times[np.arange(columns.size), np.where(is_inside, columns, 0)], np.inf)
+
+
+def in_band(known: Behind) -> Behind:
+    """The same in tables from the first boundary that any stages reach to the last one, behind every device."""
+    is_reached = np.any([np.isfinite(table[0]) for table in known.tables], axis=0)
+    first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), 0)
+    last = np.where(is_reached.any(axis=1), is_reached.shape[1] - 1 - is_reached[:, ::-1].argmax(axis=1), 0)
+    width = int((last - first).max()) + 1
+    columns = first[:, None] + np.arange(width)
+    is_inside = columns < is_reached.shape[1]
+    devices, columns = np.arange(len(first))[:, None], np.where(is_inside, columns, 0)
+    tables = (np.where(is_inside, table[:, devices, columns], np.inf) for table in known.tables)
+    gradients = (np.where(is_inside[..., None], table[devices, columns], np.inf) for table in known.gradients)
+    # Rows one after the other in memory, as in all other tables: compiled functions have a version for each layout.
+    return known._replace(
+        lows=known.lows + first,
+        tables=tuple(map(np.ascontiguousarray, tables)),
+        gradients=tuple(map(np.ascontiguousarray, gradients)),
+    )
