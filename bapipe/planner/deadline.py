@@ -72,7 +72,7 @@ class Deadline:
     ) -> None:
         """`within` is a longer deadline that also ends this one; one that is stopped with another has its own time."""
         self.is_given, self._clock, self._within, self._is_stopped = is_given, clock, within, False
-        self._stopped_with, self.counted_s = stopped_with, 0.0
+        self._stopped_with, self.counted_s, self._left_alone_s = stopped_with, 0.0, 0.0
         self._end_s = None if limit_s is None else clock() + limit_s
 
     @property
@@ -125,6 +125,17 @@ class Deadline:
             left_s -= computed_s
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, stopped_with=self)
 
+    def leave(self, seconds: float) -> None:
+        """Ends so many seconds earlier from now on, instead of what an earlier call has left."""
+        if self._end_s is not None:
+            self._end_s += self._left_alone_s - seconds
+            self._left_alone_s = seconds
+
+    def has_time_for(self, num_actions: float, actions_per_s: float) -> bool:
+        """Returns whether so many actions can be simulated before it is over, about."""
+        left_s = self.remaining_s
+        return left_s is None or num_actions < actions_per_s * left_s
+
     def count(self, seconds: float) -> None:
         """Counts what this thread waited for others that compute, if the clock is its compute time."""
         self.counted_s += seconds
@@ -134,10 +145,10 @@ class Deadline:
             self._within.count(seconds)
 
     def earlier(self, seconds: float) -> "Deadline":
-        """Returns a deadline that leaves so many seconds of the time that remains, but no more than half of it."""
+        """Returns a deadline that leaves so many seconds of the time that remains."""
         left_s = self.remaining_s
         if left_s is not None:
-            left_s -= min(seconds, left_s / 2)
+            left_s = max(0.0, left_s - seconds)
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, within=self)
 
     def share(self, num_parts: float) -> "Deadline":

@@ -8,7 +8,7 @@ longer to begin. What both have found is joined, as far as it holds for the same
 from dataclasses import dataclass, replace
 
 from bapipe.formats.cluster import Cluster
-from bapipe.planner.branch_and_bound.space import has_sorted_devices, tries_any_order
+from bapipe.planner.branch_and_bound.space import has_sorted_devices, tries_all_orders, tries_any_order
 from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
@@ -17,7 +17,7 @@ from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import PartitionSpace, SearchedSpace, on_first_devices
+from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, SearchedSpace, on_first_devices
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 
@@ -130,17 +130,31 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
         OutOfTime: none of those tried fits.
     """
     bound_ns = max(error.lower_bound_ns, request.step_bound_ns)
-    line = DeviceLine(request.profiles, request.cluster, request.options)
-    best = best_naive(line, request.schedules, request.microbatch_sizes, request.deadline)
+    orders = _naive_orders(request, holds_for_all=error.lower_bound_ns <= request.step_bound_ns)
+    best = best_naive(list(orders.values()), request.schedules, request.microbatch_sizes, request.deadline)
     if best is None:
         raise OutOfTime(
             f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
         ) from None
-    return line.solution(best, bound_ns, line_space(request.profiles, request.cluster, request.options))
+    space = line_space(request.profiles, request.cluster, request.options, list(orders))
+    return best.line.solution(best, bound_ns, space)
 
 
 def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:
     """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
-    line, step_ns = DeviceLine(request.profiles, request.cluster, request.options), solution.prediction.step_ns
-    best = best_naive(line, request.schedules, request.microbatch_sizes, request.deadline, below_ns=step_ns)
-    return solution if best is None else line.solution(best, solution.lower_bound_ns, solution.space)
+    lines, step_ns = list(_naive_orders(request).values()), solution.prediction.step_ns
+    best = best_naive(lines, request.schedules, request.microbatch_sizes, request.deadline, below_ns=step_ns)
+    return solution if best is None else best.line.solution(best, solution.lower_bound_ns, solution.space)
+
+
+def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> dict[str, DeviceLine]:
+    """Returns the orders of the devices for naive plans, by their words: the cluster's, and others of the space.
+
+    Args:
+        holds_for_all: whether what is proven holds for plans in any order, also where a search knows some of them.
+    """
+    line = DeviceLine(request.profiles, request.cluster, request.options)
+    orders = {GIVEN_ORDER: line}
+    if holds_for_all or tries_all_orders(request.profiles, request.cluster, request.options):
+        orders |= {order.words: line.in_order(order.ranks) for order in device_orders(line)}
+    return orders

@@ -109,7 +109,7 @@ class _PointSearch:
         self._line = DeviceLine(profiles, self._cluster, self._options)
         sizes, schedules = microbatch_sizes(profiles, self._cluster, self._options), named_schedules(self._options)
         self._sizes = sizes
-        self.best: TimedPlan | None = best_naive(self._line, schedules, sizes, UNLIMITED)
+        self.best: TimedPlan | None = best_naive([self._line], schedules, sizes, UNLIMITED)
         self._space = search_space(profiles, self._cluster, self._options)
         self._bound_ns = step_bound_ns(profiles, self._cluster, self._options)
         # A plan of the search, whose devices may be in another order than the cluster's.

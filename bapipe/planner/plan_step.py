@@ -171,8 +171,8 @@ def _solve_partition(request: SearchRequest) -> Solution:
         first = solve_first(request)
         if first is not None:
             return _solve_after(first, request)
-    request = _ending_earlier(request)
     try:
+        request = _ending_earlier(request)
         space, result = find_best_layout(request)
     except OutOfTime as error:
         return naive_solution(request, error)
@@ -187,18 +187,25 @@ def _solve_partition(request: SearchRequest) -> Solution:
 
 
 def _ending_earlier(request: SearchRequest) -> SearchRequest:
-    """Returns the request with a deadline that leaves time for what follows an exact search, if a user gave one."""
+    """Returns the request with a deadline that leaves time for what follows an exact search, if a user gave one.
+
+    Raises:
+        OutOfTime: that takes more than half of the time that remains.
+    """
     from bapipe.planner.branch_and_bound.placements import positions_of_stages
 
-    if not request.deadline.is_given:
+    deadline = request.deadline
+    if not deadline.is_given:
         return request
     num_devices = len(request.cluster.devices)
     num_stages = max(
         num_devices if name in SCHEDULES else len(positions_of_stages(name, num_devices)) for name in request.schedules
     )
     num_microbatches = request.options.minibatch_size // min(request.microbatch_sizes)
-    num_actions = 3 * num_stages * num_microbatches  # an F, I and W each
-    return replace(request, deadline=request.deadline.earlier(NUM_PLANS_AFTER * num_actions / ACTIONS_PER_S))
+    num_actions = NUM_PLANS_AFTER * 3 * num_stages * num_microbatches  # an F, I and W each
+    if not deadline.has_time_for(2 * num_actions, ACTIONS_PER_S):
+        raise OutOfTime(f"the time left is too short for a full search: {deadline.advice}")
+    return replace(request, deadline=deadline.earlier(num_actions / ACTIONS_PER_S))
 
 
 def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:

@@ -51,14 +51,29 @@ def test_a_deadline_passes_with_its_time_when_stopped_and_with_a_longer_one() ->
     now = 4.0
     assert (whole.is_over, half.is_over, unlimited.is_over) == (False, True, False)
     assert (whole.remaining_s, half.remaining_s, unlimited.remaining_s) == (4.0, 0.0, None)
-    assert [whole.earlier(seconds).remaining_s for seconds in (0.5, 1.0, 3.0)] == [3.5, 3.0, 2.0]
+    assert [whole.earlier(seconds).remaining_s for seconds in (0.5, 1.0, 3.0)] == [3.5, 3.0, 1.0]
     assert unlimited.earlier(1.0).remaining_s is None
+    assert (whole.has_time_for(39.0, 10.0), whole.has_time_for(40.0, 10.0)) == (True, False)
+    assert unlimited.has_time_for(10**9, 1.0)
     third = whole.share(1)
     whole.stop()
     assert third.is_over
     assert whole.remaining_s == 0.0
     with pytest.raises(OutOfTime):
         third.check()
+
+
+def test_a_deadline_ends_earlier_by_what_was_left_last() -> None:
+    now = 0.0
+    whole = Deadline(8.0, clock=lambda: now)
+    part = whole.share(2)
+    whole.leave(1.0)
+    assert whole.remaining_s == 7.0
+    whole.leave(6.5)
+    assert (whole.remaining_s, part.remaining_s) == (1.5, 1.5)
+    whole.leave(0.0)
+    assert (whole.remaining_s, part.remaining_s) == (8.0, 4.0)
+    Deadline(None).leave(1.0)
 
 
 def test_wherever_a_search_is_ended_its_bound_holds() -> None:

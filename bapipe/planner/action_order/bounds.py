@@ -44,7 +44,7 @@ class Job:
 def lower_bound_ns(problem: OrderProblem, stages: Sequence[Stage]) -> int:
     """Returns a time that no legal table of the problem's stages that fits beats, with B or with I and W.
 
-    Some table must fit. O(stages * num_microbatches**2).
+    Some table must fit. O(n log n) for n actions.
     """
     return split_lower_bound_ns(relaxation(problem, stages))
 
@@ -157,6 +157,7 @@ class _StageEnds:
         self.part_ns, self.max_in_flight = part_ns, max_in_flight
         self.begins: list[list[int]] = [[], [], []]
         self.ends: list[list[int]] = [[], [], []]
+        self._work_bounds = _work_bounds(part_ns, max_in_flight)
 
     def add(self, part: int, ready_ns: int) -> None:
         """Adds the next micro-batch of a part whose input arrives at `ready_ns`."""
@@ -169,30 +170,64 @@ class _StageEnds:
             ready_ns = max(ready_ns, self.ends[part][-1])
         # The begin is not raised by the work bound: it may have to wait after it could begin.
         self.begins[part].append(ready_ns)
-        self.ends[part].append(max(ready_ns + self.part_ns[part], self.work_bound(part, k)))
+        work_ns = max(bound.earliest_end_ns(self.begins[bound.part], k) for bound in self._work_bounds[part])
+        self.ends[part].append(max(ready_ns + self.part_ns[part], work_ns))
 
-    def work_bound(self, part: int, k: int) -> int:
-        """Returns the earliest end of the k-th of a part by work: what the stage must do between a begin and that end.
 
-        After part 0 of micro-batch i begins, and before part p of k ends, the stage runs part 0 of i..k, and if p > 0
-        part 1 of i..k, and so on: n = k - i + 1 of each. Memory adds work: if n exceeds the K that fit by `freed`, that
-        many micro-batches from i on have finished all parts before part 0 of k, and as many begin only after part 2 of
-        i. With part times a, b, c, and i over all micro-batches up to k:
+def _work_bounds(part_ns: Sequence[int], max_in_flight: int) -> list[list["_WorkBound"]]:
+    """Returns what bounds the ends of each part by work: what the stage must do between a begin and that end.
 
-            from part 0 of i:  begin + n (a + .. of the parts up to p) + freed (.. of the parts after p)
-            from part 1 of i:  begin + n b      + freed (a + c)   if p = 1;   begin + freed (a + b + c)  if p = 0
-            from part 1 of i:  begin + n (b + c) + freed a        if p = 2
-        """
-        a, b, c = self.part_ns
-        up_to, after = sum(self.part_ns[: part + 1]), sum(self.part_ns[part + 1 :])
-        earliest = 0
-        for i in range(k + 1):
-            num, freed = k - i + 1, max(0, k - i + 1 - self.max_in_flight)
-            earliest = max(earliest, self.begins[0][i] + num * up_to + freed * after)
-            if part == 0 and freed:
-                earliest = max(earliest, self.begins[1][i] + freed * (a + b + c))
-            elif part == 1:
-                earliest = max(earliest, self.begins[1][i] + num * b + freed * (a + c))
-            elif part == 2:
-                earliest = max(earliest, self.begins[1][i] + num * (b + c) + freed * a)
-        return earliest
+    After part 0 of micro-batch i begins, and before part p of k ends, the stage runs part 0 of i..k, and if p > 0
+    part 1 of i..k, and so on: n = k - i + 1 of each. Memory adds work: if n exceeds the K that fit by `freed`, that
+    many micro-batches from i on have finished all parts before part 0 of k, and as many begin only after part 2 of
+    i. With part times a, b, c, and i over all micro-batches up to k:
+
+        from part 0 of i:  begin + n (a + .. of the parts up to p) + freed (.. of the parts after p)
+        from part 1 of i:  begin + n b      + freed (a + c)   if p = 1;   begin + freed (a + b + c)  if p = 0
+        from part 1 of i:  begin + n (b + c) + freed a        if p = 2
+
+    Each is the larger one of two lines in n: without `freed`, and from n = K on with it.
+    """
+    a, b, c = part_ns
+    full, whole = max_in_flight, a + b + c
+    return [
+        [
+            _WorkBound(0, a, 0, 0),
+            _WorkBound(0, whole, full, full * (b + c)),
+            _WorkBound(1, whole, full, full * whole),
+        ],
+        [
+            _WorkBound(0, a + b, 0, 0),
+            _WorkBound(0, whole, full, full * c),
+            _WorkBound(1, b, 0, 0),
+            _WorkBound(1, whole, full, full * (a + c)),
+        ],
+        [
+            _WorkBound(0, whole, 0, 0),
+            _WorkBound(1, b + c, 0, 0),
+            _WorkBound(1, whole, full, full * a),
+        ],
+    ]
+
+
+class _WorkBound:
+    """The largest of begin of i + n * `each_ns` - `less_ns`, over the micro-batches i up to k - `lag`; n = k - i + 1.
+
+    Attributes:
+        part: whose begins these are.
+    """
+
+    __slots__ = ("_latest_ns", "each_ns", "lag", "less_ns", "part")
+
+    def __init__(self, part: int, each_ns: int, lag: int, less_ns: int) -> None:
+        self.part, self.each_ns, self.lag, self.less_ns = part, each_ns, lag, less_ns
+        self._latest_ns = 0  # of begin - i * each_ns
+
+    def earliest_end_ns(self, begins: Sequence[int], k: int) -> int:
+        """Returns it for the next k, 0 as long as there is no such i."""
+        i = k - self.lag
+        if i < 0:
+            return 0
+        latest_ns = begins[i] - i * self.each_ns
+        self._latest_ns = latest_ns if i == 0 else max(self._latest_ns, latest_ns)
+        return self._latest_ns + (k + 1) * self.each_ns - self.less_ns

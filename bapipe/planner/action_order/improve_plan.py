@@ -7,6 +7,7 @@ continues from the first neighbour that is faster.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import msgspec
 
@@ -63,7 +64,9 @@ def improve_plan(
             for stages in _neighbours(best.stages, profiles)
             if stages not in searched
         ]
-        bounds = [(partition.bound_ns(limits), i) for i, partition in enumerate(neighbours)]
+        # Each takes as long as a few simulations.
+        in_time = takewhile(lambda _: not deadline.is_over, enumerate(neighbours))
+        bounds = [(partition.bound_ns(limits), i) for i, partition in in_time]
         faster = None
         for bound_ns, i in sorted((bound_ns, i) for bound_ns, i in bounds if bound_ns is not None):
             if not searches_left or solution.step_ns is None or bound_ns >= solution.step_ns:
@@ -104,7 +107,7 @@ class _Partition:
             self.cluster,
             num_microbatches=self.table.num_microbatches,
             memory_bytes=limits,
-            start=[self.table, *_named_schedules_for(self.table)],
+            start=[self.table, *_named_schedules_for(self.table, deadline)],
             effort=effort,
             deadline=deadline,
         )
@@ -162,9 +165,10 @@ def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, nu
     )
 
 
-def _named_schedules_for(table: Schedule) -> list[Schedule]:
-    """Returns the named schedules whose stages run on the same devices as those of a table."""
+def _named_schedules_for(table: Schedule, deadline: Deadline) -> list[Schedule]:
+    """Returns the named schedules whose stages run on the same devices as those of a table, made before a deadline."""
     ranks = list(dict.fromkeys(devices[0] for devices in table.devices))
-    built = (build(len(ranks), table.num_microbatches) for build in ALL.values())
+    in_time = takewhile(lambda _: not deadline.is_over, ALL.values())
+    built = (build(len(ranks), table.num_microbatches) for build in in_time)
     placed = (permute_ranks(schedule, ranks, len(table.order)) for schedule in built)
     return [schedule for schedule in placed if schedule.devices == table.devices]

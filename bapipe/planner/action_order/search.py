@@ -96,12 +96,16 @@ def search_order(
     problem = order_problem(stages, devices, cluster, num_microbatches, memory_bytes)
     search = _Search(problem, stages, devices, cluster, memory_bytes, deadline)
     for schedule in start:
+        if search.schedule is not None and deadline.is_over:
+            break
         if schedule.devices != devices or schedule.num_microbatches != num_microbatches:
             raise ValueError(
                 f"a start with devices {schedule.devices} and {schedule.num_microbatches} micro-batches; "
                 f"want {devices} and {num_microbatches}"
             )
         search.try_incumbent(schedule)
+    if search.schedule is not None and deadline.is_over:
+        return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=0)
     sequential = sequential_schedule(devices, num_microbatches, problem.num_ranks)
     search.try_incumbent(sequential)
     if search.schedule is None:  # no table needs less memory than the sequential one
@@ -174,6 +178,8 @@ class _Search:
         # Evaluate the named schedules first: a list schedule must beat them.
         best, best_ns = None, None
         for orders in start:
+            if best is not None and self.deadline.is_over:
+                break
             if (
                 self.problem.fits(orders)
                 and (ns := self.step_time(orders)) is not None

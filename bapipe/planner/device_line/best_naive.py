@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from bapipe.planner.baselines import ACTIONS_PER_S, TIMES_SIMULATED
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
-from bapipe.planner.device_line.line import DeviceLine, TimedPlan
+from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.schedules import SCHEDULES
 
@@ -12,14 +13,18 @@ MIN_LATE, MAX_LATE = 3, 12
 """So many plans are timed even after the deadline, and so many if none of them fits, ..."""
 
 MAX_LATE_ACTIONS = 50_000
-"""... and more until they have so many actions: a quarter of a second."""
+"""... and more until they have so many actions, a quarter of a second to a second. One with more than that is timed
+after the deadline only if nothing else has been found, ..."""
+
+LAST_ACTIONS = 100_000
+"""... and none any more behind so many."""
 
 ACTIONS_OF_PLAN, ACTIONS_OF_DEVICE = 100, 5
 """A plan and each of its devices take as long to time as so many actions do."""
 
 
 def best_naive(
-    line: DeviceLine,
+    lines: Sequence[DeviceLine],
     schedules: Sequence[str],
     sizes: Sequence[int],
     deadline: Deadline,
@@ -28,39 +33,65 @@ def best_naive(
     """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
 
     If none fits, their cuts are moved so that they do. After the deadline those on one device come first: their bounds
-    are their step times, while of the others those with the smallest bounds may be slow.
+    are their step times, while of the others those with the smallest bounds may be slow. And those with many actions
+    come last, the fewest first.
 
     Args:
+        lines: the same devices in several orders.
         below_ns: plans that are no faster are of no use.
     """
     best: TimedPlan | None = None
-    plans = naive_plans(line, schedules, sizes)
-    if deadline.is_over:  # tables of several stages per device take long to make: these come last
-        plans.sort(key=lambda each: (each[1].schedule not in SCHEDULES, sum(each[1].counts) > 1))
-    num_late = num_actions = 0
-    for bound_ns, plan in plans:
+    plans = [(bound_ns, line, plan) for line in lines for bound_ns, plan in naive_plans(line, schedules, sizes)]
+    plans.sort(key=lambda each: each[0])
+    if deadline.is_over:
+        plans.sort(key=lambda each: _late_rank(*each[1:]))
+    num_late = done = 0
+    for bound_ns, line, plan in plans:
+        num_actions = _actions(line, plan)
         limit_ns = below_ns if best is None else best.step_ns
         if limit_ns is not None and bound_ns >= limit_ns:
             continue
         if deadline.is_over:
             is_enough = num_late >= (MAX_LATE if limit_ns is None else MIN_LATE)
-            if is_enough and num_actions > MAX_LATE_ACTIONS:
+            if (is_enough and done > MAX_LATE_ACTIONS) or done > LAST_ACTIONS:
                 break
             num_late += 1
-        num_actions += line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
+        if limit_ns is not None and not _is_in_time(num_actions, deadline):
+            continue
+        done += num_actions
         timed = line.time(plan)
         if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
             best = timed
-    return best if best is not None or below_ns is not None else _first_fitting(line, schedules, sizes, deadline)
+    return best if best is not None or below_ns is not None else _first_fitting(lines, schedules, sizes, deadline)
+
+
+def _actions(line: DeviceLine, plan: LinePlan) -> int:
+    """As many as take as long as timing a plan."""
+    return line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
+
+
+def _late_rank(line: DeviceLine, plan: LinePlan) -> tuple[int, bool, bool]:
+    """Returns the smaller, the earlier a plan is timed after the deadline."""
+    num_actions = _actions(line, plan)
+    many = num_actions if num_actions > MAX_LATE_ACTIONS else 0
+    # Tables of several stages per device take long to make.
+    return many, plan.schedule not in SCHEDULES, sum(plan.counts) > 1
+
+
+def _is_in_time(num_actions: int, deadline: Deadline) -> bool:
+    return num_actions <= MAX_LATE_ACTIONS or deadline.has_time_for(TIMES_SIMULATED * num_actions, ACTIONS_PER_S)
 
 
 def _first_fitting(
-    line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int], deadline: Deadline
+    lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], deadline: Deadline
 ) -> TimedPlan | None:
     """Returns the first plan that fits of those with moved cuts, None without one among the first ones."""
-    for number, plan in enumerate(fitting_plans(line, schedules, sizes)):
-        if deadline.is_over and number >= MAX_LATE:
+    done = 0
+    fitting = ((line, plan) for line in lines for plan in fitting_plans(line, schedules, sizes))
+    for number, (line, plan) in enumerate(fitting):
+        if deadline.is_over and (number >= MAX_LATE or done > LAST_ACTIONS):
             break
+        done += _actions(line, plan)
         timed = line.time(plan)
         if timed is not None:
             return timed

@@ -113,10 +113,13 @@ class LineSearch:
     ) -> None:
         """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained.
 
+        The search ends before the deadline by the time that its result needs.
+
         Args:
             lines: the same devices in several orders.
             is_last: whether no other search follows, so that what is left of a time limit is for this one.
         """
+        deadline = deadline.share(1)
         self.lines, self.schedules, self.sizes, self.rival, self.deadline = lines, schedules, sizes, rival, deadline
         self._may_climb_on = is_last and rival is None and deadline.is_given
         self._num_devices, self._minibatch_size = len(lines[0].cluster.devices), lines[0].options.minibatch_size

@@ -1,5 +1,8 @@
 """The plans that a search has timed with the simulator, the fastest of them, and a time that no step beats."""
 
+import time
+
+from bapipe.planner.baselines import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.climb import Climbs
@@ -34,26 +37,42 @@ class TimedPlans:
         self.bound_ns, self.max_actions, self.num_actions = bound_ns, max_actions, 0
         self.is_memory_tight = False
         self._deadline, self._progress = deadline, progress
+        self._longest = 0, 0.0  # the most actions of a plan so far, and the seconds that it took
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
 
     def time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
-        """Returns a plan with its step, None if it does not fit.
+        """Returns a plan with its step, None if it does not fit, or if too little of a given time is left for it.
 
         Raises:
             OutOfTime: the time is over.
         """
-        key = line, plan
+        key, num_actions = (line, plan), line.num_actions(plan)
         if key not in self._timed:
             self._deadline.check()
-            self.num_actions += line.num_actions(plan)
+            if self._is_too_long(num_actions):
+                return None
+            self.num_actions += num_actions
+            began_s = time.perf_counter()
             timed = self._timed[key] = line.time(plan)
+            took_s = time.perf_counter() - began_s
+            self._longest = max(self._longest, (num_actions, took_s))
             self.is_memory_tight |= timed is None
             if timed is not None and (self.best is None or timed.step_ns < self.best.step_ns):
                 self.best = timed
+                if self._deadline.is_given:
+                    self._deadline.leave((TIMES_SIMULATED - 1) * took_s)
             if self._progress and self.best is not None:
                 best_ns = self.best.step_ns
                 self._progress(len(self._timed), best_ns, min(self.bound_ns, best_ns))
         return self._timed[key]
+
+    def _is_too_long(self, num_actions: int) -> bool:
+        """Whether a plan with so many actions takes longer than what is left of a given time, as the result too."""
+        if not self._deadline.is_given or num_actions < FEW_ACTIONS:
+            return False
+        num_timed, took_s = self._longest
+        per_s = num_timed / took_s if num_timed > FEW_ACTIONS else ACTIONS_PER_S
+        return not self._deadline.has_time_for(TIMES_SIMULATED * num_actions, per_s)
 
     def time_unless_slow(self, line: DeviceLine, plan: LinePlan, climbs: Climbs) -> None:
         """Times a plan unless its estimate is that of a slow one, or says that it does not fit."""
