@@ -21,8 +21,9 @@ from bapipe.tables import data_frame, rows_html
 NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"
 INTERRUPTED = "the comparison was interrupted before its turn"
 
-BASELINES_S = 2.0
-"""How long baselines are simulated where the time of the searches was over; they need no search."""
+MIN_BASELINES_S, MAX_BASELINES_S, BASELINES_PART = 0.2, 2.0, 0.1
+"""How long baselines, which need no search, are simulated where the time of the searches was over: this part of a given
+time, within these seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,10 @@ def compare(
     plans: dict[str, Plan] = {}
     was_ended: dict[str, bool] = {}
     failed: dict[str, str] = {}
-    deadline = deadline or deadline_of(options.time_limit_s)
+    deadline, baselines_s = deadline or deadline_of(options.time_limit_s), MAX_BASELINES_S
+    if deadline.is_given and (left_s := deadline.remaining_s) is not None:
+        baselines_s = max(MIN_BASELINES_S, min(MAX_BASELINES_S, BASELINES_PART * left_s))
+        deadline = deadline.earlier(baselines_s)
     for number, (name, search) in enumerate(searches.items()):
         if deadline.is_over and plans:
             failed[name] = _why_left_out(deadline)
@@ -122,7 +126,7 @@ def compare(
     best = min(plans, key=lambda name: plans[name].prediction.step_ns)
     if not was_ended[best]:
         return Comparison(plans=plans, others=plans[best].alternatives, failed=failed, replicas=options.replicas)
-    baselines = _baselines(plans[best], profiles, searches[best], Deadline(BASELINES_S))
+    baselines = _baselines(plans[best], profiles, searches[best], Deadline(baselines_s))
     failed |= {name: _why_left_out(deadline) for name in baselines.left_out}
     return Comparison(plans=plans, others=baselines.alternatives, failed=failed, replicas=options.replicas)
 

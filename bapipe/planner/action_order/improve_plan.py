@@ -17,6 +17,7 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
+from bapipe.planner.baselines import ACTIONS_PER_S
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import SEARCH
 from bapipe.planner.searched_space import ActionOrderSpace
@@ -27,6 +28,9 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
+
+MIN_SIMULATED = 4
+"""No order is searched if so many simulations take longer than what is left of a given time."""
 
 EFFORT_SHARE_PER_PARTITION = 0.1
 """Effort for each neighbouring partition, relative to the effort for the plan's own stages."""
@@ -52,7 +56,9 @@ def improve_plan(
         may_move: whether layers may move between stages.
         deadline: ends the search with the best order so far.
     """
-    if deadline.is_over or any(device.side_by_side for device in plan.cluster.devices):
+    num_actions = sum(map(len, plan.table.order))
+    has_time = not deadline.is_given or deadline.has_time_for(MIN_SIMULATED * num_actions, ACTIONS_PER_S)
+    if not has_time or deadline.is_over or any(device.side_by_side for device in plan.cluster.devices):
         return plan
     # The plan's own partition gets the full effort.
     best = _Partition(plan.stages, plan, profiles)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bapipe.planner.baselines import ACTIONS_PER_S, TIMES_SIMULATED
+from bapipe.planner.baselines import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -33,8 +33,8 @@ def best_naive(
     """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
 
     If none fits, their cuts are moved so that they do. After the deadline those on one device come first: their bounds
-    are their step times, while of the others those with the smallest bounds may be slow. And those with many actions
-    come last, the fewest first.
+    are their step times, while of the others those with the smallest bounds may be slow. Those with too many actions
+    for the time that is left come last, the fewest first.
 
     Args:
         lines: the same devices in several orders.
@@ -43,8 +43,8 @@ def best_naive(
     best: TimedPlan | None = None
     plans = [(bound_ns, line, plan) for line in lines for bound_ns, plan in naive_plans(line, schedules, sizes)]
     plans.sort(key=lambda each: each[0])
-    if deadline.is_over:
-        plans.sort(key=lambda each: _late_rank(*each[1:]))
+    is_late = deadline.is_over
+    plans.sort(key=lambda each: _rank(each[1], each[2], deadline, is_late=is_late))
     num_late = done = 0
     for bound_ns, line, plan in plans:
         num_actions = _actions(line, plan)
@@ -70,16 +70,19 @@ def _actions(line: DeviceLine, plan: LinePlan) -> int:
     return line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
 
 
-def _late_rank(line: DeviceLine, plan: LinePlan) -> tuple[int, bool, bool]:
-    """Returns the smaller, the earlier a plan is timed after the deadline."""
+def _rank(line: DeviceLine, plan: LinePlan, deadline: Deadline, *, is_late: bool) -> tuple[int, bool, bool]:
+    """Returns the smaller, the earlier a plan is timed."""
     num_actions = _actions(line, plan)
-    many = num_actions if num_actions > MAX_LATE_ACTIONS else 0
+    many = 0 if _is_in_time(num_actions, deadline) else num_actions
     # Tables of several stages per device take long to make.
-    return many, plan.schedule not in SCHEDULES, sum(plan.counts) > 1
+    return many, is_late and plan.schedule not in SCHEDULES, is_late and sum(plan.counts) > 1
 
 
 def _is_in_time(num_actions: int, deadline: Deadline) -> bool:
-    return num_actions <= MAX_LATE_ACTIONS or deadline.has_time_for(TIMES_SIMULATED * num_actions, ACTIONS_PER_S)
+    """Returns whether a plan is timed beside one that fits: in the time that is left, or what is allowed after it."""
+    if deadline.is_over:
+        return num_actions <= MAX_LATE_ACTIONS
+    return num_actions < FEW_ACTIONS or deadline.has_time_for(TIMES_SIMULATED * num_actions, ACTIONS_PER_S)
 
 
 def _first_fitting(
