@@ -13,6 +13,7 @@ from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.pace import ACTIONS_PER_S, FEW_ACTIONS
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
@@ -21,12 +22,6 @@ from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
 
 BASELINES = ("one-device", "data-parallel", "equal-layers")
-
-ACTIONS_PER_S, FEW_ACTIONS = 40_000, 5_000
-"""So many actions are simulated in a second, about; and what takes no longer than so many is not asked about."""
-
-TIMES_SIMULATED = 2.5
-"""The plan that becomes the result takes so many times as long as its step: its timeline and table are made, too."""
 
 Planned = Solution | Plan
 """What baselines are compared with."""

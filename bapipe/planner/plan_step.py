@@ -9,9 +9,10 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
-from bapipe.planner.baselines import ACTIONS_PER_S, baseline_alternatives, slowdown_text
+from bapipe.planner.baselines import baseline_alternatives, slowdown_text
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
+from bapipe.planner.pace import ACTIONS_PER_S
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
 from bapipe.planner.solution import Solution, make_plan, sort_alternatives

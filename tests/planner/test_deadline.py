@@ -13,15 +13,20 @@ import bapipe
 from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
 from bapipe.planner import exact_search
-from bapipe.planner.baselines import ACTIONS_PER_S, BASELINES, baseline_alternatives
+from bapipe.planner.action_order.problem import order_problem, sequential_schedule
+from bapipe.planner.action_order.search import search_order
+from bapipe.planner.baselines import BASELINES, baseline_alternatives
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.compare import INTERRUPTED, NO_TIME_LEFT, compare
 from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
-from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line.best_naive import MAX_LATE_ACTIONS, best_naive
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.device_line.timed_plans import TimedPlans
 from bapipe.planner.exact_search import find_best_layout
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.pace import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED, Pace
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
 from bapipe.planner.plan_step import NUM_PLANS_AFTER, plan_step_time
@@ -29,10 +34,11 @@ from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import step_bound_ns
-from bapipe.simulator.simulate import simulate
+from bapipe.simulator.simulate import simulate, simulate_columns
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems
+from tests.random_pipelines import random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
 PROFILES = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6], param_bytes=10**5, output_bytes=10**5)}
@@ -150,10 +156,14 @@ def test_a_limit_of_no_time_gives_a_plan_of_many_layers_on_many_devices() -> Non
 
 
 @pytest.mark.parametrize("num_devices", [4, 64])
-def test_a_limit_of_no_time_gives_no_plan_that_is_slower_than_one_device(num_devices: int) -> None:
+@pytest.mark.parametrize("fastest", [0, 2])
+def test_a_limit_of_no_time_gives_no_plan_that_is_slower_than_one_device(num_devices: int, fastest: int) -> None:
     """Over links this slow every plan on several devices takes longer, though their bounds are smaller."""
     profiles = {"a": chain([1] * 12, param_bytes=10**6, output_bytes=10**6)}
     cluster = devices(num_devices, bytes_per_s=10**6)
+    if fastest > 0:
+        unlike = (replace(each, speed=1.0 if i == fastest else 0.5) for i, each in enumerate(cluster.devices))
+        cluster = replace(cluster, devices=tuple(unlike))
     for schedules in (["1f1b"], ["interleaved-1f1b", "zb-h1", "gpipe"]):
         made = bapipe.plan(profiles, cluster, minibatch_size=8, schedules=schedules, time_limit_s=0.0)
         assert made.prediction.step_ns == 8 * 12 * 3 * 10**6
@@ -256,6 +266,64 @@ def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
         stopped.share(2).check()
     with pytest.raises(OutOfTime, match=r"choose a longer `time_limit_s`"):
         Deadline(0.0).check()
+
+
+def test_a_plan_that_would_take_longer_than_is_left_is_not_timed() -> None:
+    """Ten stages with 1,024 micro-batches are 20,480 actions: 1.28 s as a result, as they have no pace yet."""
+    line = DeviceLine({"a": chain([1] * 10)}, devices(10), PlanOptions(minibatch_size=1024))
+    plan = LinePlan(cuts=tuple(range(11)), counts=(1,) * 10, schedule="1f1b", microbatch_size=1)
+    assert TIMES_SIMULATED * line.num_actions(plan) / ACTIONS_PER_S == pytest.approx(1.28)
+    for left_s, is_given, is_timed in ((1.2, True, False), (1.4, True, True), (1.2, False, True)):
+        deadline = Deadline(left_s, clock=lambda: 0.0, is_given=is_given)
+        plans = TimedPlans(0, 10**9, deadline, None)
+        assert (plans.time(line, plan) is not None) == is_timed
+        assert (deadline.remaining_s == left_s) != (is_given and is_timed)  # the result is left its time
+
+
+def test_the_pace_is_that_of_the_largest_plan() -> None:
+    pace, second = Pace(), Deadline(1.0, clock=lambda: 0.0)
+    at_first = int(ACTIONS_PER_S / TIMES_SIMULATED)
+    assert pace.has_time_for_result(at_first - 1, second)
+    assert not pace.has_time_for_result(at_first + 1, second)
+    pace.note(10 * FEW_ACTIONS, 0.5)
+    pace.note(FEW_ACTIONS, 5.0)
+    now = int(10 * FEW_ACTIONS / 0.5 / TIMES_SIMULATED)
+    assert pace.has_time_for_result(now - 1, second)
+    assert not pace.has_time_for_result(now + 1, second)
+    assert pace.has_time_for_result(FEW_ACTIONS - 1, Deadline(0.0))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_no_naive_plan_with_many_actions_is_timed_after_the_deadline_beside_a_smaller_one(schedule: str) -> None:
+    """On 16 devices 2,048 micro-batches are 65,536 actions of 1F1B and twice as many in a V; on fewer they are fewer."""
+    profiles, options = {"a": chain([1] * 32)}, PlanOptions(minibatch_size=2048, schedules=[schedule], replicas=False)
+    line = DeviceLine(profiles, devices(16), options)
+    late = best_naive([line], [schedule], [1], Deadline(0.0))
+    assert late is not None
+    assert line.num_actions(late.plan) <= MAX_LATE_ACTIONS
+    timely = best_naive([line], [schedule], [1], UNLIMITED)
+    assert timely is not None
+    assert len(timely.plan.counts) == 16
+    assert timely.step_ns < late.step_ns
+
+
+def test_a_search_for_an_order_whose_time_is_over_has_the_best_of_what_it_tried() -> None:
+    """And no bound: that is one of what is searched."""
+    p = random_pipeline(Random(0), (0, 1), 3)
+    ended = Deadline(0.0)
+    problem = order_problem(p.stages, p.devices, p.cluster, p.num_microbatches, p.memory_bytes)
+    start = [sequential_schedule(p.devices, p.num_microbatches, problem.num_ranks)]
+    found = search_order(
+        p.stages,
+        p.devices,
+        p.cluster,
+        num_microbatches=p.num_microbatches,
+        memory_bytes=p.memory_bytes,
+        start=start,
+        deadline=ended,
+    )
+    assert (found.schedule, found.lower_bound_ns) == (start[0], 0)
+    assert found.step_ns == simulate_columns(start[0], p.stages, p.cluster).step_ns
 
 
 def test_a_deadline_ends_the_search_for_an_order() -> None:

@@ -1,12 +1,13 @@
 """The fastest plan that can be had without a search, also when all time is over."""
 
+import time
 from collections.abc import Sequence
 
-from bapipe.planner.baselines import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.pace import Pace
 from bapipe.schedules import SCHEDULES
 
 MIN_LATE, MAX_LATE = 3, 12
@@ -43,8 +44,8 @@ def best_naive(
     best: TimedPlan | None = None
     plans = [(bound_ns, line, plan) for line in lines for bound_ns, plan in naive_plans(line, schedules, sizes)]
     plans.sort(key=lambda each: each[0])
-    is_late = deadline.is_over
-    plans.sort(key=lambda each: _rank(each[1], each[2], deadline, is_late=is_late))
+    is_late, pace = deadline.is_over, Pace()
+    plans.sort(key=lambda each: _rank(each[1], each[2], pace, deadline, is_late=is_late))
     num_late = done = 0
     for bound_ns, line, plan in plans:
         num_actions = _actions(line, plan)
@@ -56,10 +57,12 @@ def best_naive(
             if (is_enough and done > MAX_LATE_ACTIONS) or done > LAST_ACTIONS:
                 break
             num_late += 1
-        if limit_ns is not None and not _is_in_time(num_actions, deadline):
+        if limit_ns is not None and not _is_in_time(num_actions, pace, deadline):
             continue
         done += num_actions
+        began_s = time.perf_counter()
         timed = line.time(plan)
+        pace.note(num_actions, time.perf_counter() - began_s)
         if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
             best = timed
     return best if best is not None or below_ns is not None else _first_fitting(lines, schedules, sizes, deadline)
@@ -70,19 +73,19 @@ def _actions(line: DeviceLine, plan: LinePlan) -> int:
     return line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
 
 
-def _rank(line: DeviceLine, plan: LinePlan, deadline: Deadline, *, is_late: bool) -> tuple[int, bool, bool]:
+def _rank(line: DeviceLine, plan: LinePlan, pace: Pace, deadline: Deadline, *, is_late: bool) -> tuple[int, bool, bool]:
     """Returns the smaller, the earlier a plan is timed."""
     num_actions = _actions(line, plan)
-    many = 0 if _is_in_time(num_actions, deadline) else num_actions
+    many = 0 if _is_in_time(num_actions, pace, deadline) else num_actions
     # Tables of several stages per device take long to make.
     return many, is_late and plan.schedule not in SCHEDULES, is_late and sum(plan.counts) > 1
 
 
-def _is_in_time(num_actions: int, deadline: Deadline) -> bool:
+def _is_in_time(num_actions: int, pace: Pace, deadline: Deadline) -> bool:
     """Returns whether a plan is timed beside one that fits: in the time that is left, or what is allowed after it."""
     if deadline.is_over:
         return num_actions <= MAX_LATE_ACTIONS
-    return num_actions < FEW_ACTIONS or deadline.has_time_for(TIMES_SIMULATED * num_actions, ACTIONS_PER_S)
+    return pace.has_time_for_result(num_actions, deadline)
 
 
 def _first_fitting(

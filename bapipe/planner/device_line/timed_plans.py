@@ -2,11 +2,11 @@
 
 import time
 
-from bapipe.planner.baselines import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.pace import TIMES_SIMULATED, Pace
 from bapipe.progress import SearchProgress
 
 SLOW = 1.2
@@ -37,7 +37,7 @@ class TimedPlans:
         self.bound_ns, self.max_actions, self.num_actions = bound_ns, max_actions, 0
         self.is_memory_tight = False
         self._deadline, self._progress = deadline, progress
-        self._longest = 0, 0.0  # the most actions of a plan so far, and the seconds that it took
+        self._pace = Pace()
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
 
     def time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
@@ -49,13 +49,13 @@ class TimedPlans:
         key, num_actions = (line, plan), line.num_actions(plan)
         if key not in self._timed:
             self._deadline.check()
-            if self._is_too_long(num_actions):
+            if self._deadline.is_given and not self._pace.has_time_for_result(num_actions, self._deadline):
                 return None
             self.num_actions += num_actions
             began_s = time.perf_counter()
             timed = self._timed[key] = line.time(plan)
             took_s = time.perf_counter() - began_s
-            self._longest = max(self._longest, (num_actions, took_s))
+            self._pace.note(num_actions, took_s)
             self.is_memory_tight |= timed is None
             if timed is not None and (self.best is None or timed.step_ns < self.best.step_ns):
                 self.best = timed
@@ -65,14 +65,6 @@ class TimedPlans:
                 best_ns = self.best.step_ns
                 self._progress(len(self._timed), best_ns, min(self.bound_ns, best_ns))
         return self._timed[key]
-
-    def _is_too_long(self, num_actions: int) -> bool:
-        """Whether a plan with so many actions takes longer than what is left of a given time, as the result too."""
-        if not self._deadline.is_given or num_actions < FEW_ACTIONS:
-            return False
-        num_timed, took_s = self._longest
-        per_s = num_timed / took_s if num_timed > FEW_ACTIONS else ACTIONS_PER_S
-        return not self._deadline.has_time_for(TIMES_SIMULATED * num_actions, per_s)
 
     def time_unless_slow(self, line: DeviceLine, plan: LinePlan, climbs: Climbs) -> None:
         """Times a plan unless its estimate is that of a slow one, or says that it does not fit."""

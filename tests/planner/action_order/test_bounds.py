@@ -2,7 +2,9 @@
 
 from random import Random
 
-from bapipe.planner.action_order.bounds import heads_and_tails, split_lower_bound_ns
+import pytest
+
+from bapipe.planner.action_order.bounds import _work_bounds, heads_and_tails, split_lower_bound_ns
 from bapipe.planner.action_order.evaluate import evaluate_order
 from bapipe.planner.action_order.list_scheduler import list_schedule, priority_rules
 from bapipe.planner.action_order.problem import F, I, OrderProblem, W, order_problem, orders_of, sequential_schedule
@@ -49,6 +51,25 @@ def test_link() -> None:
     """A link that takes longer than the stage that sends: the k-th arrival is k transfers after the first."""
     heads, _ = heads_and_tails(problem((1, 1, 1, 1, 1, 1), 4, send_ns=(10, 0)))
     assert heads[1][F] == [12, 22, 32, 42]
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 7, 30])
+def test_what_a_stage_must_run_before_an_end_is_counted_from_every_begin(max_in_flight: int) -> None:
+    """Against each line of the rule, from every micro-batch, for begins at random."""
+    random = Random(max_in_flight)
+    a, b, c = random.sample(range(50), 3)
+    begins = [sorted(random.randrange(2_000) for _ in range(20)) for _ in range(2)]
+    bounds = _work_bounds((a, b, c), max_in_flight)
+    for k in range(20):
+        rules = [[0], [0], [0]]
+        for i in range(k + 1):
+            first, second, n = begins[0][i], begins[1][i], k - i + 1
+            freed = max(0, n - max_in_flight)
+            rules[0] += [first + n * a + freed * (b + c), (second + freed * (a + b + c)) * (freed > 0)]
+            rules[1] += [first + n * (a + b) + freed * c, second + n * b + freed * (a + c)]
+            rules[2] += [first + n * (a + b + c), second + n * (b + c) + freed * a]
+        found = [max(each.earliest_end_ns(begins[each.part], k) for each in of_part) for of_part in bounds]
+        assert found == list(map(max, rules))
 
 
 def test_work() -> None:
