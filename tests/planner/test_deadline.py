@@ -12,6 +12,7 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
+from bapipe.formats.plan import Plan
 from bapipe.planner import exact_search
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import search_order
@@ -255,6 +256,23 @@ def test_an_exact_search_leaves_time_for_what_follows_if_a_limit_is_given(
         plan_step_time(chain_of_8, devices(4), options, deadline=deadline)
     num_actions = 3 * num_stages * 256
     assert left_s == [pytest.approx(1.0 - NUM_PLANS_AFTER * num_actions / ACTIONS_PER_S), 1.0]
+
+
+@pytest.mark.parametrize(("limit_s", "kept_s"), [(0.1, 0.2), (10.0, 1.0), (100.0, 2.0)])
+def test_a_comparison_keeps_a_part_of_its_limit_for_baselines(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, kept_s: float
+) -> None:
+    shares: list[float | None] = []
+
+    def once(*_: object, deadline: Deadline) -> Plan:
+        shares.append(deadline.remaining_s)
+        raise BapipeError("no plan")
+
+    monkeypatch.setattr("bapipe.planner.compare.plan_once", once)
+    options = PlanOptions(minibatch_size=4, schedules=["1f1b", "gpipe"])
+    with pytest.raises(BapipeError, match="no plan"):
+        compare(PROFILES, devices(3), options, deadline=Deadline(limit_s, clock=lambda: 0.0))
+    assert shares == [pytest.approx(max(0.0, limit_s - kept_s) / 2), pytest.approx(max(0.0, limit_s - kept_s))]
 
 
 def test_an_interruption_is_not_said_to_be_a_time_limit() -> None:
