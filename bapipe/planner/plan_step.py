@@ -228,6 +228,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     has_any = tries_any_order(profiles, cluster, options)
     ordered, ranks = (cluster, tuple(range(len(cluster.devices)))) if has_any else (first.cluster, first.ranks)
     try:
+        request = _ending_earlier(request)
         space, result = find_best_layout(
             replace(request, cluster=ordered, progress=_without_worse(request.progress, first.solution))
         )

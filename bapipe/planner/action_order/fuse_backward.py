@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.formats.cluster import Cluster
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
@@ -12,18 +13,22 @@ Pair = tuple[int, int]
 """The rank and the position of an I that is immediately followed by the W of its micro-batch."""
 
 
-def fuse_backward(schedule: Schedule, stages: Sequence[Stage], cluster: Cluster) -> Schedule:
-    """Returns the schedule with B for as many adjacent pairs of I and W as bisection finds, its step no longer.
+def fuse_backward(
+    schedule: Schedule, stages: Sequence[Stage], cluster: Cluster, deadline: Deadline = UNLIMITED
+) -> Schedule:
+    """Returns the schedule with B for as many adjacent pairs of I and W as bisection finds in time, its step no longer.
 
     A B can delay the step, because its gradient is sent after its W. Pairs are fused all together if the step allows
     it, else each half of them is tried in turn on top of what has been fused. At most two simulations per pair.
 
     Memory does not grow: adjacent I and W use the memory of B, and that of the gradients that I leaves for W.
     """
+    if deadline.is_over:
+        return schedule
     max_step_ns = simulate_columns(schedule, stages, cluster).step_ns
     fused: set[Pair] = set()
     groups = [_adjacent_pairs(schedule)]
-    while groups:
+    while groups and not deadline.is_over:
         group = groups.pop()
         if not group:
             continue

@@ -171,7 +171,9 @@ class _Search:
         if not self.is_done and use_solver and cp_sat.is_installed():
             best = self.solve(best, effort, seed)
         assert self.schedule is not None
-        self.try_incumbent(fuse_backward(self.schedule, self.stages, self.cluster), or_equal=True)
+        fused = fuse_backward(self.schedule, self.stages, self.cluster, self.deadline)
+        if fused is not self.schedule:
+            self.try_incumbent(fused, or_equal=True)
 
     def construct(self, start: Sequence[Orders]) -> Orders:
         """Returns the fastest of the list scheduler's orders and the given ones."""

@@ -1,5 +1,7 @@
 """The search of an order: known optima, starts, memory, refused arguments, and the search without a solver."""
 
+from functools import partial
+from itertools import count
 from random import Random
 
 import pytest
@@ -7,9 +9,10 @@ import pytest
 from bapipe.planner.action_order.bounds import Job, preemptive_one_machine_ns
 from bapipe.planner.action_order.fuse_backward import fuse_backward
 from bapipe.planner.action_order.search import OrderSolution, search_order
+from bapipe.planner.deadline import Deadline
 from bapipe.schedules import SCHEDULES
-from bapipe.schedules.table import Schedule, parse_action
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.schedules.table import Phase, Schedule, parse_action
+from bapipe.simulator.simulate import simulate_columns, simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
 from tests.builders import devices
 from tests.oracles.all_action_orders import fastest_ns
@@ -141,6 +144,26 @@ def test_fusing_i_and_w_happens_only_if_it_costs_nothing() -> None:
     order = tuple(tuple(parse_action(f"{s}{phase}0") for phase in "FIW") for s in range(2))
     joined = fuse_backward(Schedule(devices=p.devices, num_microbatches=1, order=order), p.stages, p.cluster)
     assert [" ".join(map(str, actions)) for actions in joined.order] == ["0F0 0B0", "1F0 1I0 1W0"]
+
+
+def test_fusing_i_and_w_ends_with_the_deadline() -> None:
+    """What has been fused by then costs nothing; with enough looks at the deadline all is fused that can be."""
+    p = equal(2, 10, 10, 10, 10, 1)
+    order = tuple(tuple(parse_action(f"{s}{phase}{m}") for m in range(10) for phase in "FIW") for s in range(2))
+    split = Schedule(devices=p.devices, num_microbatches=10, order=order)
+    step_ns = simulate_columns(split, p.stages, p.cluster).step_ns
+    whole = fuse_backward(split, p.stages, p.cluster)
+    fused = []
+    for num_looks in range(100):
+        deadline = Deadline(num_looks, clock=partial(next, count()))
+        joined = fuse_backward(split, p.stages, p.cluster, deadline)
+        assert simulate_columns(joined, p.stages, p.cluster).step_ns <= step_ns
+        fused.append(sum(action.phase is Phase.BACKWARD for actions in joined.order for action in actions))
+        if joined == whole:
+            break
+    assert fused == sorted(fused)
+    assert fused[0] == 0
+    assert joined == whole
 
 
 def test_one_machine() -> None:
