@@ -110,7 +110,7 @@ def _squeeze(planned: Sequence[Sequence[Action]], limit: int, last: int) -> tupl
         queues[stage, i].needs = [queues[stage, f], *([queues[stage + 1, i]] if stage < last else [])]
         queues[stage, w].needs = [queues[stage, i]]
     ranks = [_Rank(actions, limit, queues) for actions in planned]
-    while any(rank.num_left > 0 for rank in ranks):
+    while not all(rank.is_done for rank in ranks):
         ran = [queue for rank in ranks if (queue := rank.run_one()) is not None]
         assert ran
         for queue in ran:  # none is ready in the slot of what it waits for
@@ -147,13 +147,12 @@ class _Rank:
 
     Attributes:
         order: what it has run.
-        num_left: how many actions it has not run.
     """
 
     def __init__(self, planned: Sequence[Action], limit: int, queues: Mapping[tuple[int, Phase], _Queue]) -> None:
         self._planned, self._queue_of = planned, [queues[action.stage, action.phase] for action in planned]
         self.order: list[Action] = []
-        self.num_left, self._head = len(planned), 0
+        self._head = 0
         for place, queue in enumerate(self._queue_of):
             queue.places.append(place)
         stages = {action.stage for action in planned}
@@ -164,13 +163,17 @@ class _Rank:
         self._end_of_early = [*forwards, len(planned)][min(limit, len(forwards))]
         self._num_forwards = len(forwards)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has run all of its plan."""
+        return len(self.order) == len(self._planned)
+
     def run_one(self) -> _Queue | None:
         """Runs an action and returns its queue, None if nothing is ready."""
         place = self._next_place()
         if place is None:
             return None
         self.order.append(self._planned[place])
-        self.num_left -= 1
         self._num_forwards -= self._planned[place].phase is Phase.FORWARD
         return self._queue_of[place]
 

@@ -14,8 +14,6 @@ from bapipe.cli.progress import stops_on_interrupt
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.planner import exact_search
-from bapipe.planner.action_order.problem import order_problem, sequential_schedule
-from bapipe.planner.action_order.search import search_order
 from bapipe.planner.baselines import BASELINES, baseline_alternatives
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
@@ -36,11 +34,10 @@ from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace
 from bapipe.planner.throughput.search import explore_throughput
 from bapipe.planner.work_bound import step_bound_ns
-from bapipe.simulator.simulate import simulate, simulate_columns
+from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems
-from tests.random_pipelines import random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
 PROFILES = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6], param_bytes=10**5, output_bytes=10**5)}
@@ -327,25 +324,6 @@ def test_no_naive_plan_with_many_actions_is_timed_after_the_deadline_beside_a_sm
     assert timely is not None
     assert len(timely.plan.counts) == 16
     assert timely.step_ns < late.step_ns
-
-
-def test_a_search_for_an_order_whose_time_is_over_has_the_best_of_what_it_tried() -> None:
-    """And no bound: that is one of what is searched."""
-    p = random_pipeline(Random(0), (0, 1), 3)
-    ended = Deadline(0.0)
-    problem = order_problem(p.stages, p.devices, p.cluster, p.num_microbatches, p.memory_bytes)
-    start = [sequential_schedule(p.devices, p.num_microbatches, problem.num_ranks)]
-    found = search_order(
-        p.stages,
-        p.devices,
-        p.cluster,
-        num_microbatches=p.num_microbatches,
-        memory_bytes=p.memory_bytes,
-        start=start,
-        deadline=ended,
-    )
-    assert (found.schedule, found.lower_bound_ns) == (start[0], 0)
-    assert found.step_ns == simulate_columns(start[0], p.stages, p.cluster).step_ns
 
 
 def test_a_deadline_ends_the_search_for_an_order() -> None:

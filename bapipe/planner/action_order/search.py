@@ -96,16 +96,14 @@ def search_order(
     problem = order_problem(stages, devices, cluster, num_microbatches, memory_bytes)
     search = _Search(problem, stages, devices, cluster, memory_bytes, deadline)
     for schedule in start:
-        if search.schedule is not None and deadline.is_over:
-            break
         if schedule.devices != devices or schedule.num_microbatches != num_microbatches:
             raise ValueError(
                 f"a start with devices {schedule.devices} and {schedule.num_microbatches} micro-batches; "
                 f"want {devices} and {num_microbatches}"
             )
         search.try_incumbent(schedule)
-    if search.schedule is not None and deadline.is_over:
-        return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=0)
+        if search.schedule is not None and deadline.is_over:
+            return OrderSolution(schedule=search.schedule, step_ns=search.step_ns, lower_bound_ns=0)
     sequential = sequential_schedule(devices, num_microbatches, problem.num_ranks)
     search.try_incumbent(sequential)
     if search.schedule is None:  # no table needs less memory than the sequential one

@@ -8,8 +8,9 @@ import pytest
 
 from bapipe.planner.action_order.bounds import Job, preemptive_one_machine_ns
 from bapipe.planner.action_order.fuse_backward import fuse_backward
+from bapipe.planner.action_order.problem import sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Phase, Schedule, parse_action
 from bapipe.simulator.simulate import simulate_columns, simulate_schedule
@@ -34,11 +35,16 @@ def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0
 
 
 def search(
-    p: Pipeline, start: tuple[Schedule, ...] = (), effort: float = 1.0, seed: int = 0, use_solver: bool = True
+    p: Pipeline,
+    start: tuple[Schedule, ...] = (),
+    effort: float = 1.0,
+    seed: int = 0,
+    use_solver: bool = True,
+    deadline: Deadline = UNLIMITED,
 ) -> OrderSolution:
     return search_order(
         p.stages, p.devices, p.cluster, num_microbatches=p.num_microbatches, memory_bytes=p.memory_bytes,
-        start=start, effort=effort, seed=seed, use_solver=use_solver,
+        start=start, effort=effort, seed=seed, use_solver=use_solver, deadline=deadline,
     )  # fmt: skip
 
 
@@ -137,6 +143,15 @@ def test_replicas_and_starts_of_other_sizes_are_refused() -> None:
         search(p, (SCHEDULES["gpipe"](2, 3),))
     with pytest.raises(ValueError, match="2 stages, 2 lists of devices; 2 devices, 1 memories"):
         search_order(p.stages, p.devices, p.cluster, num_microbatches=2, memory_bytes=[5])
+
+
+def test_a_search_whose_time_is_over_has_the_best_of_what_it_tried() -> None:
+    """And no bound: that is one of what is searched."""
+    p = random_pipeline(Random(0), (0, 1), 3)
+    start = sequential_schedule(p.devices, p.num_microbatches, len(p.cluster.devices))
+    found = search(p, (start,), deadline=Deadline(0.0))
+    assert (found.schedule, found.lower_bound_ns) == (start, 0)
+    assert found.step_ns == simulate_columns(start, p.stages, p.cluster).step_ns
 
 
 def test_fusing_i_and_w_happens_only_if_it_costs_nothing() -> None:
