@@ -2,7 +2,7 @@
 
 from bapipe.planner.deadline import Deadline
 
-ACTIONS_PER_S, FEW_ACTIONS = 40_000, 5_000
+ACTIONS_PER_S, FEW_ACTIONS = 80_000, 5_000
 """So many actions are simulated in a second, about; and what takes no longer than so many is not asked about."""
 
 TIMES_SIMULATED = 2.5

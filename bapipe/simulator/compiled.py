@@ -40,25 +40,6 @@ class Channel(NamedTuple):
     forward: bool
 
 
-class Op(NamedTuple):
-    """An action of a lane as the engines read it.
-
-    Attributes:
-        action: its index among the actions of the compiled schedule.
-        duration: the index of its time among those of every phase of every replica of every stage.
-        consumes, produces: messages.
-        channel: the channel that carries what it produces; -1 if that stays on the device or nothing is produced.
-        consumer: the lane that consumes what it produces; -1 if none does, or the same lane.
-    """
-
-    action: int
-    duration: int
-    consumes: int
-    produces: int
-    channel: int
-    consumer: int
-
-
 class TransferColumns(NamedTuple):
     """All transfers: the channel and the message of each, and the first five fields of a `Transfer`, in columns."""
 
@@ -73,7 +54,10 @@ class CompiledSchedule:
 
     Attributes:
         actions, ranks: the actions, and the rank of each.
-        durations, consumes, produces, channel_of: of each action, as in `Op`.
+        durations: of each action, the index of its time among those of every phase of every replica of every stage.
+        consumes, produces: of each action, the messages.
+        channel_of: of each action, the channel that carries what it produces; -1 if that stays on the device, or if
+            nothing is produced.
         channels: the channels, in the order in which actions first use them.
         num_ranks: ranks of the schedule.
         num_messages: messages, with the special ones.
@@ -153,17 +137,6 @@ class CompiledSchedule:
         return consumers
 
     @cached_property
-    def lane_ops(self) -> tuple[tuple[Op, ...], ...]:
-        """The actions of each lane; the last one is a sentinel that never starts."""
-        available, never, unused = range(self.num_messages - NUM_SPECIAL_MESSAGES, self.num_messages)
-        ops: list[list[Op]] = [[] for _ in self.lane_ranks]
-        columns = zip(self.lanes, self.durations, self.consumes, self.produces, self.channel_of, strict=True)
-        for index, (lane, duration, consumes, produces, channel) in enumerate(columns):
-            consumer = self.consumer_lanes[produces] if produces < available else -1
-            ops[lane].append(Op(index, duration, consumes, produces, channel, consumer if consumer != lane else -1))
-        return tuple((*lane, Op(-1, 0, never, unused, -1, -1)) for lane in ops)
-
-    @cached_property
     def lane_positions(self) -> tuple[tuple[int, ...], ...]:
         """Where each lane's actions are among all actions, in its order."""
         positions: list[list[int]] = [[] for _ in self.lane_ranks]
@@ -191,28 +164,6 @@ class CompiledSchedule:
         of_channels = (tuple(map(itemgetter(i), facts)) for i in range(4))
         fields = [tuple(map(of_channel.__getitem__, channels)) for of_channel in of_channels]
         return TransferColumns(channels, messages, (*fields, microbatches))
-
-    @cached_property
-    def action_ends(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
-        """For each action its lane, its message, its transfer's link (-1 without), and the lanes that its end wakes."""
-        ops = sorted((op.action, lane, op) for lane, ops in enumerate(self.lane_ops) for op in ops[:-1])
-        return [
-            (
-                lane,
-                op.produces,
-                self.channel_links[op.channel] if op.channel >= 0 else -1,
-                (lane,) if op.consumer < 0 else (lane, op.consumer),
-            )
-            for _, lane, op in ops
-        ]
-
-    @cached_property
-    def transfer_ends(self) -> list[tuple[int, tuple[int, ...]]]:
-        """For each message the link of its transfer (-1 without), and the lanes that the end of the transfer wakes."""
-        return [
-            (self.channel_links[channel], (consumer, self.channels[channel].source)) if channel >= 0 else (-1, ())
-            for channel, consumer in zip(self.message_channels, self.consumer_lanes, strict=True)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,25 +202,28 @@ def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> 
     lane_ranks = (*range(num_ranks), *backward_lanes)
     num_messages = 2 * schedule.num_stages * schedule.num_microbatches + NUM_SPECIAL_MESSAGES
     channels: dict[Channel, int] = {}
-    lanes: list[list[_Row]] = [[] for _ in lane_ranks]
+    columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
     first_duration = list(accumulate((NUM_PHASES * len(ranks) for ranks in schedule.devices), initial=0))
     for rank, own_stages in enumerate(stages_of_ranks(schedule)):
-        for row in _rows(schedule, rank, backward_lanes.get(rank, rank), own_stages, first_duration, channels):
-            lanes[row[1]].append(row)
-    rows = _in_sequence(lanes, lane_ranks, num_messages)
-    columns = tuple(zip(*rows, strict=True)) if rows else ((),) * 6
+        rows = _rows(schedule, rank, backward_lanes.get(rank, rank), own_stages, first_duration, channels)
+        for column, of_rank in zip(columns, zip(*rows, strict=True), strict=False):  # a rank may have no rows
+            column += of_rank
+    sequence = _in_sequence(columns, lane_ranks, num_messages)
+    actions, lanes, durations, consumes, produces, channel_of = (
+        tuple(map(column.__getitem__, sequence)) for column in columns
+    )
     return CompiledSchedule(
-        actions=columns[0],
-        ranks=tuple(map(lane_ranks.__getitem__, columns[1])),
-        durations=columns[2],
-        consumes=columns[3],
-        produces=columns[4],
-        channel_of=columns[5],
+        actions=actions,
+        ranks=tuple(map(lane_ranks.__getitem__, lanes)),
+        durations=durations,
+        consumes=consumes,
+        produces=produces,
+        channel_of=channel_of,
         channels=tuple(channels),
         num_ranks=num_ranks,
         num_messages=num_messages,
         side_by_side=tuple(backward_lanes),
-        lanes_side_by_side=columns[1] if backward_lanes else (),
+        lanes_side_by_side=lanes if backward_lanes else (),
     )
 
 
@@ -315,36 +269,38 @@ def _rows(
         yield action, lane, duration, consumes + step * m, produces + produced_step * m, channel
 
 
-def _in_sequence(lanes: Sequence[Sequence[_Row]], lane_ranks: Sequence[int], num_messages: int) -> list[_Row]:
-    """Returns the rows of all lanes, each after what it consumes (Kahn 1962, one lane as far as it goes).
+def _in_sequence(columns: Sequence[Sequence[Any]], lane_ranks: Sequence[int], num_messages: int) -> list[int]:
+    """Returns the actions of all lanes, each after what it consumes (Kahn 1962, one lane as far as it goes).
 
     Raises:
         InvalidSchedule: they deadlock.
     """
+    actions, lane_of, _, consumes, produces, _ = columns
+    lanes: list[list[int]] = [[] for _ in lane_ranks]
+    for index, lane in enumerate(lane_of):
+        lanes[lane].append(index)
     produced = bytearray(num_messages)
     produced[num_messages - NUM_SPECIAL_MESSAGES] = 1
     waiting: dict[int, int] = {}  # the lane that waits for each message
     remaining = [iter(lane) for lane in lanes]
-    heads = [next(lane, None) for lane in remaining]
+    heads = [next(lane, -1) for lane in remaining]
     ready = list(range(len(lanes)))
-    rows: list[_Row] = []
+    sequence: list[int] = []
     while ready:
         lane = ready.pop()
         head = heads[lane]
-        while head is not None:
-            _, _, _, consumes, produces, _ = head
-            if not produced[consumes]:
-                waiting[consumes] = lane
+        while head >= 0:
+            if not produced[consumes[head]]:
+                waiting[consumes[head]] = lane
                 break
-            rows.append(head)
-            produced[produces] = 1
-            if produces in waiting:
-                ready.append(waiting.pop(produces))
-            head = next(remaining[lane], None)
+            sequence.append(head)
+            message = produces[head]
+            produced[message] = 1
+            if message in waiting:
+                ready.append(waiting.pop(message))
+            head = next(remaining[lane], -1)
         heads[lane] = head
     if waiting:
-        stuck = ", ".join(
-            f"rank {lane_ranks[lane]} at {head[0]}" for lane, head in enumerate(heads) if head is not None
-        )
+        stuck = ", ".join(f"rank {lane_ranks[lane]} at {actions[head]}" for lane, head in enumerate(heads) if head >= 0)
         raise InvalidSchedule(f"deadlock: each waits for another: {stuck}")
-    return rows
+    return sequence

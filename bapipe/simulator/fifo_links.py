@@ -9,6 +9,7 @@ later than that one, because no transfer takes zero time.
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import chain
 
 from bapipe.simulator.compiled import NUM_SPECIAL_MESSAGES, ActionTimes, CompiledSchedule
 
@@ -20,49 +21,53 @@ def run_fifo_links(compiled: CompiledSchedule, duration_ns: Sequence[int], trans
     that become ready at one instant would not all be in the heap when the first of them is taken.
     """
     num_messages, may_queue = compiled.num_messages, compiled.may_queue
+    available, never, _ = range(num_messages - NUM_SPECIAL_MESSAGES, num_messages)
     channel_links, consumer_lanes = compiled.channel_links, compiled.consumer_lanes
+    durations, produces, channel_of = compiled.durations, compiled.produces, compiled.channel_of
     # A heap entry is one integer: the ready time in the high bits, the message in the low bits (the order of ties).
     message_bits = num_messages.bit_length()
     message_mask = (1 << message_bits) - 1
     arrivals = [-1] * num_messages
-    arrivals[num_messages - NUM_SPECIAL_MESSAGES] = 0
-    lane_ops = compiled.lane_ops
-    lane_ends = [0] * len(lane_ops)
-    next_op = [0] * len(lane_ops)
-    awaited = [-1] * len(lane_ops)  # the message each lane waits for
+    arrivals[available] = 0
+    consumes = (*compiled.consumes, never)  # the last one: of lanes that have run all their actions
+    remaining = [chain(positions, (len(consumes) - 1,)) for positions in compiled.lane_positions]
+    heads = [next(lane) for lane in remaining]
+    lane_ends = [0] * len(heads)
+    awaited = [-1] * len(heads)  # the message each lane waits for
     link_ends = [0] * len(compiled.links)
     ends = [0] * len(compiled.actions)
     transfer_of = [*transfer_ns, 0]  # channel -1, the last one: what stays on its device
     heap: list[int] = []
-    ready = list(range(len(lane_ops)))
+    ready = list(range(len(heads)))
     while True:
         # Run every lane until it lacks a message.
         while ready:
             lane = ready.pop()
-            ops, position, end = lane_ops[lane], next_op[lane], lane_ends[lane]
+            index, end, following = heads[lane], lane_ends[lane], remaining[lane]
             while True:
-                index, duration, consumes, produces, channel, consumer = ops[position]
-                arrival = arrivals[consumes]
+                arrival = arrivals[consumes[index]]
                 if arrival < 0:
-                    awaited[lane] = consumes
+                    awaited[lane] = consumes[index]
                     break
                 if arrival > end:
                     end = arrival
-                end += duration_ns[duration]
+                end += duration_ns[durations[index]]
                 ends[index] = end
-                position += 1
+                message, channel = produces[index], channel_of[index]
+                index = next(following)
                 if not transfer_of[channel]:
-                    arrivals[produces] = end
+                    arrivals[message] = end
                 elif may_queue[channel]:
-                    heappush(heap, end << message_bits | produces)
+                    heappush(heap, end << message_bits | message)
                     continue
                 else:
                     link = channel_links[channel]
                     free = link_ends[link]
-                    link_ends[link] = arrivals[produces] = (free if free > end else end) + transfer_of[channel]
-                if consumer >= 0 and awaited[consumer] == produces:
+                    link_ends[link] = arrivals[message] = (free if free > end else end) + transfer_of[channel]
+                consumer = consumer_lanes[message]
+                if consumer >= 0 and awaited[consumer] == message:
                     ready.append(consumer)
-            next_op[lane], lane_ends[lane] = position, end
+            heads[lane], lane_ends[lane] = index, end
         if not heap:
             return ActionTimes(ends, arrivals, lane_ends)
         # The transfer that is ready first goes next on its link.
