@@ -13,7 +13,7 @@ from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.pace import ACTIONS_PER_S, FEW_ACTIONS
+from bapipe.planner.pace import Pace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
@@ -77,12 +77,12 @@ def baseline_alternatives(
         _data_parallel(plan, microbatch_sizes, layers),
         _equal_layers(plan, microbatch_sizes, layers, schedules),
     )
-    alternatives, left_out = [], []
+    alternatives, left_out, pace = [], [], Pace()
     for name, candidates in zip(BASELINES, kinds, strict=True):
         simulated = [
             _simulate_candidate(candidate, plan, profiles, limits)
             for candidate in sorted(candidates, key=partial(_num_actions, plan))
-            if not deadline.is_over and _is_in_time(_num_actions(plan, candidate), deadline)
+            if not deadline.is_over and pace.has_time_for(_num_actions(plan, candidate), deadline)
         ]
         if not simulated:
             left_out += [name] * bool(candidates)
@@ -103,11 +103,6 @@ def baseline_alternatives(
 def _num_actions(plan: Planned, candidate: Candidate) -> int:
     """Forwards and backwards of a step."""
     return 2 * len(candidate.stages) * (plan.minibatch_size // candidate.microbatch_size)
-
-
-def _is_in_time(num_actions: int, deadline: Deadline) -> bool:
-    """Whether so many actions are simulated before a deadline, about."""
-    return num_actions < FEW_ACTIONS or deadline.has_time_for(num_actions, ACTIONS_PER_S)
 
 
 def _one_device(plan: Planned, microbatch_sizes: Sequence[int], limits: Sequence[int]) -> list[Candidate]:

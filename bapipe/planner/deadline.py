@@ -147,15 +147,15 @@ class Deadline:
     def earlier(self, seconds: float) -> "Deadline":
         """Returns a deadline that leaves so many seconds of the time that remains."""
         left_s = self.remaining_s
-        if left_s is not None:
-            left_s = max(0.0, left_s - seconds)
-        return Deadline(left_s, is_given=self.is_given, clock=self._clock, within=self)
+        return self._ending_in(None if left_s is None else max(0.0, left_s - seconds))
 
     def share(self, num_parts: float) -> "Deadline":
         """Returns the deadline of a search that has one part in `num_parts` of the time that remains."""
         left_s = self.remaining_s
-        share_s = None if left_s is None else left_s / num_parts
-        return Deadline(share_s, is_given=self.is_given, clock=self._clock, within=self)
+        return self._ending_in(None if left_s is None else left_s / num_parts)
+
+    def _ending_in(self, left_s: float | None) -> "Deadline":
+        return Deadline(left_s, is_given=self.is_given, clock=self._clock, within=self)
 
 
 def deadline_of(time_limit_s: float | None) -> Deadline:

@@ -7,6 +7,7 @@ import numpy as np
 from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
+from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
@@ -25,7 +26,6 @@ from bapipe.planner.device_line.trip_limits import (
     ROWS_OF_REPLICA,
     OfClass,
     Stage,
-    Tracked,
 )
 from bapipe.planner.device_line.trip_tables import (
     AFTER,

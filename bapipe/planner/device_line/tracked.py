@@ -7,7 +7,6 @@ numbers of micro-batches, before one or behind one, from some number up to the n
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,19 @@ from numpy.typing import NDArray
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.tracked_arrays import (
+    GRADIENT,
+    MAX_GRADIENTS,
+    MAX_KINDS,
+    MAX_REPLICAS,
+    MAX_ROUNDS,
+    OF_KIND,
+    REPLICA,
+    ROUND,
+    WAIT,
+    Tracked,
+)
 from bapipe.planner.device_line.trip_tables import AFTER
-
-if TYPE_CHECKING:
-    from bapipe.planner.device_line.trip_limits import Tracked
 
 SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""
@@ -43,14 +51,12 @@ PARTS, PARTS_OF_FEWER = (0.25, 0.5, 0.75, 1.0), (0.0, 0.5)
 and the last one of all, which is the slowest."""
 
 
-def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> "Tracked":
+def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
     """Returns what the compiled programme needs to know of micro-batches before and behind others, and of the cuts.
 
     Args:
         num_steps: into how many equal steps the numbers before and behind are divided.
     """
-    from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, Tracked
-
     num, most = prefix.num_microbatches, prefix.classes.most
     left = num - 1 - (-(-num // most) - 1) * most
     if num <= FINE * num_steps:
@@ -191,14 +197,12 @@ class _Rows:
         return np.append(self.numbers[1:], num) - 1
 
 
-def _waits(prefix: PrefixBound, before: _Rows) -> "NDArray[np.void]":
+def _waits(prefix: PrefixBound, before: _Rows) -> NDArray[np.void]:
     """What the first B of a stage waits for: `WAIT`. [classes]
 
     A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each replica,
     which is little where plans use few devices.
     """
-    from bapipe.planner.device_line.trip_limits import WAIT
-
     num = prefix.num_microbatches
     waits = np.zeros(prefix.classes.fewest.size, dtype=WAIT)
     waits["num_first"] = waits["num_any"] = 1
@@ -214,14 +218,12 @@ def _waits(prefix: PrefixBound, before: _Rows) -> "NDArray[np.void]":
 
 def _replicas(
     prefix: PrefixBound, looked_at: IntArray, before: _Rows, behind: _Rows
-) -> tuple["NDArray[np.void]", FloatArray]:
+) -> tuple[NDArray[np.void], FloatArray]:
     """Which replicas of each class are looked at, and ns of the work of 1 ns on them, at least: see `Tracked`.
 
     Args:
         looked_at: see `_looked_at`.
     """
-    from bapipe.planner.device_line.trip_limits import MAX_REPLICAS, REPLICA
-
     num, num_classes, (g, k, few, most, q, highest, count) = (
         prefix.num_microbatches,
         prefix.classes.fewest.size,
@@ -260,13 +262,11 @@ def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
     return np.concatenate(found)
 
 
-def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> "NDArray[np.void]":
+def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> NDArray[np.void]:
     """From the gradients of which micro-batches on the B of those replicas are looked at: `GRADIENT`, of GPipe.
 
     At least two B are left, or all: with one the sums do not rise as a stage gets longer.
     """
-    from bapipe.planner.device_line.trip_limits import GRADIENT, MAX_GRADIENTS, MAX_REPLICAS
-
     gradients = np.zeros((prefix.classes.fewest.size, MAX_REPLICAS, MAX_GRADIENTS), dtype=GRADIENT)
     if not prefix.tells_gradients:
         return gradients
@@ -288,10 +288,8 @@ def _has_rounds(prefix: PrefixBound) -> bool:
     return prefix.are_forwards_first or prefix.num_microbatches < FEW_ROUNDS * prefix.num_devices
 
 
-def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> "NDArray[np.void]":
+def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> NDArray[np.void]:
     """Which rounds of the replica with the very first micro-batch are looked at. [classes, MAX_ROUNDS]"""
-    from bapipe.planner.device_line.trip_limits import MAX_ROUNDS, ROUND
-
     num = prefix.num_microbatches
     rounds = np.zeros((prefix.classes.fewest.size, MAX_ROUNDS), dtype=ROUND)
     for g, (few, most) in enumerate(zip(prefix.classes.fewest.tolist(), prefix.classes.most.tolist(), strict=True)):
@@ -303,13 +301,11 @@ def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> "NDArray[np.
     return rounds
 
 
-def _of_kinds(prefix: PrefixBound) -> "NDArray[np.void]":
+def _of_kinds(prefix: PrefixBound) -> NDArray[np.void]:
     """The slowest replica of each kind of stages on devices of several ones. [positions, classes, MAX_KINDS]
 
     Of stages of any number of devices in a class, so among the fewest; the order of the devices in a stage is known.
     """
-    from bapipe.planner.device_line.trip_limits import MAX_KINDS, OF_KIND
-
     num_devices = prefix.num_devices
     found = np.zeros((num_devices, prefix.classes.fewest.size, MAX_KINDS), dtype=OF_KIND)
     if prefix.has_one_kind:

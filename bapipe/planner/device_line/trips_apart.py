@@ -13,7 +13,7 @@ from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import note_least
 from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
-from bapipe.planner.device_line.trip_limits import Tracked
+from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, Scratch, Tables, Window
 
 

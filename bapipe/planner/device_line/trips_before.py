@@ -25,7 +25,8 @@ from bapipe.planner.device_line.around_stages import (
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Ints, Problem
-from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, Tracked, excess, of_class_behind, stage_of
+from bapipe.planner.device_line.tracked_arrays import Tracked
+from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, excess, of_class_behind, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, FLAT_AROUND, Scratch, Tables, Window
 from bapipe.planner.device_line.trip_windows import least_of_begins

@@ -20,13 +20,13 @@ from bapipe.planner.device_line.around_stages import (
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints, Problem
+from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
     BEFORE_FIRST,
     OfClass,
     Stage,
-    Tracked,
     excess,
     of_class_behind,
     stage_of,
