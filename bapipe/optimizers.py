@@ -10,6 +10,11 @@ MOMENTUM = 0.9
 """Momentum of `sgd-momentum`, and the default of SGD."""
 
 
+def default_arguments(name: str) -> dict[str, object]:
+    """Returns what an optimizer of torch is given where a user gives it no arguments."""
+    return {"momentum": MOMENTUM} if name.lower() == "sgd" else {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRule:
     """An update rule.

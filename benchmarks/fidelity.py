@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.measure import measure_model
-from bapipe.simulator.stage_cost import stage_cost
+from bapipe.simulator.stage_cost import stage_cost_by_speed
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
 from bapipe.tracing.bound_inputs import only_tensor_inputs
@@ -104,7 +104,7 @@ def memory(
     """Bytes: (predicted, allocated) of the stash, and (predicted, assumed by plans, allocated) of the peak."""
     measured = profile.at(size)
     rows = list(zip(profile.layers, measured, strict=True))[::-1]
-    cost = stage_cost(rows, 1.0, frozenset(), (), TiedWeightCost(), sends_gradient=False)
+    cost = stage_cost_by_speed(rows, frozenset(), (), TiedWeightCost(), sends_gradient=False)(1.0)
     *inputs, target = batch
     module.train()
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to

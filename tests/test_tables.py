@@ -10,6 +10,7 @@ import pytest
 import bapipe
 from bapipe.errors import BapipeError
 from bapipe.planner.compare import Comparison
+from bapipe.schedules import SCHEDULES
 from bapipe.tables import MAX_ROWS, data_frame, rows_html
 from tests.builders import chain, devices
 
@@ -55,6 +56,10 @@ def test_schedules_are_compared_from_python() -> None:
     assert {"gpipe", "1f1b"} <= set(compared.plans)
     fastest = bapipe.plan(profile, 2, minibatch_size=4, schedules=["gpipe", "1f1b"])
     assert compared.rows()[0]["step_ns"] == fastest.prediction.step_ns
+    none = bapipe.compare(
+        profile, 2, minibatch_size=4, schedules=[]
+    )  # as of `bapipe.plan`: all with one stage a device
+    assert set(none.plans) | set(none.failed) == set(SCHEDULES)
 
 
 def test_rows_hold_the_figures() -> None:

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from bapipe.cli.flags import with_flags
-from bapipe.cli.lazy_group import RENAMED, LazyGroup
+from bapipe.cli.lazy_group import LazyGroup
 from bapipe.cli.system_errors import system_error_text
 from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped
 from bapipe.printable import MAX_LINE, printable
@@ -27,7 +27,6 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda token: RENAMED.get(token, token)},
     rich_markup_mode=None,  # formatting help with rich would double its time
 )
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from bapipe import report
 from bapipe.cli.edit_command import command_lines
 from bapipe.cli.inputs import (
     check_one_source_of_devices,
@@ -17,7 +16,15 @@ from bapipe.cli.inputs import (
     profiles_of_plan,
     read_or_assume_cluster,
 )
-from bapipe.cli.options import DEFAULT_MINIBATCH_SIZE, Arguments, AsJson, ClusterFile, Devices, MinibatchIfGiven
+from bapipe.cli.options import (
+    DEFAULT_MINIBATCH_SIZE,
+    Arguments,
+    AsJson,
+    ClusterFile,
+    Devices,
+    MinibatchIfGiven,
+    schedule_names,
+)
 from bapipe.cli.progress import note, out
 from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
@@ -25,7 +32,7 @@ from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import read, read_any
 from bapipe.formats.plan import Plan
-from bapipe.report.chrome_trace import read_trace
+from bapipe.report.chrome_trace import recorded_timelines
 from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
@@ -87,8 +94,7 @@ def explore(
     if exact and not vary:
         raise BapipeError("--exact goes with --vary")
     if vary:
-        names = tuple(name.strip() for name in schedule.split(","))
-        show_points(session, vary, names, layouts[0] if layouts else "table", exact=exact)
+        show_points(session, vary, schedule_names(schedule), layouts[0] if layouts else "table", exact=exact)
         return
     with Server(session, port) as server:
         out.print(server.address, highlight=False, soft_wrap=True)
@@ -128,10 +134,7 @@ def _session(
             )
         plan = read(Path(sources[0]), Plan)
         commands = partial(command_lines, given=plan.cluster, source=(sources[0],), start=plan)
-        recorded = [named for path in traces for named in read_trace(path)]
-        for title, timeline in recorded:
-            if not report.is_step_of(timeline, plan):
-                raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
+        recorded = recorded_timelines(plan, traces)
         return Session(profiles_of_plan(plan, profiles), plan.cluster, plan, commands, recorded)
     if traces:
         raise BapipeError("--trace goes with a plan")

@@ -47,6 +47,7 @@ FLAGS = {
     "schedules": "--schedule",
     "seed": "--seed",
     "skip_unreadable": "--skip-unreadable",
+    "steps": "--steps",
     "swap": "--swap",
     "tensorboard": "--tensorboard",
     "threads": "--threads",

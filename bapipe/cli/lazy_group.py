@@ -41,8 +41,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """The function behind each command, as `module:function`, and its line in `bapipe --help`."""
 
 
-RENAMED = {"fine": "operator-layers", "neighbours": "co-runners", "whole": "leaf-module"}
-"""Options that had another name in version 0.1: the old spelling still works."""
+RENAMED = {"profile": {"fine": "operator-layers", "neighbours": "co-runners", "whole": "leaf-module"}}
+"""The options of each command that had another name in version 0.1: the old spelling still works."""
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -57,7 +57,11 @@ class LazyCommands(MutableMapping[str, Any]):
             path, short_help = self._handlers[name]
             module, _, function = path.partition(":")
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-            single.command(name, short_help=short_help)(getattr(import_module(module), function))
+            renamed = RENAMED.get(name, {})
+            settings = {"token_normalize_func": lambda token: renamed.get(token, token)}
+            single.command(name, short_help=short_help, context_settings=settings)(
+                getattr(import_module(module), function)
+            )
             self._loaded[name] = typer.main.get_command(single)
         return self._loaded[name]
 

@@ -15,7 +15,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import check_writable, read, read_any, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.report.chrome_trace import read_trace
+from bapipe.report.chrome_trace import recorded_timelines
 from bapipe.report.plan_changes import render_changes
 from bapipe.report.profile_diff import render_profile_diff
 from bapipe.simulator.simulate import unit_cost_timeline
@@ -106,10 +106,7 @@ def _show_two(
 
 def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: list[Path]) -> None:
     """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
-    recorded = [named for path in traces for named in read_trace(path)]
-    for title, timeline in recorded:
-        if not report.is_step_of(timeline, plan):
-            raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
+    recorded = recorded_timelines(plan, traces)
     show_parts(report.render_plan(plan))
     order = ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(plan))
     for title, timeline in recorded or [order]:

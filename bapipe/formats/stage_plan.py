@@ -57,7 +57,7 @@ def _check_recomputation(stage: StagePlan, where: str) -> None:
     if named is msgspec.UNSET:
         return
     if not stage.recompute:
-        raise InvalidFile("the stage names layers that are recomputed, but `recompute` is false", where)
+        raise InvalidFile("the stage names layers that are recomputed, but 'recompute' is false", where)
     if not named or len(set(named)) != len(named):
         raise InvalidFile("want one or more layers, each once; leave it out to recompute the whole stage", where)
     for name in named:

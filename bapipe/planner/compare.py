@@ -101,7 +101,7 @@ def compare(
         raise BapipeError("a comparison is of the fastest plans: leave `goal` out")
     if isinstance(cluster, int):
         cluster = homogeneous_cluster(profiles, cluster)
-    searches = {name: replace(options, schedules=[name]) for name in options.schedules}
+    searches = {name: replace(options, schedules=[name]) for name in options.schedules or named_schedules(options)}
     plans: dict[str, Plan] = {}
     was_ended: dict[str, bool] = {}
     failed: dict[str, str] = {}

@@ -26,6 +26,7 @@ class PlanOptions:
     """What a user fixes or allows, besides the profiles and the cluster.
 
     Attributes:
+        minibatch_size: the samples of one optimizer step, those of all replicas together.
         schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
             them, the order of the best plan with stages of one device each is then improved by a search that starts
             from the other named schedules (if there are none, from all with one stage per device). The result is never
@@ -42,7 +43,7 @@ class PlanOptions:
             only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
         group: how many members each device has, of the profiles given: 1 for single devices. None for any.
         goal: the least memory or devices, or the largest model, in place of the shortest step; see `planner.goal`.
-        search_effort: roughly the number of seconds that the search for an order takes; see `search_order`.
+        search_effort: how much work the search for an order does: about so many seconds of it.
     """
 
     minibatch_size: int

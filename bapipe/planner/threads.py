@@ -1,6 +1,5 @@
 """Runs compiled work in several threads, as far as there are processors."""
 
-import os
 import sys
 import threading
 import time
@@ -10,14 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from bapipe.hardware import num_cores
 from bapipe.planner.deadline import Compiling, Deadline, compute_s
 
 Answer = TypeVar("Answer")
-
-
-def num_threads() -> int:
-    """Returns how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline) -> list[Answer]:
@@ -39,7 +34,7 @@ def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline)
             computed_s[thread] += compute_s() - started_s + own.counted_s
 
     try:
-        with ThreadPoolExecutor(min(len(work), num_threads())) as pool:
+        with ThreadPoolExecutor(min(len(work), num_cores())) as pool:
             return list(pool.map(run, work))
     finally:
         deadline.count(max(computed_s.values(), default=0.0))
@@ -65,7 +60,7 @@ def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int, most
     Raises:
         OutOfTime: if any row does, when all threads have ended.
     """
-    waves, at_once = _Waves(max_rows, most_ahead), min(num_threads(), max_rows, max(max_threads, 1))
+    waves, at_once = _Waves(max_rows, most_ahead), min(num_cores(), max_rows, max(max_threads, 1))
     in_threads([partial(waves.run, row, first, at_once) for first in range(at_once)], deadline)
     return waves.num_rows
 

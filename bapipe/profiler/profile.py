@@ -81,12 +81,15 @@ def profile(
         target: an example target of the same batch size.
         loss: (output, target) -> mean loss over the batch.
         name: the model's name in the profile; None for the name of its class.
+        microbatch_sizes: numbers of samples to measure at.
+        device: `cpu`, or a GPU such as `cuda` or `cuda:1`.
         settings: how the model is computed; their `dtype` is replaced by the module's.
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: makes each operator outside modules a layer.
         check: compares loss, gradients and changed buffers of the split model with the module's own, on a few samples.
         arguments: of a factory.
         num_co_runners: with a factory, the number of other processes that train the model meanwhile.
+        progress: called with what is measured next, and how much of all is done.
 
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.
@@ -163,12 +166,12 @@ def profile_model(
     example = build(factory, arguments)
     key = None if importable is None else _cache_key(importable, arguments, device, settings)
     layer_choice = {
-        "alone": layer_by_layer,
+        "layer_by_layer": layer_by_layer,
         "exhaustive": exhaustive,
-        "whole": list(leaf_modules),
-        "fine": operator_layers,
+        "leaf_modules": list(leaf_modules),
+        "operator_layers": operator_layers,
     }
-    kept = {"unfinished": True, "neighbours": num_co_runners} | layer_choice
+    kept = {"unfinished": True, "co_runners": num_co_runners} | layer_choice
     unfinished_path = None if key is None else profile_path(key | kept)
     try:
         with co_runners(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
@@ -203,7 +206,7 @@ def profile_model(
         unfinished_path.unlink(missing_ok=True)
     if not num_co_runners:
         return measured
-    return msgspec.structs.replace(measured, environment={**measured.environment, "neighbours": num_co_runners})
+    return msgspec.structs.replace(measured, environment={**measured.environment, "co_runners": num_co_runners})
 
 
 def _what_is_kept(unfinished: ModelProfile, sizes: Sequence[int], error: BaseException) -> str:

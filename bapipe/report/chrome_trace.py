@@ -20,6 +20,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.codec import TRACE, kind_in_words
+from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.schedules.table import parse_action
@@ -134,6 +135,29 @@ class _Event(msgspec.Struct, frozen=True):
 
 class _Trace(msgspec.Struct, frozen=True):
     traceEvents: list[_Event]  # noqa: N815 - the format's own word
+
+
+def recorded_timelines(plan: Plan, paths: Sequence[Path]) -> list[tuple[str, Timeline]]:
+    """Returns the timelines in some traces of a plan, with their titles.
+
+    Raises:
+        BapipeError: a file is no trace, or one of another plan.
+    """
+    recorded = [named for path in paths for named in read_trace(path)]
+    for title, timeline in recorded:
+        if not _is_step_of(timeline, plan):
+            raise BapipeError(f"the timeline '{title}' is not of this plan: its devices run other actions")
+    return recorded
+
+
+def _is_step_of(timeline: Timeline, plan: Plan) -> bool:
+    """Returns whether every action of a timeline is one that the plan has its device run."""
+    planned = {
+        (device.name, action)
+        for device, actions in zip(plan.cluster.devices, plan.order, strict=True)
+        for action in actions
+    }
+    return all((timeline.devices[span.rank], str(span.action)) in planned for span in timeline.spans)
 
 
 def read_trace(path: Path) -> list[tuple[str, Timeline]]:

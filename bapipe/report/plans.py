@@ -53,16 +53,6 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield alternatives_table(plan)
 
 
-def is_step_of(timeline: Timeline, plan: Plan) -> bool:
-    """Returns whether every action of a timeline is one that the plan has its device run."""
-    planned = {
-        (device.name, action)
-        for device, actions in zip(plan.cluster.devices, plan.order, strict=True)
-        for action in actions
-    }
-    return all((timeline.devices[span.rank], str(span.action)) in planned for span in timeline.spans)
-
-
 def groups_in_words(plan: Plan) -> str:
     """Returns the members of the first groups that have a stage; empty if all stages are on single devices."""
     used = set(plan.used_devices)

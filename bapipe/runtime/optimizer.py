@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from bapipe.errors import BapipeError
-from bapipe.optimizers import MOMENTUM
+from bapipe.optimizers import MOMENTUM, default_arguments
 from bapipe.runtime.clock import Clock
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -41,7 +41,7 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
         close = get_close_matches(name.lower(), TORCH_OPTIMIZERS, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
         raise BapipeError(f"torch.optim has no optimizer '{name}'{hint}")
-    keywords = dict(arguments) or ({"momentum": MOMENTUM} if name.lower() == "sgd" else {})
+    keywords = dict(arguments) or default_arguments(name)
 
     def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         try:

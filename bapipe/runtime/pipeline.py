@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
@@ -312,10 +312,12 @@ class Pipeline:
             InvalidModel: the model takes no micro-batch of the size that the last one has.
         """
         if self._forward_executor is None:
-            raise ValueError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
+            raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
-            raise ValueError(f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch")
+            raise BapipeError(
+                f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch"
+            )
         expected = self._expected[0]
         loaded = expected.load(inputs, num)
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
@@ -376,7 +378,7 @@ class Pipeline:
         Its memory holds parameters, gradients and optimizer state, not what lives only within the step.
         """
         if self._start is None:
-            raise ValueError("no step has run, so there is no timeline")
+            raise BapipeError("no step has run, so there is no timeline")
         local = LocalTimeline(
             start=self._start,
             spans=self._executor.spans(),

@@ -127,7 +127,7 @@ def _memory_advice(plan: Plan, name: str) -> str:
     on_host = sum(other for device, other in peaks.items() if hosts.get(device) == hosts[name])
     return (
         f"its predicted peak is {peak} bytes, that of all ranks of its host {on_host}: plan again with a "
-        f"`memory_limit_bytes` below {peak}, with a smaller `microbatch_size`, or with `recompute`"
+        f"`memory_limit_bytes` below {peak}, so that stages recompute, or with a smaller `microbatch_size`"
     )
 
 

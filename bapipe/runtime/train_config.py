@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.optimizers import MOMENTUM, OPTIMIZERS
+from bapipe.optimizers import OPTIMIZERS, default_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class TrainConfig:
         object.__setattr__(self, "without", tuple(self.without))
         object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
         if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, not {self.steps}")
+            raise BapipeError(f"`steps` is {self.steps}: want at least 1")
         if self.learning_rate_schedule not in LR_SCHEDULES:
             raise BapipeError(
                 f"no schedule of the learning rate '{self.learning_rate_schedule}': want {', '.join(LR_SCHEDULES)}"
@@ -169,9 +169,7 @@ class TrainConfig:
             if rule is None:
                 return settings.optimizer, dict(self.optimizer_arguments)
             return rule.torch_class.lower(), {**rule.arguments, **self.optimizer_arguments}
-        if self.optimizer.lower() == "sgd" and not self.optimizer_arguments:
-            return self.optimizer, {"momentum": MOMENTUM}
-        return self.optimizer, dict(self.optimizer_arguments)
+        return self.optimizer, dict(self.optimizer_arguments) or default_arguments(self.optimizer)
 
 
 LR_SCHEDULES: dict[str, Callable[[float], float]] = {

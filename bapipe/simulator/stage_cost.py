@@ -138,19 +138,6 @@ def group_bucket_bytes(bucket_ends: Sequence[int], group_gradient_bytes: Sequenc
     return tuple(sum(group_gradient_bytes[begin:end]) for begin, end in pairwise([0, *bucket_ends]))
 
 
-def stage_cost(
-    layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
-    speed: float,
-    recomputed: AbstractSet[str],
-    bucket_ends: Sequence[int],
-    tied: TiedWeightCost,
-    *,
-    sends_gradient: bool,
-) -> StageCost:
-    """Returns the cost of layers on a device of some speed; see `stage_cost_by_speed`."""
-    return stage_cost_by_speed(layers, recomputed, bucket_ends, tied, sends_gradient=sends_gradient)(speed)
-
-
 def stage_cost_by_speed(
     layers: Sequence[tuple[LayerProfile, LayerMeasurement]],
     recomputed: AbstractSet[str],

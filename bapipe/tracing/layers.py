@@ -113,7 +113,7 @@ def _traced(
         captured = _with_operators(captured, replicated)
     if not captured.layer_of_call:
         captured = _as_one_layer(module, captured, replicated)
-    layer_of = _assign_layers(captured, replicated)
+    layer_of = _assign_layers(captured)
 
     def crosses(node: fx.Node) -> bool:
         return node in replicated or any(layer_of.get(user) != layer_of[node] for user in node.users)
@@ -194,7 +194,7 @@ def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or tensor.requires_grad
 
 
-def _assign_layers(captured: Captured, replicated: frozenset[fx.Node]) -> dict[fx.Node, str]:
+def _assign_layers(captured: Captured) -> dict[fx.Node, str]:
     """Returns the layer of every operator, see `trace`."""
     nodes = [node for node in captured.module.graph.nodes if node.op in ("call_module", "call_function", "call_method")]
     position = {name: index for index, name in enumerate(dict.fromkeys(captured.layer_of_call.values()))}

@@ -86,10 +86,10 @@ class _Graph:
         self.sizes: dict[fx.Node, tuple[Any, Any]] = {}
         self._size_nodes: dict[_Size, fx.Node] = {}
         self._shapes: list[tuple[TensorShape, TensorShape] | None] = []
-        for index, three in enumerate(calls):
-            self._add(index, three)
+        for three in calls:
+            self._add(three)
 
-    def _add(self, index: int, three: tuple[Call, Call, Call]) -> None:
+    def _add(self, three: tuple[Call, Call, Call]) -> None:
         call = three[0]
         try:
             args = self._value((three[0].args, three[1].args, three[2].args))

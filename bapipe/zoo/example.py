@@ -14,7 +14,7 @@ from bapipe.tracing import Inputs, tensor_inputs
 class GenerationConfig:
     """How a model generates texts word by word, and how the texts are scored.
 
-    The data set then has `text(tokens)` and `reference(index)`, see `bapipe.zoo.data.dataset.PipelineDataset`.
+    The data set then has `text(tokens)` and `reference(index)`, see `bapipe.PipelineDataset`.
 
     Attributes:
         input_index: the input with the words so far, [n, length]; the output is [n, length, vocabulary].
@@ -41,7 +41,7 @@ class Example:
         loss: (output, target) -> mean loss over the batch, a scalar.
         data: opens the data that a user names, such as synthetic or a folder; items are (input, target), or
             ((input, ...), target) for several tensors in `inputs`, in their order; if None, only synthetic data, made
-            like the example inputs. See `bapipe.zoo.data.dataset.PipelineDataset` for optional methods.
+            like the example inputs. See `bapipe.PipelineDataset` for optional methods.
         metrics: by name, (output, target) -> a value for each sample; their means over held-out samples are reported.
         generation: how the model generates text; None for models that do not.
         learning_rate: the default, for SGD with momentum 0.9.

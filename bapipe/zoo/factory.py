@@ -44,7 +44,7 @@ def build(factory: Factory, arguments: Mapping[str, object]) -> Example:
             raise InvalidModel(f"factory '{name}' failed: {with_place(error)}") from error
     if not isinstance(example, Example):
         raise InvalidModel(
-            f"factory '{name}' returned a {type(example).__name__}; want a bapipe.zoo.example.Example with the "
+            f"factory '{name}' returned a {type(example).__name__}; want a bapipe.Example with the "
             "module, example inputs, a target and the loss"
         )
     return example

@@ -321,6 +321,8 @@ def test_old_spellings_of_options_still_work(folder: Path) -> None:
     assert done.returncode == 1
     assert "unknown model 'nothing'" in done.stderr
     assert "--neighbours" not in bapipe(folder, "profile", "--help").stdout
+    other = bapipe(folder, "compare", "profile.json", "--whole")  # an option of this command's own
+    assert "'--whole' requires an argument" in other.stderr
 
 
 def test_errors_of_the_library_name_the_flag(folder: Path) -> None:

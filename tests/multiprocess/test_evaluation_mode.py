@@ -66,13 +66,13 @@ def test_wrong_numbers_of_samples_are_refused() -> None:
     with pytest.raises(BapipeError) as caught:
         pipeline.evaluate(x, num_samples=5)
     assert str(caught.value) == "'input' has 6 samples; num_samples is 5"
-    with pytest.raises(ValueError, match=r"^7 samples to evaluate: want 1 to 6, the plan's mini-batch$"):
+    with pytest.raises(BapipeError, match=r"^7 samples to evaluate: want 1 to 6, the plan's mini-batch$"):
         pipeline.evaluate(x, num_samples=7)
     found = pipeline.evaluate(x)
     assert found is not None
     assert found.loss is None
     assert torch.equal(found.outputs[0], module(x))
-    with pytest.raises(ValueError, match="not made to evaluate"):
+    with pytest.raises(BapipeError, match="not made to evaluate"):
         Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), plan, loss=loss, inputs=[x]).evaluate(x)
 
 

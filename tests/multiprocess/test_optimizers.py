@@ -77,6 +77,20 @@ def test_autocast_is_that_of_the_whole_model(recompute: tuple[int, ...]) -> None
     assert narrow < len(list(whole.parameters()))  # sums over micro-batches are kept in full
 
 
+def test_a_run_has_a_step() -> None:
+    with pytest.raises(BapipeError, match=r"^`steps` is 0: want at least 1$"):
+        TrainConfig(steps=0)
+
+
+def test_more_inputs_than_the_model_has_are_refused() -> None:
+    part, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(4, 6)
+    layers = [layer.name for layer in trace(part, [x]).layers]
+    plan = make_plan(layers, (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(part, plan, loss=nn.functional.cross_entropy, inputs=[x])
+    with pytest.raises(BapipeError, match=r"^2 inputs for a model that takes 1: want input$"):
+        pipeline.step(x, x, target=torch.zeros(4, dtype=torch.long))
+
+
 def test_learning_rates() -> None:
     constant = TrainConfig(steps=10, warmup_steps=4)
     assert [constant.learning_rate_at(step, 0.5) for step in range(6)] == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]

@@ -21,7 +21,7 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.simulate import simulate_schedule
-from bapipe.simulator.stage_cost import BUCKET_BYTES, build_stages, fill_buckets, stage_cost
+from bapipe.simulator.stage_cost import BUCKET_BYTES, build_stages, fill_buckets, stage_cost_by_speed
 from bapipe.simulator.tied_weights import TiedWeightCost
 
 Array = Any
@@ -121,9 +121,9 @@ class _Costs:
                 buckets = fill_buckets([layer.param_bytes for layer, _ in layers])
                 assert sum(layer.param_bytes for layer, _ in layers) < BUCKET_BYTES
                 ends = [end for end, _ in buckets]
-                cost = stage_cost(
-                    layers, device.speed, frozenset(), ends, TiedWeightCost(), sends_gradient=bool(sends_back[a])
-                )
+                cost = stage_cost_by_speed(
+                    layers, frozenset(), ends, TiedWeightCost(), sends_gradient=bool(sends_back[a])
+                )(device.speed)
                 done = cost.gradient_done_ns[0] if buckets else (0, 0)
                 values = (
                     *(cost.forward_ns, cost.backward_ns, cost.input_grad_ns, cost.weight_grad_ns, cost.update_ns),

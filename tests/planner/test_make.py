@@ -88,7 +88,7 @@ def test_layers_of_the_file_that_cannot_be_recomputed_alone_are_refused() -> Non
     plan = bapipe.make(PROFILE, devices(1), minibatch_size=4)
     stages = json.loads(encode(plan))["stages"]
     for again, names, message in [
-        (False, ["l1"], "`recompute` is false"),
+        (False, ["l1"], "'recompute' is false"),
         (True, [], "want one or more layers"),
         (True, ["l1", "l1"], "each once"),
         (True, ["l9"], "'l9' is not a layer of the stage"),

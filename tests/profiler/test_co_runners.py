@@ -48,7 +48,7 @@ def test_a_co_runner_trains_until_the_context_is_left(folder: Path) -> None:
 def test_a_profile_records_the_number_of_co_runners(folder: Path) -> None:
     arguments = {"file": str(folder / "notes")}
     measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
-    assert measured.environment["neighbours"] == 1
+    assert measured.environment["co_runners"] == 1
     assert measured.arguments == arguments
 
 

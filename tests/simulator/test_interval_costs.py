@@ -46,7 +46,7 @@ def scalar_cost(profile: ModelProfile, before: list[int], layers: list[int], spe
     measured = profile.at(2)
     pairs = [(profile.layers[i], measured[i]) for i in reversed(layers)]
     sends = sends_gradient(profile, set(before))
-    return stage_cost.stage_cost(pairs, speed, frozenset(), (), TiedWeightCost(), sends_gradient=sends)
+    return stage_cost.stage_cost_by_speed(pairs, frozenset(), (), TiedWeightCost(), sends_gradient=sends)(speed)
 
 
 def check_equal(costs: IntervalCosts, begin: int, end: int, want: StageCost) -> None:

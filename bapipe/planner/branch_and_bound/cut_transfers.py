@@ -9,7 +9,7 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
-from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray
+from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray, greatest_of, least_of
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.simulator.interval_costs import transfer_ns
 
@@ -46,7 +46,8 @@ class CutTransfers:
                 for pair, (a, b) in directed.items()
             }
             # One micro-batch may take the fastest link; all of them together wait for the busiest (bound "link").
-            self._between[key] = _min(times.values()), _max(count * times[pair] for pair, count in counts.items())
+            busiest = greatest_of(count * times[pair] for pair, count in counts.items())
+            self._between[key] = least_of(times.values()), busiest
         return self._between[key]
 
     def blocks_on_transfers(self, placement: StagePlacement) -> bool:
@@ -72,7 +73,7 @@ class CutTransfers:
 
     def min_ns(self, sources: Iterable[int], targets: Iterable[int], forward: bool) -> IntArray:
         """Returns the minimum time of a transfer from a device of some classes to another one of some. [boundaries]"""
-        return _min(self._cut_transfer_ns(link, forward) for link in self.links.between(sources, targets))
+        return least_of(self._cut_transfer_ns(link, forward) for link in self.links.between(sources, targets))
 
     def _cut_transfer_ns(self, link: Bandwidth, forward: bool) -> IntArray:
         """The transfer of a micro-batch on a link at every boundary. [boundaries]"""
@@ -98,13 +99,3 @@ def _microbatches_per_link(placement: StagePlacement, successor: StagePlacement)
     if len(set(senders)) > 1 or len(set(receivers)) > 1:
         return {(senders[m % len(senders)], receivers[m % len(receivers)]): num // period for m in range(period)}
     return {(senders[0], receivers[0]): -(-num // period)}
-
-
-def _min(values: Iterable[IntArray]) -> IntArray:
-    minimum: IntArray = np.minimum.reduce(list(values))
-    return minimum
-
-
-def _max(values: Iterable[IntArray]) -> IntArray:
-    maximum: IntArray = np.maximum.reduce(list(values))
-    return maximum

@@ -7,7 +7,7 @@ Shapes: `[intervals]` one entry per interval, `[boundaries]` one per boundary 0 
 over an interval are differences of prefix sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,18 @@ INF = 1 << 60
 
 MAX_TIME = INF >> 14
 """Times of one action or transfer are cut off here, at 2^46 ns, so that sums of many stay below `INF`."""
+
+
+def least_of(values: Iterable[IntArray]) -> IntArray:
+    """Returns the least of several arrays, each number by itself."""
+    found: IntArray = np.minimum.reduce(list(values))
+    return found
+
+
+def greatest_of(values: Iterable[IntArray]) -> IntArray:
+    """Returns the greatest of several arrays, each number by itself."""
+    found: IntArray = np.maximum.reduce(list(values))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ Letters of the bounds (`lower_bound.py`) and the names here, per micro-batch and
 Shapes: `[n]`, where n are the intervals asked for, of all intervals or of those with one begin.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,14 @@ import numpy as np
 from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
 from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass
 from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, IntervalIndex, Rows
+from bapipe.planner.branch_and_bound.intervals import (
+    BoolArray,
+    IntArray,
+    IntervalIndex,
+    Rows,
+    greatest_of,
+    least_of,
+)
 from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_memory import StageMemory
 from bapipe.planner.deadline import UNLIMITED, Deadline
@@ -152,20 +159,20 @@ class StageCostTable:
             recompute=recompute,
             # f, r and e are minima over the replicas: a bound that uses them holds on whichever replica a micro-batch
             # runs (docs/algorithm.md, Notation).
-            forward_ns=_min(replica.forward_ns for replica in replicas),
-            critical_backward_ns=_min(critical_ns),
-            finish_ns=_min(replica.deferred_ns + replica.sync_ns for replica in replicas),
+            forward_ns=least_of(replica.forward_ns for replica in replicas),
+            critical_backward_ns=least_of(critical_ns),
+            finish_ns=least_of(replica.deferred_ns + replica.sync_ns for replica in replicas),
             replica_critical_ns=tuple(
                 (count, count * (replica.forward_ns + backward_ns))
                 for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
             ),
             # The work of one replica is not a minimum: the bounds "work" and "return" are stated for each replica.
             replica_work_ns=tuple((replica.index, work) for replica, work in zip(replicas, work_ns, strict=True)),
-            max_backward_work_ns=_max(
+            max_backward_work_ns=greatest_of(
                 work - count * replica.forward_ns
                 for count, replica, work in zip(counts, replicas, work_ns, strict=True)
             ),
-            microbatch_ns=_min(microbatch_ns),
+            microbatch_ns=least_of(microbatch_ns),
         )
 
     def _with_recomputation(
@@ -244,14 +251,4 @@ class StageCostTable:
             action_ns = at.backward_ns if full_backward else at.weight_grad_ns
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
         # Replicas may end with B or with W: the minimum holds for both.
-        return _min(after_last)
-
-
-def _min(values: Iterable[IntArray]) -> IntArray:
-    minimum: IntArray = np.minimum.reduce(list(values))
-    return minimum
-
-
-def _max(values: Iterable[IntArray]) -> IntArray:
-    maximum: IntArray = np.maximum.reduce(list(values))
-    return maximum
+        return least_of(after_last)

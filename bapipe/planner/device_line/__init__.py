@@ -1,8 +1,33 @@
-"""Plans whose stages take consecutive devices of the cluster: made from few numbers, and timed by the simulator alone.
+"""Plans for many devices, whose stages take consecutive ones: made from few numbers, and timed by the simulator.
 
 The other searches keep tables of intervals and placements, which grow with the square of the layers and the devices.
-`line.py` evaluates a plan without any, and `naive.py` makes the plans that everybody would try first; they are what is
-left when the time is over before a search has found a plan. `climb.py` changes plans as `neighbourhood.py` says, for as
-long as the estimates of `estimate.py` become shorter. `prefix_bound.py` bounds all plans of many devices,
-`single_devices.py` those without replicas, and `search.py` looks for good ones near the bound.
+
+Plans
+    orders                  in which orders the devices are taken: each is a line
+    line                    a line, and the step time and memory of its plans; layer_sums, stage_memory
+    naive, growing_stages, fitting_cuts     plans to begin with; first_plans ranks them
+    estimate                the step of a plan without a table of its actions; step_programme, search_arrays
+    climb                   changes plans for as long as that makes them faster; moves, neighbourhood, walk
+    fewer_recomputed        which layers are recomputed
+    timed_plans             all that have been timed
+    best_naive              what is left when no time is
+
+Bounds: no plan is within a step time, the goal, if a relaxation of all plans has none
+    prefix_bound            relaxes all but the first devices and layers; prefix_programme, furthest_prefixes,
+                            in_flight, stage_limits, stage_arrays, stage_kinds, replica_classes, replica_weights,
+                            early_waits
+    single_devices          the same of stages on one device each
+    ring_bound              adds the sums of gradients, behind the way back of later stages; rings, stage_delays,
+                            suffix_programme
+    trip_bound              adds the trips of micro-batches through all stages, before and behind each; behind, tracked,
+                            tracked_arrays, trip_tables, trip_windows, trip_limits, trip_sums, around_stages,
+                            trips_before, trips_behind, trips_apart
+    ring_ranges             which goals these are asked about, and of which plans; ring_goals, cut_ranges,
+                            prefix_bisection, plan_kind, plan_range
+
+search                      both by turns, until they meet or the time is over
+
+A *trip* is the way of a micro-batch through stages forwards and back. A *class* is a range of numbers of devices that a
+bound does not tell apart. A *look* asks a bound with a part of what it knows, which takes less time. docs/algorithm.md
+("Many devices") has the bounds and their proofs.
 """

@@ -8,11 +8,12 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
+from bapipe.hardware import num_cores
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
-from bapipe.planner.threads import in_threads, num_threads
+from bapipe.planner.threads import in_threads
 
 MIN_ACTIONS, MAX_ACTIONS = 800_000, 64_000_000
 """The walks of the first round end after estimates of as many actions as the micro-batches times two fifths of the
@@ -74,7 +75,7 @@ class Climbs:
         num_rounds, runners = len(starts).bit_length(), list(starts)
         for number in range(num_rounds):
             round_deadline, ends = deadline.share(num_rounds - number), list[tuple[float, DeviceLine, LinePlan]]()
-            num_at_once = num_threads()
+            num_at_once = num_cores()
             batches = [runners[at : at + num_at_once] for at in range(0, len(runners), num_at_once)]
             for num_left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
                 if is_over() or deadline.is_over:

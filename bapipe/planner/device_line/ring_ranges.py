@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from bapipe.hardware import num_cores
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.line import TimedPlan
@@ -23,7 +24,7 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_classes import MAX_ALIKE
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import TripBound
-from bapipe.planner.threads import in_threads, num_threads
+from bapipe.planner.threads import in_threads
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
@@ -140,7 +141,7 @@ class RingRanges:
                     asked[number],
                     goal_ns,
                     num_rounds,
-                    lambda: num_threads() // len(running),
+                    lambda: num_cores() // len(running),
                     partial(known.__setitem__, number),
                     deadline,
                 )

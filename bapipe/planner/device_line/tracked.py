@@ -284,7 +284,7 @@ def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> NDArray
 
 
 def _has_rounds(prefix: PrefixBound) -> bool:
-    """Whether rounds before the last one matter: in 1F1B, where B of most of them wait for no F."""
+    """Whether rounds before the last one matter: in GPipe, and in 1F1B with few micro-batches for each device."""
     return prefix.are_forwards_first or prefix.num_microbatches < FEW_ROUNDS * prefix.num_devices
 
 

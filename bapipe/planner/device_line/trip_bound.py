@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from bapipe.hardware import num_cores
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.behind import Behind, in_band
@@ -29,7 +30,7 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.threads import in_waves, num_threads
+from bapipe.planner.threads import in_waves
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.early_waits import Waits
@@ -374,7 +375,7 @@ class TripBound:
         """
         fewest = self.prefix.classes.fewest
         many = max(int(np.searchsorted(fewest, 2 * POSITIONS_AT_ONCE)), fewest.size // 2)
-        if many == fewest.size or min(asked.max_threads(), num_threads()) < 2:
+        if many == fewest.size or min(asked.max_threads(), num_cores()) < 2:
             return [(0, fewest.size)]
         return [(0, many), (many, fewest.size)]
 

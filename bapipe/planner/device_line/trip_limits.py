@@ -163,7 +163,8 @@ def excess(
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
             than twice as steep; that if others are behind it as behind the stage's last one; and when the
-            micro-batches are there whose F the first B waits for: of the very first one, and of any. [7, boundaries]
+            micro-batches are there whose F the first B waits for: of the very first one, and of any; then the rows from
+            `REPLICAS`, `ROUNDS` and `OF_KINDS` on. [NUM_KNOWN, boundaries]
         rest: by boundary, the trip from there on, where it grows no more than a stage of one micro-batch; the same, no
             more than `slope`; and when the gradients of the very first micro-batch, and of any, are there.
             [4, boundaries]

@@ -115,7 +115,7 @@ def fill_behind(
             _note_later(gradients[begins], known[ARRIVAL, begins], around[begins], stage.rounding, behind[row, p, here])
         if num_late > 0:
             num_speeds = note_row_ns(tracked, own, p, g, num_speeds, scratch)
-            _note_late(columns, tracked, own, stage, g, scratch, window, tables.gradient_begins[p, here])
+            _note_late(columns, tracked, stage, g, scratch, window, tables.gradient_begins[p, here])
     return num_tried
 
 
@@ -208,7 +208,6 @@ def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row
 def _note_late(
     columns: Floats,
     tracked: Tracked,
-    own: Any,
     stage: Stage,
     g: int,
     scratch: Scratch,

@@ -11,6 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.folder import list_checkpoints
 from bapipe.runtime.checkpoint.manifest import DamagedCheckpoint, KeptOptions, decode_manifest
 from bapipe.runtime.train_config import TrainConfig
+from bapipe.zoo.data.translation import LOCALE
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def resumed_options(config: TrainConfig, given: Collection[str], *, tell: bool) 
     """
     kept = _by_name(_kept_in(config))
     data = kept.get("data")
-    if "data" not in given and isinstance(data, str) and ":" in data and not data.startswith("locale:"):
+    if "data" not in given and isinstance(data, str) and ":" in data and not data.startswith(LOCALE):
         raise BapipeError(
             f"the checkpoints in {config.checkpoint} were trained on `data` {data}: name it again, because calling a "
             "function that a file names may do anything"

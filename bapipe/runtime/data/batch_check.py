@@ -38,7 +38,9 @@ class BatchSpec:
             BapipeError: one is missing, or not of `num_samples` samples and its example's shape and type.
         """
         if len(inputs) > len(self.names):
-            raise ValueError(f"{len(inputs)} inputs for a model that takes {len(self.names)}")
+            raise BapipeError(
+                f"{len(inputs)} inputs for a model that takes {len(self.names)}: want {', '.join(self.names)}"
+            )
         given = dict(zip(self.names, inputs, strict=False))
         return {name: self.checked(name, given.get(name), self.examples[name], num_samples) for name in self.needed}
 
