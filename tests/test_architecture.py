@@ -226,8 +226,8 @@ def test_public_names() -> None:
         bapipe.nothing  # noqa: B018
     assert sorted(bapipe.__all__) == [
         "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "Device", "Example", "Goal", "Infeasible",
-        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "Plan", "PlanOptions",
-        "Prediction", "RunFailed", "StagePlan", "Timeline", "TrainConfig", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate",
+        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan", "PlanOptions",
+        "Prediction", "RunFailed", "Settings", "StagePlan", "Timeline", "TrainConfig", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate",
         "to_networkx", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:

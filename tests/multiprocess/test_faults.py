@@ -147,8 +147,8 @@ def test_a_rank_out_of_memory_is_named_with_what_was_predicted(seen: dict[str, A
     assert re.fullmatch(
         r"RunFailed: rank 1 \(cpu1\) ran out of memory at step 0: layer '3' \(stage 1\) fails in the forward of "
         r"micro-batch 0: .*you tried to allocate 4000000000000000 bytes.*; its predicted peak is 5000 bytes, that of "
-        r"all ranks of its host 10000: plan again with a `memory_limit_bytes` below 5000, with a smaller `microbatch_size`, or "
-        r"with `recompute`",
+        r"all ranks of its host 10000: plan again with a `memory_limit_bytes` below 5000, so that stages "
+        r"recompute, or with a smaller `microbatch_size`",
         second,
     ), second
 

@@ -82,6 +82,7 @@ def test_a_run_has_a_step() -> None:
         TrainConfig(steps=0)
 
 
+@pytest.mark.usefixtures("alone")
 def test_more_inputs_than_the_model_has_are_refused() -> None:
     part, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(4, 6)
     layers = [layer.name for layer in trace(part, [x]).layers]

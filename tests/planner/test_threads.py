@@ -113,7 +113,7 @@ def test_rows_follow_the_row_before_column_by_column(max_threads: int) -> None:
 
 
 def test_a_row_is_not_far_ahead_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
     begun: list[tuple[int, int]] = []
 
     def run(row: int, begin: Callable[[int], None], deadline: Deadline) -> bool:

@@ -120,7 +120,7 @@ def test_vgg16_initialises_a_layer_by_its_published_rule() -> None:
         (
             "builtins:dict",
             {},
-            "factory 'builtins:dict' returned a dict; want a bapipe.zoo.example.Example with the module, example "
+            "factory 'builtins:dict' returned a dict; want a bapipe.Example with the module, example "
             "inputs, a target and the loss",
         ),
     ],

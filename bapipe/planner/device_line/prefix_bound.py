@@ -121,7 +121,7 @@ class PrefixBound(LayerSums):
         return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas
 
     def _list_memory(self) -> FloatArray:
-        """The bytes that the devices of a stage may hold, by its first device and its class. [positions, classes]"""
+        """The bytes that the devices of a stage may hold beside buffers. [positions, classes]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
         limit_bytes = np.full((self.num_devices, self.classes.fewest.size), limits.max())
         if not self.has_one_speed:
@@ -129,6 +129,10 @@ class PrefixBound(LayerSums):
                 if number <= limits.size:
                     windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
                     limit_bytes[: windows.size, g] = windows
+        # A stage behind the first one has a buffer for what each of its micro-batches receives.
+        most, have_same = self.classes.most, len(set(limits.tolist())) == 1
+        num_received = -(-self.num_microbatches // most) if have_same else self.num_microbatches // most
+        limit_bytes[1:] -= num_received * self.least_received
         return limit_bytes
 
     @property
@@ -156,7 +160,7 @@ class PrefixBound(LayerSums):
             layers=layers,
             columns=np.stack([layers[name] for name in LAYER_SUMS.names or ()], axis=1),
             stages=self._stages(),
-            savings=Savings(self.savings_rates, self.savings_surplus),
+            savings=Savings(self.savings_rates, self.savings_reached, self.savings_begun),
             one_way=np.asarray(self._one_way, dtype=float),
             both_ways=np.asarray(self._both_ways, dtype=float),
             boundaries_before=self.boundaries_before,
@@ -211,6 +215,7 @@ class PrefixBound(LayerSums):
             "limit_bytes": self.limit_bytes,
             "num_stashes": self._num_stashes(),
             "may_recompute": self.line.options.recompute,
+            "is_behind": np.arange(self.num_devices)[:, None] > 0,
         }
         stages = np.zeros(n.shape, dtype=STAGE)
         for name, values in columns.items():

@@ -70,7 +70,7 @@ alone."""
 NEAR_BOUND = 1.01
 """Bounds by rings are raised where the best step is more than so many times the bound."""
 
-MAX_TRIED = 3_500_000_000
+MAX_TRIED = 6_000_000_000
 """Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
 
 TRIED_PER_S, MEASURED = 46_000_000, 20_000_000

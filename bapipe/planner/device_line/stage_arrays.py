@@ -65,6 +65,7 @@ STAGE = np.dtype(
         ("limit_bytes", np.float64),  # of each device
         ("num_stashes", np.float64),  # that some device holds at least if the stage does not recompute
         ("may_recompute", np.int64),
+        ("is_behind", np.int64),  # another stage
         ("trips", np.float64, 2),  # round trips one after another, 0 if there are none,
         ("steps", np.float64, 2),  # and the F and r between them, in two ways
     ]
@@ -77,12 +78,15 @@ class Savings(NamedTuple):
 
     Attributes:
         rates: ns of F for a byte. [rates]
-        surplus: by how much the bytes of the layers before a boundary are worth more than their F, by each rate, where
-            they are. [rates, boundaries]
+        reached, begun: with each rate, by how much the bytes of recomputed layers are worth more than their F and than
+            what is kept between them and others. Of a stage that is at most what is reached at its end, less what is
+            begun where it begins: the first stage keeps nothing there, others what they receive. [rates, boundaries],
+            [2, rates, boundaries]
     """
 
     rates: Floats
-    surplus: Floats
+    reached: Floats
+    begun: Floats
 
 
 class Problem(NamedTuple):

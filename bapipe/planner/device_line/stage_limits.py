@@ -145,7 +145,8 @@ def until_first_bucket(begin: Any, end: Any) -> float:
 def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
     """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
 
-    If at most F of the layers were saved, each byte would be worth a rate: the dual of the fractional knapsack.
+    If each byte is worth a rate, the F that are saved are worth no more than all that are worth their F: the Lagrange
+    dual of a knapsack, whose items are runs of layers, each with what is kept at its ends.
 
     Returns:
         ns of work, 0 if it fits with all stashes, infinite if it does not fit with one. It rises with j and falls as i
@@ -160,7 +161,7 @@ def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: i
         return 0.0
     saved, again = beyond / (stage.num_stashes - 1), 0.0  # one micro-batch is in its B
     for k in range(savings.rates.size):
-        again = max(again, savings.rates[k] * saved - (savings.surplus[k, j] - savings.surplus[k, i]))
+        again = max(again, savings.rates[k] * saved - (savings.reached[k, j] - savings.begun[stage.is_behind, k, i]))
     return float(again * (1 - FLOAT_ROUNDING))
 
 

@@ -140,8 +140,8 @@ def test_a_race_ends_at_the_same_plans_in_any_number_of_threads(monkeypatch: pyt
     others = [replaced(start.plan, cuts=(0, middle, 2 * middle, 40)) for middle in (5, 8, 12, 15)]
     ends = []
     for number in (1, 3):
-        monkeypatch.setattr(climb_module, "num_threads", lambda number=number: number)
-        monkeypatch.setattr(threads, "num_threads", lambda number=number: number)
+        monkeypatch.setattr(climb_module, "num_cores", lambda number=number: number)
+        monkeypatch.setattr(threads, "num_cores", lambda number=number: number)
         timed = list[LinePlan]()
 
         def time(line: DeviceLine, plan: LinePlan, timed: list[LinePlan] = timed) -> TimedPlan | None:

@@ -1,6 +1,7 @@
 """The relaxation of many devices: every plan on consecutive devices is feasible in it at its own step time."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from itertools import combinations, product
 from random import Random
@@ -15,10 +16,12 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.search import LineSearch
+from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.schedules import SCHEDULES
+from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.problems import heavy
@@ -288,3 +291,51 @@ def test_what_recomputation_takes_at_least_raises_the_bound() -> None:
     step_ns = 4 * (2 + 4 + 1) * 10**6
     assert bound.path(step_ns, UNLIMITED) is not None
     assert bound.path(step_ns - 10**5, UNLIMITED) is None
+
+
+def test_no_choice_of_recomputed_layers_takes_less_than_the_bound() -> None:
+    """Of every stage of random lines, by the simulator's rule of what is kept; some need all that the bound says."""
+    equal = larger = 0
+    for seed in range(30):
+        line = tight_line(seed)
+        programme = PrefixBound(line, "gpipe", 1, len(line.cluster.devices)).programme
+        profile, random = line.profiles["a"], Random(seed)
+        rows = list(zip(profile.layers, profile.at(1), strict=True))
+        for begin, end in combinations(range(len(line.cuts)), 2):
+            own = rows[line.cuts[begin] : line.cuts[end]]
+            stage, n = programme.stages[int(begin > 0), 0], random.choice([2, 3, 8])
+            stage["num_stashes"], stage["limit_bytes"] = (
+                n,
+                random.uniform(0.3, 1.1) * n * sum(m.stash_bytes for _, m in own),
+            )
+            state = sum(x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x, _ in own)
+            stash = sum(measured.stash_bytes for _, measured in own)
+            least = math.inf
+            for chosen in powerset(list(range(len(own)))):
+                again = frozenset(own[k][0].name for k in chosen)
+                run_again = sum(own[k][1].stash_bytes for k in chosen)
+                kept = stash - run_again + kept_tensor_bytes(rows, [x.name for x, _ in own], again)
+                if state + n * kept + run_again <= stage["limit_bytes"]:
+                    least = min(least, sum(own[k][1].forward_ns for k in chosen))
+            bound = least_again(programme.layers, programme.savings, stage, begin, end)
+            assert bound <= least
+            equal += 0 < least < math.inf and bound > 0.8 * least
+            larger += 0 < bound < least
+    assert (equal, larger) > (5, 5)
+
+
+def test_recomputed_layers_are_worth_less_by_the_tensors_kept_between_them_and_others() -> None:
+    """Four equal layers, of whose bytes one would be enough; but they pass on as much as two of them keep."""
+    profile, cluster = chain([1, 1, 1, 1], stash_bytes=100, output_bytes=200), devices(2, memory_bytes=3_000)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=8))
+    programme = PrefixBound(line, "gpipe", 1, 2).programme
+
+    def again_ms(first: int, end: int, limit_bytes: float) -> float:
+        stage = programme.stages[int(first > 0), 0]
+        stage["num_stashes"], stage["limit_bytes"] = 8, limit_bytes
+        return least_again(programme.layers, programme.savings, stage, first, end) / 10**6
+
+    # All of them keep nothing besides their bytes, as the model's inputs do not count: 7 / 8 of 3,200 bytes are saved.
+    assert again_ms(0, 4, 2_500.0) == pytest.approx(1.0)
+    # Behind another stage what they receive is kept: of three layers, 700 bytes beyond 2,400, one is not enough.
+    assert again_ms(1, 4, 1_700.0) == pytest.approx(3.0)

@@ -327,8 +327,8 @@ def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(trip_bound, "FIRST_COUNTED", ((1, max_tables), (2, max_tables)))
     monkeypatch.setattr(trip_bound, "MAX_TABLES", max_tables)
     monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
-    monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    monkeypatch.setattr(trip_bound, "num_threads", lambda: 3)
+    monkeypatch.setattr(threads, "num_cores", lambda: 3)
+    monkeypatch.setattr(trip_bound, "num_cores", lambda: 3)
     prefix = PrefixBound(sorted_line(11, output_bytes=10**7), "1f1b", 1, 11)
     limit_ns = next(ns for ns in count(10**7, 10**7) if TripBound(prefix).within(prefix.kind, ns, UNLIMITED, 1))
     bounds = [TripBound(prefix) for _ in range(2)]
@@ -346,8 +346,8 @@ def test_more_threads_find_the_same(max_tables: int, monkeypatch: pytest.MonkeyP
 
 def test_threads_that_fill_one_table_add_to_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trip_bound, "POSITIONS_AT_ONCE", 2)
-    monkeypatch.setattr(threads, "num_threads", lambda: 2)
-    monkeypatch.setattr(trip_bound, "num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
+    monkeypatch.setattr(trip_bound, "num_cores", lambda: 2)
     fill, ends = trips_before.fill_before, dict[int, Any]()
 
     def noting(problem: Any, tracked: Any, kind: Any, waits: Any, limit: float, tables: Any, *others: Any) -> int:
@@ -432,7 +432,7 @@ def test_the_work_of_a_look_is_known_before_it() -> None:
 
 
 def test_what_is_answered_and_known_when_the_time_is_over_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
     line = sorted_line(7)
     best = best_of_two_or_three_stages(line, "1f1b")
     ranges = RingRanges([PrefixBound(line, "1f1b", 1, 7), PrefixBound(line, "gpipe", 1, 7)], 0, best)
