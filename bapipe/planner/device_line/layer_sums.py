@@ -60,8 +60,8 @@ class LayerSums:
         least: on all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
-        savings_rates, savings_reached, savings_begun: of recomputation, see `Savings`. [rates], [rates, boundaries], [2, rates,
-            boundaries]
+        savings_rates, savings_reached, savings_begun: of recomputation, see `Savings`. [rates],
+            [rates, boundaries], [2, rates, boundaries]
         least_received: bytes of a micro-batch that every stage but the first receives.
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
