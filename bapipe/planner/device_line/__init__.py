@@ -14,8 +14,8 @@ Plans
 
 Bounds: no plan is within a step time, the goal, if a relaxation of all plans has none
     prefix_bound            relaxes all but the first devices and layers; prefix_programme, furthest_prefixes,
-                            in_flight, stage_limits, stage_arrays, stage_kinds, replica_classes, replica_weights,
-                            early_waits
+                            in_flight, stage_limits, stage_arrays, stage_kinds, savings, replica_classes,
+                            replica_weights, early_waits
     single_devices          the same of stages on one device each
     ring_bound              adds the sums of gradients, behind the way back of later stages; rings, stage_delays,
                             suffix_programme

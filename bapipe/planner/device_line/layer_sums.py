@@ -9,7 +9,6 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Link
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
@@ -17,9 +16,6 @@ from bapipe.schedules import ALL
 from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
-
-MAX_RATES = 8
-"""Recomputation is bounded by so many rates of F for a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,8 +56,6 @@ class LayerSums:
         least: on all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
-        savings_rates, savings_reached, savings_begun: of recomputation, see `Savings`. [rates],
-            [rates, boundaries], [2, rates, boundaries]
         least_received: bytes of a micro-batch that every stage but the first receives.
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
@@ -142,7 +136,6 @@ class LayerSums:
 
         stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
         self.stash = least(stashes)
-        self._sum_savings(np.min(stashes, axis=0).astype(float), self._passed_on(profiles))
         sent = np.min([cut_bytes(profile, self.size)[0][cuts[1:-1]] for profile in profiles], axis=0)
         self.least_received = int(sent.min(initial=np.iinfo(np.int64).max)) if sent.size else 0
         self.state = least(
@@ -153,48 +146,6 @@ class LayerSums:
         gradients = [[layer.gradient_bytes for layer in of_kind] for of_kind in layers]
         self.gradients = least(gradients)
         self._sum_buckets(np.array(gradients))
-
-    def _passed_on(self, profiles: Sequence[ModelProfile]) -> FloatArray:
-        """Returns the bytes that each layer takes from the one before it, 0 at both ends. [layers + 1]"""
-        passed = np.zeros((len(profiles), len(profiles[0].layers) + 1))
-        for of_kind, profile in zip(passed, profiles, strict=True):
-            for k, ((before, layer), measured) in enumerate(
-                zip(pairwise(profile.layers), profile.at(self.size), strict=False), start=1
-            ):
-                outputs = zip(before.outputs, measured.output_bytes, strict=True)
-                of_kind[k] = sum(num_bytes for tensor, num_bytes in outputs if tensor in layer.inputs)
-        return np.asarray(passed.min(axis=0))
-
-    def _sum_savings(self, stash_bytes: FloatArray, passed_on: FloatArray) -> None:
-        """Notes what recomputation takes at least, see `Savings`: by the rates of some layers, and all layers alike.
-
-        A dynamic programme from layer to layer, whose states are whether a layer is recomputed.
-
-        Args:
-            stash_bytes: of each layer, on the kind where they are the least. [layers]
-            passed_on: what is kept where recomputed layers begin or end. [layers + 1]
-        """
-        forward = self._times[:, :, 0].min(axis=0)
-        rates = np.unique(forward[stash_bytes > 0] / stash_bytes[stash_bytes > 0])
-        chosen = np.linspace(0, rates.size - 1, min(MAX_RATES, rates.size)).astype(int)
-        self.savings_rates = rates[np.unique(chosen)]
-        worth = np.outer(self.savings_rates, stash_bytes)  # the bytes of each layer, [rates, layers]
-        kept = np.outer(self.savings_rates, passed_on)
-        reached, begun = np.zeros(kept.shape), np.full(kept.shape, np.inf)
-        no_run, in_run = np.zeros(len(kept)), np.full(len(kept), -np.inf)
-        for k in range(len(forward)):
-            in_run = np.maximum(in_run, no_run - kept[:, k])
-            begun[:, k] = in_run + kept[:, k]
-            in_run = in_run + worth[:, k] - forward[k]
-            no_run = np.maximum(no_run, in_run - kept[:, k + 1])
-            reached[:, k + 1] = np.maximum(no_run, in_run)
-        begun = np.minimum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
-        both = np.stack([begun, begun])  # of the first stage, and of others, which begin behind a layer
-        both[1, :, 0] = begun[:, 1]
-        for k in range(len(forward)):  # it rises by no more than the bytes are worth
-            both[:, :, k + 1] = np.minimum(both[:, :, k + 1], both[:, :, k] + worth[:, k])
-        self.savings_reached = np.ascontiguousarray(reached[:, self.line.cuts])
-        self.savings_begun = np.ascontiguousarray(both[:, :, self.line.cuts])
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
         """Notes where the first bucket of a stage that ends at each boundary begins, and the bytes of any bucket.

@@ -12,7 +12,6 @@ and the two of early stages that wait for each other (`early_waits.py`).
 from copy import copy
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +26,9 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
+from bapipe.planner.device_line.savings import no_savings, savings_of
+from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, STAGE, Boundaries, Problem, Savings
 from bapipe.planner.device_line.stage_kinds import StageKinds
-
-if TYPE_CHECKING:
-    from bapipe.planner.device_line.stage_arrays import Boundaries, Problem
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""
@@ -147,10 +145,8 @@ class PrefixBound(LayerSums):
         return None if position is None else self._trace(prefixes.furthest[0], prefixes.origin, position)
 
     @cached_property
-    def programme(self) -> "Problem":
+    def programme(self) -> Problem:
         """The problem as the compiled programme takes it."""
-        from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, Problem, Savings
-
         kinds = self.kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
         for of_kinds, sums in zip(layers, kinds.sums, strict=True):
@@ -160,7 +156,7 @@ class PrefixBound(LayerSums):
             layers=layers,
             columns=np.stack([layers[name] for name in LAYER_SUMS.names or ()], axis=1),
             stages=self._stages(),
-            savings=Savings(self.savings_rates, self.savings_reached, self.savings_begun),
+            savings=self._savings(),
             one_way=np.asarray(self._one_way, dtype=float),
             both_ways=np.asarray(self._both_ways, dtype=float),
             boundaries_before=self.boundaries_before,
@@ -178,10 +174,14 @@ class PrefixBound(LayerSums):
             is_rounded=self.is_rounded,
         )
 
-    def _stages(self) -> "NDArray[np.void]":
-        """What is known of stages by their first device and class. [positions, classes]"""
-        from bapipe.planner.device_line.stage_arrays import STAGE
+    def _savings(self) -> Savings:
+        if not (self.are_forwards_first and self.line.options.recompute):
+            return no_savings(len(self.line.cuts))
+        profiles = [self.line.profiles[kind] for kind in self._kinds]
+        return savings_of(profiles, self.size, self.line.cuts, self._times[:, :, 0].min(axis=0))
 
+    def _stages(self) -> NDArray[np.void]:
+        """What is known of stages by their first device and class. [positions, classes]"""
         weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts
         in_flight, last_in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n[0]), np.zeros_like(n)
@@ -258,7 +258,7 @@ class PrefixBound(LayerSums):
         rounds: IntArray = (self.num_microbatches - 1) // most + 1
         return rounds
 
-    def _trace(self, furthest: "Boundaries", before: "Boundaries", position: int) -> LinePlan:
+    def _trace(self, furthest: Boundaries, before: Boundaries, position: int) -> LinePlan:
         """The stages of a path; devices that it leaves idle, or without layers, join the stage before them."""
         boundaries, begins = [len(self.line.cuts) - 1], []
         num_cuts = int(np.flatnonzero(furthest[position] == boundaries[0])[0])

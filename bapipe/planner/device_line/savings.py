@@ -1,0 +1,64 @@
+"""What the layers that a stage of GPipe must recompute take at least: sums for `least_again` of `stage_limits.py`."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.stage_arrays import Savings
+
+MAX_RATES = 8
+"""So many rates of F for a byte are tried."""
+
+
+def savings_of(profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: FloatArray) -> Savings:
+    """Returns the sums, by the rates of some layers, and all layers alike.
+
+    A dynamic programme from layer to layer, whose states are whether a layer is recomputed.
+
+    Args:
+        profiles: of every kind of devices; the least of them counts.
+        forward_ns: of each layer, at least. [layers]
+    """
+    stash_bytes = np.min([[m.stash_bytes for m in profile.at(size)] for profile in profiles], axis=0).astype(float)
+    rates = np.unique(forward_ns[stash_bytes > 0] / stash_bytes[stash_bytes > 0])
+    chosen = np.linspace(0, rates.size - 1, min(MAX_RATES, rates.size)).astype(int)
+    rates = rates[np.unique(chosen)]
+    worth = np.outer(rates, stash_bytes)  # the bytes of each layer, [rates, layers]
+    kept = np.outer(rates, np.min([_passed_on(profile, size) for profile in profiles], axis=0))
+    reached, begun = np.zeros(kept.shape), np.full(kept.shape, np.inf)
+    no_run, in_run = np.zeros(rates.size), np.full(rates.size, -np.inf)
+    for k, ns in enumerate(forward_ns):
+        in_run = np.maximum(in_run, no_run - kept[:, k])
+        begun[:, k] = in_run + kept[:, k]
+        in_run = in_run + worth[:, k] - ns
+        no_run = np.maximum(no_run, in_run - kept[:, k + 1])
+        reached[:, k + 1] = np.maximum(no_run, in_run)
+    begun = np.minimum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
+    both = np.stack([begun, begun])  # of the first stage, and of others, which begin behind a layer
+    both[1, :, 0] = begun[:, 1]
+    for k in range(len(forward_ns)):  # it rises by no more than the bytes are worth
+        both[:, :, k + 1] = np.minimum(both[:, :, k + 1], both[:, :, k] + worth[:, k])
+    at = np.asarray(cuts)
+    return Savings(rates, np.ascontiguousarray(reached[:, at]), np.ascontiguousarray(both[:, :, at]))
+
+
+def no_savings(num_boundaries: int) -> Savings:
+    """Returns the sums where nothing is recomputed."""
+    return Savings(np.empty(0), np.empty((0, num_boundaries)), np.empty((2, 0, num_boundaries)))
+
+
+def _passed_on(profile: ModelProfile, size: int) -> list[int]:
+    """The bytes that each layer takes from the one before it, 0 at both ends. [layers + 1]"""
+    neighbours = zip(pairwise(profile.layers), profile.at(size), strict=False)
+    passed = [
+        sum(
+            num_bytes
+            for tensor, num_bytes in zip(before.outputs, measured.output_bytes, strict=True)
+            if tensor in after.inputs
+        )
+        for (before, after), measured in neighbours
+    ]
+    return [0, *passed, 0]
