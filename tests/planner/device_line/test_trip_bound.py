@@ -184,7 +184,7 @@ def of_class_of(rows: Any, late: Any, p: int, g: int) -> OfClass:
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(schedule: str, is_tight: bool) -> None:
-    """Of random tables. With less memory some layers of a stage run again, and longer stages do not fit."""
+    """Of random tables. With less memory some layers of GPipe's stages run again, and longer stages do not fit."""
     num_stages = num_again = 0
     for seed in range(40):
         line = (alike_line if seed % 3 == 0 else unlike_line)(seed, schedule, buckets=seed % 4 > 0)
@@ -192,7 +192,7 @@ def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(sch
         if is_tight:
             all_layers = prefix.programme.layers[0, -1]
             prefix.programme.stages["limit_bytes"] = all_layers["state"] + 1.5 * all_layers["stash"]
-            prefix.programme.stages["num_stashes"] = 8
+            prefix.programme.stages["num_stashes"] = 8 if schedule == "gpipe" else 1
         problem, kind, rows = prefix.programme, prefix.kind, tracked_microbatches(prefix, 3)
         end, (num, num_classes) = problem.layers.shape[1] - 1, problem.stages.shape
         random, scratch = np.random.default_rng(seed), TripBound(prefix)._scratch(2, 0, 1)
@@ -227,7 +227,7 @@ def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(sch
             ], (seed, p, g)
             num_stages += int(np.triu(within, 1).sum())
     assert num_stages > 1000
-    assert (num_again > 100) == is_tight
+    assert (num_again > 100) == (is_tight and schedule == "gpipe")
 
 
 def test_what_comes_before_and_behind_a_stage_of_unlike_devices_raises_the_bound() -> None:
