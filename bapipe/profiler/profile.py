@@ -89,7 +89,7 @@ def profile(
         check: compares loss, gradients and changed buffers of the split model with the module's own, on a few samples.
         arguments: of a factory.
         num_co_runners: with a factory, the number of other processes that train the model meanwhile.
-        progress: called with what is measured next, and how much of all is done.
+        progress: called with the parts that are done, the number of all, and the name of the next one.
 
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.

@@ -29,7 +29,7 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
         off = f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
         add_row(table, name, *("unknown" if value is None else show(value) for value in (predicted, measured)), off)
     yield table
-    yield from (words for words in (_data_words(result), _slowdown_words(plan, result)) if words)
+    yield from _remarks(plan, result)
 
 
 MAX_WAIT = 0.05
@@ -40,6 +40,11 @@ MAX_SLOWDOWN = 1.15
 
 MAX_UNLIKE = 1.25
 """Ratio of the largest to the smallest slowdown up to which all devices are slowed down alike."""
+
+
+def _remarks(plan: Plan, result: TrainResult) -> list[str]:
+    """Returns what to do about what was slower than it need be."""
+    return [words for words in (_data_words(result), _slowdown_words(plan, result)) if words]
 
 
 def _data_words(result: TrainResult) -> str:
@@ -126,7 +131,7 @@ def run_json(plan: Plan, result: TrainResult) -> dict[str, object]:
         "data_ns": result.data_ns,
         "mean_data_ns": result.mean_data_ns,
         "samples_per_s": run_figures(plan, result)["samples/s"][1],
-        "remarks": [words for words in (_data_words(result), _slowdown_words(plan, result)) if words],
+        "remarks": _remarks(plan, result),
         "evaluations": [
             {
                 "steps": evaluation.steps,

@@ -139,10 +139,7 @@ class CompiledSchedule:
     @cached_property
     def lane_positions(self) -> tuple[tuple[int, ...], ...]:
         """Where each lane's actions are among all actions, in its order."""
-        positions: list[list[int]] = [[] for _ in self.lane_ranks]
-        for position, lane in enumerate(self.lanes):
-            positions[lane].append(position)
-        return tuple(map(tuple, positions))
+        return tuple(map(tuple, _positions(self.lanes, len(self.lane_ranks))))
 
     @cached_property
     def lane_actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -269,6 +266,14 @@ def _rows(
         yield action, lane, duration, consumes + step * m, produces + produced_step * m, channel
 
 
+def _positions(lanes: Sequence[int], num_lanes: int) -> list[list[int]]:
+    """Returns where each lane's actions are, by the lane of each action."""
+    positions: list[list[int]] = [[] for _ in range(num_lanes)]
+    for position, lane in enumerate(lanes):
+        positions[lane].append(position)
+    return positions
+
+
 def _in_sequence(columns: Sequence[Sequence[Any]], lane_ranks: Sequence[int], num_messages: int) -> list[int]:
     """Returns the actions of all lanes, each after what it consumes (Kahn 1962, one lane as far as it goes).
 
@@ -276,9 +281,7 @@ def _in_sequence(columns: Sequence[Sequence[Any]], lane_ranks: Sequence[int], nu
         InvalidSchedule: they deadlock.
     """
     actions, lane_of, _, consumes, produces, _ = columns
-    lanes: list[list[int]] = [[] for _ in lane_ranks]
-    for index, lane in enumerate(lane_of):
-        lanes[lane].append(index)
+    lanes = _positions(lane_of, len(lane_ranks))
     produced = bytearray(num_messages)
     produced[num_messages - NUM_SPECIAL_MESSAGES] = 1
     waiting: dict[int, int] = {}  # the lane that waits for each message

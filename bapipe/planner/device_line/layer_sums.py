@@ -136,8 +136,6 @@ class LayerSums:
 
         stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
         self.stash = least(stashes)
-        sent = np.min([cut_bytes(profile, self.size)[0][cuts[1:-1]] for profile in profiles], axis=0)
-        self.least_received = int(sent.min(initial=np.iinfo(np.int64).max)) if sent.size else 0
         self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )
@@ -184,6 +182,7 @@ class LayerSums:
         self._one_way = np.concatenate([zero, np.cumsum(np.sort(times(send)))])
         self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
         self.send_ns, self.back_ns = times(send), times(grad)
+        self.least_received = int(send.min()) if send.size else 0
         # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]
