@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
+from torch._C._profiler import _EventType as EventType
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -62,6 +63,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_view",
     "keep_used_buffers",
+    "memory_events",
     "needs_values",
     "occupy_gpu",
     "parameter_hooks",
@@ -247,6 +249,35 @@ def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any
 def can_begin_at(node: Node) -> bool:
     """Whether W can begin at a node of the autograd graph: before torch 2.13 not at one of an `autograd.Function`."""
     return not is_before_2_13() or not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def memory_events(profiler: torch.profiler.profile) -> list[tuple[str, int]]:
+    """Returns the events of a profile of the CPU in order, each with the bytes it allocates or, if negative, frees.
+
+    Storages allocated before the profile do not count as freed. torch keeps the addresses of all storages that earlier
+    profiles saw allocated and none saw freed, and reports what has come to lie there since as freed, with the old size.
+    """
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    unvisited = list(profiler.profiler.kineto_results.experimental_event_tree())
+    events: list[Any] = []
+    while unvisited:
+        events.append(unvisited.pop())
+        unvisited += events[-1].children
+    allocated: set[int] = set()
+    changes = []
+    for event in sorted(events, key=lambda event: event.start_time_ns):
+        num_bytes = 0
+        if event.typed[0] == EventType.Allocation:
+            address = event.extra_fields.ptr
+            if event.extra_fields.alloc_size > 0:
+                allocated.add(address)
+                num_bytes = event.extra_fields.alloc_size
+            elif address in allocated:
+                allocated.remove(address)
+                num_bytes = event.extra_fields.alloc_size
+        changes.append((event.name, num_bytes))
+    return changes
 
 
 PIPELINE_LOG = "torch.distributed.pipelining.schedules"

@@ -20,7 +20,6 @@ For each model and micro-batch size, with one thread on a CPU, or on CUDA if ask
 """  # fmt: skip
 
 import argparse
-import gc
 import json
 import sys
 import time
@@ -39,6 +38,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.simulator.stage_cost import stage_cost_by_speed
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
+from bapipe.torch_private import memory_events
 from bapipe.tracing.bound_inputs import only_tensor_inputs
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
@@ -84,18 +84,11 @@ def allocated(run: Callable[[], object], device: torch.device) -> tuple[int, int
         allocated_bytes, peak_bytes = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         del kept
         return allocated_bytes - before, peak_bytes - before
-    gc.collect()  # garbage that an earlier profile has seen allocated would count as freed by `run`
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
-    events = profiler.profiler.kineto_results.events()
-    allocated_bytes = peak_bytes = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            allocated_bytes += event.nbytes()
-            peak_bytes = max(peak_bytes, allocated_bytes)
+    totals = [0, *accumulate(num_bytes for _, num_bytes in memory_events(profiler))]
     del kept
-    return allocated_bytes, peak_bytes
+    return totals[-1], max(totals)
 
 
 def memory(

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
 from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage_key
-from bapipe.profiler.layer_memory import LayerMemory, measure_memory_use, pending_gradient_bytes
+from bapipe.profiler.layer_memory import LayerMemory, memory_of_passes, pending_gradient_bytes
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 from bapipe.profiler.timers import make_layer_timer, timed
 from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight
@@ -167,10 +167,9 @@ def _measure_layer(
         gradient_stash_bytes = sum(g.nbytes for g in gradients)
     saved_inputs, saved_outputs, own_stash_bytes = _stash(module, forward)
     del leaves, outputs
-    (_, outputs), use = measure_memory_use(device, forward)
-    forward_workspace = use.peak_bytes - max(use.before_bytes, use.after_bytes)
-    _, use = measure_memory_use(device, lambda: backward(outputs))
-    backward_workspace = use.peak_bytes - use.before_bytes + sum(g.nbytes for g in gradients)
+    forward_use, backward_use = memory_of_passes(device, lambda: forward()[1], backward)
+    forward_workspace = forward_use.peak_bytes - max(forward_use.before_bytes, forward_use.after_bytes)
+    backward_workspace = backward_use.peak_bytes - backward_use.before_bytes + sum(g.nbytes for g in gradients)
     for parameter in parameters:
         parameter.grad = None
     forward_ns, input_ns, weight_ns, backward_ns = (round(median(column)) for column in zip(*repeats, strict=True))

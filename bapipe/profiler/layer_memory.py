@@ -14,11 +14,13 @@ from torch.autograd.profiler import record_function
 
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
 from bapipe.profiler.layer_calls import storage_key
+from bapipe.torch_private import memory_events
 from bapipe.tracing import TracedModel
 
 T = TypeVar("T")
 
 _MARK = "bapipe:layer:"
+_NO_LAYER = -1
 
 _CUDA_BLOCK_BYTES = 512
 
@@ -128,57 +130,69 @@ def allocated_bytes(num_bytes: int, device: torch.device) -> int:
     return -(-num_bytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES if device.type == "cuda" else num_bytes
 
 
-def measure_memory_use(device: torch.device, run: Callable[[], T]) -> tuple[T, MemoryUse]:
-    """Returns the result of `run`, and the bytes allocated before, during and after it."""
+def memory_of_passes(
+    device: torch.device, forward: Callable[[], T], backward: Callable[[T], object]
+) -> tuple[MemoryUse, MemoryUse]:
+    """Returns the bytes allocated before, during and after a forward, and those of the backward of its result."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = run()
-        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return result, MemoryUse(layer=0, before_bytes=before, peak_bytes=peak, after_bytes=after)
+        result, forward_use = _cuda_use(device, forward)
+        _, backward_use = _cuda_use(device, lambda: backward(result))
+        return forward_use, backward_use
 
-    def marked() -> T:
-        with record_function(f"{_MARK}0"):
-            pass
-        return run()
+    def passes() -> None:
+        _mark(0)
+        result = forward()
+        _mark(1)
+        backward(result)
 
-    result, uses = _run_profiled(marked)
-    return result, uses[0]
+    forward_use, backward_use = _uses_in_profile(passes)
+    return forward_use, backward_use
+
+
+def _cuda_use(device: torch.device, run: Callable[[], T]) -> tuple[T, MemoryUse]:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = run()
+    peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    return result, MemoryUse(layer=0, before_bytes=before, peak_bytes=peak, after_bytes=after)
 
 
 def _cpu_usage(training_pass: TrainingPass) -> tuple[list[MemoryUse], list[MemoryUse]]:
     """Returns the memory use of the forward and of the backward, from allocations in a profile with marks of layers."""
-
-    def mark(layer: int) -> None:
-        with record_function(f"{_MARK}{layer}"):
-            pass
-
-    instrumented = InstrumentedModel(training_pass=training_pass, enter=mark)
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=_mark)
     instrumented.backward(instrumented.forward())
-    loss, forward = _run_profiled(instrumented.forward)
-    _, backward = _run_profiled(lambda: instrumented.backward(loss))
-    return forward, backward
+
+    def passes() -> None:
+        loss = instrumented.forward()
+        _mark(_NO_LAYER)
+        instrumented.backward(loss)
+
+    uses = _uses_in_profile(passes)
+    num_forward = [use.layer for use in uses].index(_NO_LAYER)
+    return uses[:num_forward], uses[num_forward + 1 :]
 
 
-def _run_profiled(run: Callable[[], T]) -> tuple[T, list[MemoryUse]]:
-    """Returns the result of `run`, and its memory use between marks."""
+def _mark(layer: int) -> None:
+    """Notes in a profile that the work of a layer begins."""
+    with record_function(f"{_MARK}{layer}"):
+        pass
+
+
+def _uses_in_profile(run: Callable[[], object]) -> list[MemoryUse]:
+    """Returns the memory use of `run` on the CPU from each mark to the next, that of the last one to its end."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with _silent_stderr():  # torch 2.13 writes two lines to stderr for each profile
         profiler.start()
-    result = run()
+    run()
     with _silent_stderr():
         profiler.stop()
-    inner = profiler.profiler
-    assert inner is not None
-    assert inner.kineto_results is not None
-    events = sorted(inner.kineto_results.events(), key=lambda event: event.start_ns())
     changes: list[tuple[int | None, int]] = []
-    for event in events:
-        if event.name() == "[memory]":
-            changes.append((None, event.nbytes()))  # type: ignore[attr-defined]
-        elif event.name().startswith(_MARK):
-            changes.append((int(event.name().removeprefix(_MARK)), 0))
-    return result, list(_memory_uses(changes))
+    for name, num_bytes in memory_events(profiler):
+        if name.startswith(_MARK):
+            changes.append((int(name.removeprefix(_MARK)), 0))
+        else:
+            changes.append((None, num_bytes))
+    return list(_memory_uses(changes))
 
 
 @contextmanager

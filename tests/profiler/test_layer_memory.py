@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
+from bapipe.profiler.layer_memory import memory_of_passes
 from tests.models.small_modules import Blocks, Branches, Masked, Reader, Tied, layers, profile
 
 
@@ -163,3 +164,20 @@ def test_layers_one_by_one_take_the_bytes_of_the_whole(make: Callable[[], nn.Mod
     assert all(m.forward_ns > 0 and m.whole_backward_ns > 0 for m in at_alone)
     assert at_alone[0].input_grad_ns == 0
     assert all(m.input_grad_ns > 0 for m in at_alone[1:])
+
+
+def test_what_was_allocated_before_a_profile_is_not_counted_where_it_is_freed() -> None:
+    """torch still lists the addresses of an earlier profile, at which other storages lie by now."""
+    earlier: list[Tensor] = []
+
+    def allocate() -> None:
+        earlier.extend(torch.empty(100) for _ in range(3000))
+
+    memory_of_passes(torch.device("cpu"), allocate, lambda _: None)
+    earlier.clear()
+    others = [torch.empty(80) for _ in range(3000)]
+    forward, backward = memory_of_passes(torch.device("cpu"), lambda: torch.empty(10), lambda _: others.clear())
+    assert not others
+    assert (forward.before_bytes, forward.peak_bytes, forward.after_bytes) == (0, 40, 40)
+    assert (backward.before_bytes, backward.peak_bytes) == (40, 40)
+    assert backward.after_bytes >= 0
