@@ -12,6 +12,7 @@ from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.device_line.savings import with_returned
 from bapipe.schedules import ALL
 from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
@@ -56,6 +57,7 @@ class LayerSums:
         least: on all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
+        held: `stash`, and what comes back to a stage that ends there, so far as none that ends later has less.
         least_received: bytes of a micro-batch that every stage but the first receives.
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
@@ -136,6 +138,7 @@ class LayerSums:
 
         stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
         self.stash = least(stashes)
+        self.held = with_returned(self.stash, profiles, self.size, cuts)
         self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )

@@ -8,6 +8,7 @@ import numpy as np
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.stage_arrays import Savings
+from bapipe.simulator.interval_costs import cut_bytes
 
 MAX_RATES = 8
 """So many rates of F for a byte are tried."""
@@ -42,7 +43,21 @@ def savings_of(profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int],
     for k in range(len(forward_ns)):  # it rises by no more than the bytes are worth
         both[:, :, k + 1] = np.minimum(both[:, :, k + 1], both[:, :, k] + worth[:, k])
     at = np.asarray(cuts)
-    return Savings(rates, np.ascontiguousarray(reached[:, at]), np.ascontiguousarray(both[:, :, at]))
+    reached, both = np.ascontiguousarray(reached[:, at]), np.ascontiguousarray(both[:, :, at])
+    for k, rate in enumerate(rates.tolist()):  # buffers at the end of a stage are bytes that must be saved besides
+        added = np.minimum(stash_bytes, forward_ns / rate if rate > 0 else np.inf)
+        sums = np.concatenate([[0.0], np.cumsum(added)])[at]
+        reached[k] -= rate * (with_returned(sums, profiles, size, cuts) - sums)
+    return Savings(rates, reached, both)
+
+
+def with_returned(sums: FloatArray, profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int]) -> FloatArray:
+    """Adds, to sums over the layers before each boundary, the bytes that come back to a stage that ends there.
+
+    The last stage gets nothing back. No sum is larger than one behind it, so the buffers before the end count in part.
+    """
+    returned = np.min([cut_bytes(profile, size)[1] for profile in profiles], axis=0)[list(cuts)]
+    return np.minimum.accumulate((sums + returned)[::-1])[::-1]
 
 
 def no_savings(num_boundaries: int) -> Savings:

@@ -19,6 +19,7 @@ LAYER_SUMS = np.dtype(
             "gradients",  # bytes
             "state",  # bytes of parameters, gradients, and of the optimizer
             "stash",  # bytes of one micro-batch
+            "held",  # the same, with a buffer for what comes back to a stage that ends there
         )
     ]
 )
@@ -36,6 +37,7 @@ LAYER_SUMS = np.dtype(
     GRADIENTS,
     STATE,
     STASH,
+    HELD,
 ) = range(len(LAYER_SUMS.names or ()))
 """Their places in `Problem.columns`."""
 
@@ -79,9 +81,9 @@ class Savings(NamedTuple):
     Attributes:
         rates: ns of F for a byte. [rates]
         reached, begun: with each rate, by how much the bytes of recomputed layers are worth more than their F and than
-            what is kept between them and others. Of a stage that is at most what is reached at its end, less what is
-            begun where it begins: the first stage keeps nothing there, others what they receive. [rates, boundaries],
-            [2, rates, boundaries]
+            what is kept between them and others, and than a buffer for what comes back. Of a stage that is at most
+            what is reached at its end, less what is begun where it begins: the first stage keeps nothing there, others
+            what they receive. [rates, boundaries], [2, rates, boundaries]
     """
 
     rates: Floats

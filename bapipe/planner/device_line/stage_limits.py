@@ -153,13 +153,15 @@ def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: i
         rises: a layer adds no less to the bytes beyond the limit than to those that are worth more than their F.
     """
     begin, end = layers[stage.own, i], layers[stage.own, j]
-    state, stash = end.state - begin.state, end.stash - begin.stash
-    beyond = state + stage.num_stashes * stash - stage.limit_bytes
-    if state + stash > stage.limit_bytes or (beyond > 0 and not stage.may_recompute):
+    state, held = end.state - begin.state, end.held - begin.stash
+    is_beyond = state + stage.num_stashes * held > stage.limit_bytes
+    if state + held > stage.limit_bytes or (is_beyond and not stage.may_recompute):
         return np.inf
-    if beyond <= 0:
+    if not is_beyond:
         return 0.0
-    saved, again = beyond / (stage.num_stashes - 1), 0.0  # one micro-batch is in its B
+    # One micro-batch is in its B. What `reached` takes off counts the buffers for what comes back.
+    beyond = state + stage.num_stashes * (end.stash - begin.stash) - stage.limit_bytes
+    saved, again = beyond / (stage.num_stashes - 1), 0.0
     for k in range(savings.rates.size):
         again = max(again, savings.rates[k] * saved - (savings.reached[k, j] - savings.begun[stage.is_behind, k, i]))
     return float(again * (1 - FLOAT_ROUNDING))

@@ -20,6 +20,7 @@ from bapipe.planner.device_line.stage_arrays import (
     FIRST_BUCKET,
     FORWARD,
     GRADIENTS,
+    HELD,
     STASH,
     STATE,
     TRIP,
@@ -306,5 +307,5 @@ def _are_above_again(
 @inlined
 def _fits(columns: Floats, own: Any, i: int, j: int) -> bool:
     """Whether such a stage fits with all its stashes."""
-    state, stash = columns[STATE, j] - columns[STATE, i], columns[STASH, j] - columns[STASH, i]
-    return bool(state + max(own.num_stashes, 1.0) * stash <= own.limit_bytes)
+    state, held = columns[STATE, j] - columns[STATE, i], columns[HELD, j] - columns[STASH, i]
+    return bool(state + max(own.num_stashes, 1.0) * held <= own.limit_bytes)

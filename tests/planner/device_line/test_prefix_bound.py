@@ -22,6 +22,7 @@ from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.cuts import kept_tensor_bytes
+from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.problems import heavy
@@ -300,7 +301,7 @@ def test_no_choice_of_recomputed_layers_takes_less_than_the_bound() -> None:
         line = tight_line(seed)
         programme = PrefixBound(line, "gpipe", 1, len(line.cluster.devices)).programme
         profile, random = line.profiles["a"], Random(seed)
-        rows = list(zip(profile.layers, profile.at(1), strict=True))
+        rows, returned = list(zip(profile.layers, profile.at(1), strict=True)), cut_bytes(profile, 1)[1]
         for begin, end in combinations(range(len(line.cuts)), 2):
             own = rows[line.cuts[begin] : line.cuts[end]]
             stage, n = programme.stages[int(begin > 0), 0], random.choice([2, 3, 8])
@@ -310,12 +311,13 @@ def test_no_choice_of_recomputed_layers_takes_less_than_the_bound() -> None:
             )
             state = sum(x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x, _ in own)
             stash = sum(measured.stash_bytes for _, measured in own)
+            back = int(returned[line.cuts[end]])
             least = math.inf
             for chosen in powerset(list(range(len(own)))):
                 again = frozenset(own[k][0].name for k in chosen)
                 run_again = sum(own[k][1].stash_bytes for k in chosen)
                 kept = stash - run_again + kept_tensor_bytes(rows, [x.name for x, _ in own], again)
-                if state + n * kept + run_again <= stage["limit_bytes"]:
+                if state + n * (kept + back) + run_again <= stage["limit_bytes"]:
                     least = min(least, sum(own[k][1].forward_ns for k in chosen))
             bound = least_again(programme.layers, programme.savings, stage, begin, end)
             assert bound <= least
@@ -337,5 +339,8 @@ def test_recomputed_layers_are_worth_less_by_the_tensors_kept_between_them_and_o
 
     # All of them keep nothing besides their bytes, as the model's inputs do not count: 7 / 8 of 3,200 bytes are saved.
     assert again_ms(0, 4, 2_500.0) == pytest.approx(1.0)
+    # Two have 1,600, and as many in buffers for what comes back, of which those of seven count.
+    assert again_ms(0, 2, 2_500.0) == pytest.approx((1_600 + 7 * 200 - 2_500) / 700)
+    assert again_ms(0, 2, 3_200.0) == 0.0
     # Behind another stage what they receive is kept: of three layers, 700 bytes beyond 2,400, one is not enough.
     assert again_ms(1, 4, 1_700.0) == pytest.approx(3.0)
