@@ -122,16 +122,26 @@ def parts_of(whole: PlanRange, best: TimedPlan) -> list[PlanRange]:
     return [replace(part, open_ns=0) for part in find(whole, best)]
 
 
+def by_last_stage(whole: PlanRange) -> list[PlanRange]:
+    """Returns the plans of a range by the replicas of their last stage, as far as those make a difference."""
+    if _of_last(whole) <= LEAST:
+        return [replace(whole, counts_cuts=True)]
+    halves = (replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas))
+    return [part for half in halves for part in by_last_stage(half)]
+
+
 def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
     prefix, counts_cuts = whole.problem.prefix, whole.counts_cuts
     of_cuts, of_first, of_last = whole.of_cuts(best), _of_first(whole), _of_last(whole)
     is_counted_later = not counts_cuts and _of_transfers(whole, best) < LITTLE
-    if of_last > max(min(of_cuts, UNCOUNTED) if is_counted_later else of_cuts, LEAST):
+    enough = min(of_cuts, UNCOUNTED) if is_counted_later else of_cuts
+    if of_last > max(0.0 if prefix.has_many_alike else enough, LEAST):
         return [replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas)]
     if of_first > (max(of_cuts, LEAST_OF_FIRST) if counts_cuts else FEW_REPLICAS):
         return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
     if not counts_cuts:
-        matters = of_cuts > (MIN_CUTS_OF_GPIPE if prefix.are_forwards_first else MIN_CUTS)
+        is_less = prefix.are_forwards_first and not prefix.has_many_alike
+        matters = of_cuts > (MIN_CUTS_OF_GPIPE if is_less else MIN_CUTS)
         return [replace(whole, counts_cuts=True)] * matters
     if of_cuts > LEAST and whole.cuts[0] < whole.cuts[1]:
         return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]

@@ -23,7 +23,7 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_P
 from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.replica_classes import ReplicaClasses, replica_classes
+from bapipe.planner.device_line.replica_classes import MAX_ALIKE, ReplicaClasses, replica_classes
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.savings import no_savings, savings_of
@@ -112,6 +112,11 @@ class PrefixBound(LayerSums):
         for part, fewest in zip(parts, powers, strict=True):
             part.last_replicas = fewest, min(LAST_STAGE_GROWTH * fewest - 1, most)
         return parts
+
+    @property
+    def has_many_alike(self) -> bool:
+        """Whether its devices are alike, and too many for `trip_bound.py` alone."""
+        return self.has_one_speed and self.num_devices > MAX_ALIKE
 
     @property
     def has_rings(self) -> bool:

@@ -6,8 +6,8 @@ parts. A range with a plan within an earlier goal comes first, so that a goal th
 range holds for lower goals.
 
 Of unlike devices, and of few alike ones, `trip_bound.py` is asked instead, which knows more and takes longer: about all
-plans of a problem at once, and then about ranges with what is known of the whole. Which goals are asked about is in
-`ring_goals.py`.
+plans of a problem at once, and then about ranges with what is known of the whole. It is asked about GPipe on many alike
+ones, too, by ranges of their last stage, once rings are at their end. Goals are in `ring_goals.py`.
 """
 
 from collections import deque
@@ -19,15 +19,25 @@ from bapipe.hardware import num_cores
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.line import TimedPlan
-from bapipe.planner.device_line.plan_range import Known, PlanRange, parts_of, wide_ranges
+from bapipe.planner.device_line.plan_range import Known, PlanRange, by_last_stage, parts_of, wide_ranges
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.replica_classes import MAX_ALIKE
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import TripBound
 from bapipe.planner.threads import in_threads
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
+
+ASK_TRIPS_UP_TO = 0.96
+"""Where rings leave plans of GPipe on many alike devices within such a part of the best step, trips are asked about
+them."""
+
+ROUNDS_OF_ALIKE = 1
+"""The same of many alike devices, where ranges are better taken apart soon."""
+
+MAX_COUNTED = 120
+"""Before `trip_bound.py` is asked about many alike devices, rings rule out the numbers of cuts that they can, and count
+up to so many."""
 
 MAX_KEPT_BYTES = 2**29
 """Of tables for later goals."""
@@ -57,8 +67,7 @@ class RingRanges:
             busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
             bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
             self._problems.append(bound)
-            has_trips = not problem.has_one_speed or problem.num_devices <= MAX_ALIKE
-            trips = TripBound(problem) if has_trips else None
+            trips = None if problem.has_many_alike else TripBound(problem)
             every = PlanRange(
                 problem=bound,
                 trips=trips,
@@ -84,8 +93,13 @@ class RingRanges:
 
     @property
     def asks_trips(self) -> bool:
-        """Whether `trip_bound.py` is asked."""
-        return bool(self._trips)
+        """Whether `trip_bound.py` is asked about all plans from the first question on."""
+        return not any(problem.prefix.has_many_alike for problem in self._problems)
+
+    @property
+    def may_ask_trips(self) -> bool:
+        """Whether it is asked about some plans at least that rings leave."""
+        return self.asks_trips or any(problem.prefix.are_forwards_first for problem in self._problems)
 
     @property
     def num_devices(self) -> int:
@@ -116,10 +130,36 @@ class RingRanges:
                 self.ask([each for each in asked if each.open_ns != goal_ns], goal_ns, deadline)
             for whole in (each for each in asked if each.bound_ns <= goal_ns):
                 parts = parts_of(whole, self.best)
-                if not parts:
+                if parts:
+                    self.ranges.remove(whole)
+                    self.ranges += parts
+                elif self._is_for_trips(whole, goal_ns):
+                    self._begin_trips(whole.problem)
+                    break
+                else:
                     return False
-                self.ranges.remove(whole)
-                self.ranges += parts
+
+    def _is_for_trips(self, stuck: PlanRange, goal_ns: int) -> bool:
+        """Whether `trip_bound.py` may rule out what rings leave of a range, and the bound is far from the best step."""
+        is_far = goal_ns <= ASK_TRIPS_UP_TO * self.best.step_ns
+        return stuck.trips is None and stuck.problem.prefix.are_forwards_first and is_far
+
+    def _begin_trips(self, problem: RingBound) -> None:
+        """Lets `trip_bound.py` be asked about all plans of a problem, by their last stage."""
+        of_problem = [each for each in self.ranges if each.problem is problem]
+        trips = TripBound(problem.prefix)
+        every = replace(
+            of_problem[0],
+            trips=trips,
+            cuts=problem.prefix.num_cuts,
+            last_replicas=problem.prefix.last_replicas,
+            bound_ns=min(each.bound_ns for each in of_problem),
+            is_fine=False,
+            is_likely=False,
+            open_ns=0,
+        )
+        self._trips.append(trips)
+        self.ranges = [each for each in self.ranges if each.problem is not problem] + by_last_stage(every)
 
     def ask(
         self,
@@ -179,11 +219,17 @@ class RingRanges:
             return not asked.problem.is_feasible(
                 asked.kind, goal_ns, deadline, counts_cuts=asked.counts_cuts, is_fine=asked.is_fine
             )
-        earlier = asked.known_within(goal_ns)
+        earlier, kind = asked.known_within(goal_ns), asked.kind
         if earlier is None and self.is_refuted_soon(asked, goal_ns, deadline):
             return True
+        if asked.problem.prefix.has_many_alike:
+            num_rounds = min(num_rounds, ROUNDS_OF_ALIKE)
+            cuts = asked.cuts if earlier is not None else self._cuts_left(asked, goal_ns, deadline)
+            if cuts is None:
+                return True
+            kind = kind._replace(fewest_cuts=cuts[0], most_cuts=cuts[1])
         behind = asked.trips.within(
-            asked.kind,
+            kind,
             goal_ns,
             deadline,
             num_rounds,
@@ -197,6 +243,20 @@ class RingRanges:
     def is_refuted_soon(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> bool:
         """Returns whether prefixes alone say that no plan of a range is within a goal."""
         return not asked.problem.is_feasible(asked.kind, goal_ns, deadline, counts_cuts=False, is_fine=False)
+
+    def _cuts_left(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> tuple[int, int] | None:
+        """Returns the fewest and the most cuts of plans within a goal, by rings alone; None if there are none."""
+
+        def may_be(part: PlanRange) -> bool:
+            is_open = partial(asked.problem.is_feasible, part.kind, goal_ns, deadline, is_fine=False)
+            return is_open(counts_cuts=False) and (part.cuts[1] > MAX_COUNTED or is_open(counts_cuts=True))
+
+        left = deque(wide_ranges(asked))
+        while left and not may_be(left[0]):
+            left.popleft()
+        while left and not may_be(left[-1]):
+            left.pop()
+        return (left[0].cuts[0], left[-1].cuts[1]) if left else None
 
     def _note(self, asked: PlanRange, goal_ns: int, behind: Behind) -> None:
         """Notes what is known of the plans of a range within a goal; other numbers of cuts are ruled out."""
@@ -227,7 +287,7 @@ class RingRanges:
         likely.sort(key=lambda each: (self._has_best(each), self._is_like_best(each.problem.prefix)), reverse=True)
         ranked = [*likely, *sorted(others, key=lambda each: each.counts_cuts)]
         first = ranked[0]
-        if first.trips is not None:
+        if first.trips is not None and self.asks_trips:
             of_problems = {id(each.problem): each for each in reversed(left)}
             ranked = [first, *(each for each in of_problems.values() if each.problem is not first.problem)]
         return ranked[:AT_ONCE]

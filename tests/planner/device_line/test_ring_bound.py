@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.device_line import prefix_bound, ring_ranges
 from bapipe.planner.device_line.early_waits import count_turns, early_waits
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
@@ -146,8 +147,12 @@ def plans_of_few_stages(line: DeviceLine) -> list[LinePlan]:
     return [LinePlan(cuts=cuts, counts=counts, schedule="1f1b", microbatch_size=1) for cuts, counts in [*two, *three]]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "max_alike"), [("1f1b", 128), ("gpipe", 128), ("1f1b", 4), ("gpipe", 4)])
+def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(
+    schedule: str, max_alike: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where seven alike devices count as many."""
+    monkeypatch.setattr(prefix_bound, "MAX_ALIKE", max_alike)
     profile = chain([3, 1, 2, 2, 3, 1, 2], param_bytes=8 * 10**7, output_bytes=4 * 10**7)
     cluster = devices(7, bytes_per_s=10**10, memory_bytes=10**12)
     line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=7))
@@ -163,7 +168,11 @@ def test_the_bound_of_all_ranges_is_higher_and_no_plan_is_below_it(schedule: str
     assert 1.05 * low_ns < ranges.bound_ns <= best.step_ns
 
 
-def test_ranges_contain_every_number_of_cuts_and_of_last_replicas_once() -> None:
+@pytest.mark.parametrize("max_alike", [4, 128])
+def test_ranges_contain_every_number_of_cuts_and_of_last_replicas_once(
+    max_alike: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_bound, "MAX_ALIKE", max_alike)
     line = DeviceLine({"a": chain([1] * 60, output_bytes=10**7)}, devices(32), PlanOptions(minibatch_size=16))
     problem = PrefixBound(line, "gpipe", 1, 32, last_replicas=(1, 16))
     on_all = line.time(LinePlan(cuts=(0, 60), counts=(16,), schedule="gpipe", microbatch_size=1))
@@ -187,3 +196,26 @@ def test_it_ends_at_the_deadline() -> None:
     prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
     with pytest.raises(OutOfTime):
         RingBound(prefix, 1e6).is_feasible(PlanKind(0, 1, 1, 2, 1, 2), 10**9, Deadline(0.0))
+
+
+def test_trips_raise_the_bound_of_gpipe_on_many_alike_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three stages, behind which most micro-batches come back one after another; eight devices count as many."""
+    monkeypatch.setattr(prefix_bound, "MAX_ALIKE", 4)
+    profile, cluster = chain([2, 1, 3, 1, 2, 2, 1, 3], param_bytes=4 * 10**6), devices(8, bytes_per_s=10**10)
+    line = DeviceLine({"a": profile}, cluster, PlanOptions(minibatch_size=24, num_stages=3))
+    timed = [line.time(plan) for plan in plans(line, "gpipe") if len(plan.counts) == 3]
+    best = min((each for each in timed if each is not None), key=lambda each: each.step_ns)
+
+    def ranges_with(ask_trips_up_to: float) -> RingRanges:
+        monkeypatch.setattr(ring_ranges, "ASK_TRIPS_UP_TO", ask_trips_up_to)
+        ranges = RingRanges([PrefixBound(line, "gpipe", 1, 8)], 0, best)
+        RingGoals(ranges=ranges, high_ns=best.step_ns, deadline=UNLIMITED, left=lambda: 1.0).raise_bound()
+        return ranges
+
+    assert ranges_with(0.0).bound_ns < 0.85 * best.step_ns
+    ranges = ranges_with(0.96)
+    assert 0.98 * best.step_ns < ranges.bound_ns <= best.step_ns
+    of_last = Counter(
+        last for each in ranges.ranges for last in range(each.last_replicas[0], each.last_replicas[1] + 1)
+    )
+    assert of_last == dict.fromkeys(range(1, 9), 1)

@@ -73,12 +73,14 @@ def best_of_two_or_three_stages(line: DeviceLine, schedule: str) -> TimedPlan:
     return min((each for each in timed if each is not None), key=lambda each: each.step_ns)
 
 
-@pytest.mark.parametrize("is_alike", [False, True])
+@pytest.mark.parametrize("those", ["unlike", "alike", "many alike"])
 @pytest.mark.parametrize("is_coarse", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
-    schedule: str, is_coarse: bool, is_alike: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: str, is_coarse: bool, those: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if those == "many alike":  # stages are told apart by the micro-batches of a replica alone
+        monkeypatch.setattr(replica_classes, "MAX_ALIKE", 1)
     if is_coarse:  # as of more than 32 devices of a stage, more than 128 stages, and large tables
         monkeypatch.setattr(replica_classes, "MAX_SINGLE", 1)
         monkeypatch.setattr(replica_classes, "CLASS_GROWTH", 3)
@@ -88,7 +90,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
         monkeypatch.setattr(trip_bound, "WIDE", 0)
     infeasible = checked = 0
     for seed in range(3):
-        given = (alike_line if is_alike else unlike_line)(seed, schedule, buckets=seed > 1)
+        given = (unlike_line if those == "unlike" else alike_line)(seed, schedule, buckets=seed > 1)
         for order in device_orders(given):
             line = given.in_order(order.ranks)
             prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
