@@ -269,13 +269,13 @@ def memory_events(profiler: torch.profiler.profile) -> list[tuple[str, int]]:
     for event in sorted(events, key=lambda event: event.start_time_ns):
         num_bytes = 0
         if event.typed[0] == EventType.Allocation:
-            address = event.extra_fields.ptr
-            if event.extra_fields.alloc_size > 0:
+            address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+            if size > 0:
                 allocated.add(address)
-                num_bytes = event.extra_fields.alloc_size
+                num_bytes = size
             elif address in allocated:
                 allocated.remove(address)
-                num_bytes = event.extra_fields.alloc_size
+                num_bytes = size
         changes.append((event.name, num_bytes))
     return changes
 

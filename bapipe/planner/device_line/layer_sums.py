@@ -58,6 +58,7 @@ class LayerSums:
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
         held: `stash`, and what comes back to a stage that ends there, so far as none that ends later has less.
+        returned: bytes of a micro-batch that come back to a stage that ends there. [boundaries]
         least_received: bytes of a micro-batch that every stage but the first receives.
         min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
         hosts_before: how often the host changes before each device. [devices]
@@ -138,7 +139,6 @@ class LayerSums:
 
         stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
         self.stash = least(stashes)
-        self.held = with_returned(self.stash, profiles, self.size, cuts)
         self.state = least(
             [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]
         )
@@ -186,6 +186,8 @@ class LayerSums:
         self._both_ways = np.concatenate([zero, np.cumsum(np.sort(times(send) + times(grad)))])
         self.send_ns, self.back_ns = times(send), times(grad)
         self.least_received = int(send.min()) if send.size else 0
+        self.returned = np.concatenate([zero, grad, zero])  # nothing to the last stage
+        self.held = with_returned(self.stash, self.returned)
         # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]

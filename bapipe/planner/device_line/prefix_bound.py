@@ -183,7 +183,7 @@ class PrefixBound(LayerSums):
         if not (self.are_forwards_first and self.line.options.recompute):
             return no_savings(len(self.line.cuts))
         profiles = [self.line.profiles[kind] for kind in self._kinds]
-        return savings_of(profiles, self.size, self.line.cuts, self._times[:, :, 0].min(axis=0))
+        return savings_of(profiles, self.size, self.line.cuts, self._times[:, :, 0].min(axis=0), self.returned)
 
     def _stages(self) -> NDArray[np.void]:
         """What is known of stages by their first device and class. [positions, classes]"""

@@ -8,13 +8,14 @@ import numpy as np
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.stage_arrays import Savings
-from bapipe.simulator.interval_costs import cut_bytes
 
 MAX_RATES = 8
 """So many rates of F for a byte are tried."""
 
 
-def savings_of(profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: FloatArray) -> Savings:
+def savings_of(
+    profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: FloatArray, returned: FloatArray
+) -> Savings:
     """Returns the sums, by the rates of some layers, and all layers alike.
 
     A dynamic programme from layer to layer, whose states are whether a layer is recomputed.
@@ -22,6 +23,7 @@ def savings_of(profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int],
     Args:
         profiles: of every kind of devices; the least of them counts.
         forward_ns: of each layer, at least. [layers]
+        returned: see `LayerSums`.
     """
     stash_bytes = np.min([[m.stash_bytes for m in profile.at(size)] for profile in profiles], axis=0).astype(float)
     rates = np.unique(forward_ns[stash_bytes > 0] / stash_bytes[stash_bytes > 0])
@@ -47,16 +49,15 @@ def savings_of(profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int],
     for k, rate in enumerate(rates.tolist()):  # buffers at the end of a stage are bytes that must be saved besides
         added = np.minimum(stash_bytes, forward_ns / rate if rate > 0 else np.inf)
         sums = np.concatenate([[0.0], np.cumsum(added)])[at]
-        reached[k] -= rate * (with_returned(sums, profiles, size, cuts) - sums)
+        reached[k] -= rate * (with_returned(sums, returned) - sums)
     return Savings(rates, reached, both)
 
 
-def with_returned(sums: FloatArray, profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int]) -> FloatArray:
+def with_returned(sums: FloatArray, returned: FloatArray) -> FloatArray:
     """Adds, to sums over the layers before each boundary, the bytes that come back to a stage that ends there.
 
     The last stage gets nothing back. No sum is larger than one behind it, so the buffers before the end count in part.
     """
-    returned = np.min([cut_bytes(profile, size)[1] for profile in profiles], axis=0)[list(cuts)]
     return np.minimum.accumulate((sums + returned)[::-1])[::-1]
 
 
