@@ -8,6 +8,7 @@ from math import floor
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 
@@ -37,8 +38,6 @@ def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, option
     device that is fastest for it; the smallest over the micro-batch sizes. docs/algorithm.md, "Any plan", has
     the proof.
     """
-    from bapipe.planner.device_line.layer_sums import splits_backwards  # loads numpy
-
     splits = SEARCH in options.schedules or any(map(splits_backwards, named_schedules(options)))
     waited_for = _layers_waited_for(profiles, cluster) if splits else None
     bounds = [

@@ -1,6 +1,11 @@
 """What the orders of schedules with one stage per device say about the forwards and backwards of a device."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
+
+from bapipe.schedules import ALL
+from bapipe.schedules.table import Phase
+from bapipe.simulator.in_flight import InFlight
 
 FORWARDS_FIRST = ("gpipe", "gpipe-2bp")
 """Schedules in which all F of a device come before its first backward."""
@@ -21,3 +26,37 @@ later comes behind the r of each."""
 
 IN_PAIRS = ("2f2b",)
 """Of these, schedules in which F and r of a device do not take turns behind its first r."""
+
+LATE: Mapping[str, Callable[[int, int], int]] = {
+    "zb-h1": lambda before, num_microbatches: before,
+    "zb-h2": lambda before, num_microbatches: 2 * before,
+    "1f1b-2bp": lambda before, num_microbatches: num_microbatches,
+}
+"""Of these, how many W wait while F are left, by the number of stages before a stage and that of micro-batches."""
+
+WEIGHTS_LAST = ("gpipe-2bp",)
+"""Schedules in which all I of a device come before its first W."""
+
+
+@cache
+def splits_backwards(schedule: str) -> bool:
+    """Returns whether a schedule runs the two parts of a backward, I and W, as actions of their own."""
+    return any(action.phase is Phase.WEIGHT_GRAD for order in ALL[schedule](2, 2).order for action in order)
+
+
+def most_held(schedule: str, num_before: int, num_behind: int, num_microbatches: int, num_replicas: int) -> InFlight:
+    """Returns the micro-batches that a replica of a stage holds at most, all numbers at the same time.
+
+    Args:
+        num_before: the devices before the stage.
+        num_behind: the devices from the stage on.
+    """
+    if schedule in FORWARDS_FIRST:
+        kept, in_backward = num_microbatches, num_microbatches if schedule in WEIGHTS_LAST else 1
+    else:
+        depth = min(num_microbatches, IN_FLIGHT[schedule](num_behind))
+        late = LATE[schedule](num_before, num_microbatches) if schedule in LATE else 0
+        late = min(late, num_microbatches - depth)
+        kept, in_backward = depth + late, late + 1
+    kept, in_backward = -(-kept // num_replicas), -(-in_backward // num_replicas)
+    return InFlight(kept, in_backward, in_backward if splits_backwards(schedule) else 0)

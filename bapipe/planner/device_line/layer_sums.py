@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -10,11 +9,10 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth, Link
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.savings import with_returned
-from bapipe.schedules import ALL
-from bapipe.schedules.table import Phase
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
@@ -202,12 +200,6 @@ class LayerSums:
         both_slower = slower if grad.size == 0 or grad.min() == 0 else 2 * slower  # without gradients none are sent
         self._extra_both = both_slower + float((send + grad).min()) * extra_rate if send.size else 0.0
         self.fastest_link = Bandwidth(bytes_per_s=rate, latency_ns=latency)
-
-
-@cache
-def splits_backwards(schedule: str) -> bool:
-    """Returns whether a schedule runs the two parts of a backward, I and W, as actions of their own."""
-    return any(action.phase is Phase.WEIGHT_GRAD for order in ALL[schedule](2, 2).order for action in order)
 
 
 def _times(layer: LayerMeasurement) -> tuple[int, ...]:

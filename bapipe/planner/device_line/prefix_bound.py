@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
-from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
-from bapipe.planner.device_line.layer_sums import LayerSums, splits_backwards
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS, splits_backwards
+from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.replica_classes import MAX_ALIKE, ReplicaClasses, replica_classes

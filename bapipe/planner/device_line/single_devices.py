@@ -30,8 +30,7 @@ from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
-from bapipe.planner.device_line.layer_sums import splits_backwards
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bapipe.planner.device_line.line import DeviceLine
-from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+from bapipe.simulator.in_flight import InFlight
+from bapipe.simulator.interval_costs import BoolArray, Index, IntArray, cut_bytes, prefix_sums
 
 
 class StageMemory:
@@ -19,30 +20,35 @@ class StageMemory:
         # Sums over the layers before each one, and the bytes that pass each cut. [layers + 1]
         self.static, self.stash = prefix_sums(state), prefix_sums([m.stash_bytes for m in measured])
         self.sent, self.returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profile, microbatch_size))
+        self.left = prefix_sums([m.left_by_input_grad_bytes for m in measured])
         self.workspace = np.array([m.workspace_bytes for m in measured])
 
-    def in_flight(self, schedule: str, num_behind: int, num_replicas: int) -> int:
-        """Returns how many micro-batches a replica holds at most: under GPipe all, else as under 1F1B.
+    def fits(self, begin: Index, end: Index, workspace_bytes: Index, ranks: Sequence[int], most: InFlight) -> BoolArray:
+        """Returns whether stages of the layers [begin, end) fit on some devices, recomputed if the options allow it.
 
         Args:
-            num_behind: the number of devices from this stage on.
+            workspace_bytes: the largest one of the layers of each stage.
+            most: the micro-batches that each of the devices holds.
         """
-        depth = self.num_microbatches if schedule == "gpipe" else min(num_behind, self.num_microbatches)
-        return -(-depth // num_replicas)
+        keeps, limit = (False, True) if self.line.options.recompute else (True,), self.limit(ranks)
+        held = [self._held(begin, end, len(ranks), most, keeps_all=each) + workspace_bytes for each in keeps]
+        fits: BoolArray = np.minimum.reduce(held) <= limit
+        return fits
 
-    def recomputes(self, begin: int, end: int, ranks: Sequence[int], in_flight: int) -> bool | None:
-        """Returns whether the layers [begin, end) must recompute on some devices; None if they do not fit even so."""
-        limit = min(self.line.limits[rank] for rank in ranks)
-        if self._held(begin, end, len(ranks), in_flight, recomputes=False) <= limit:
-            return False
-        if self.line.options.recompute and self._held(begin, end, len(ranks), in_flight, recomputes=True) <= limit:
-            return True
-        return None
+    def limit(self, ranks: Sequence[int]) -> int:
+        """Returns how many bytes each of some devices may hold."""
+        return min(self.line.limits[rank] for rank in ranks)
 
-    def _held(self, begin: int, end: int, num_replicas: int, in_flight: int, *, recomputes: bool) -> int:
-        """Bytes of a device: parameters, stashes, or inputs and one stash, and receive buffers."""
-        stash, received = int(self.stash[end] - self.stash[begin]), int(self.sent[begin]) if begin else 0
-        kept = in_flight * received + stash if recomputes else in_flight * stash
-        returned = int(self.returned[end]) if end < self.stash.size - 1 else 0
-        held = int(self.static[end] - self.static[begin]) + int(self.workspace[begin:end].max())
-        return held + kept + -(-self.num_microbatches // num_replicas) * (received + returned)
+    def least_held(self, most: InFlight) -> IntArray:
+        """Returns sums over the layers before each one of what they hold in a stage at least. [layers + 1]"""
+        return self.static + self.stash * (most.in_backward if self.line.options.recompute else most.kept)
+
+    def _held(self, begin: Index, end: Index, num_replicas: int, most: InFlight, *, keeps_all: bool) -> IntArray:
+        """Bytes of a device: parameters, stashes or inputs, what I leaves for W, and buffers; without workspace."""
+        stash, received = self.stash[end] - self.stash[begin], self.sent[begin]
+        kept = most.kept * stash if keeps_all else most.kept * received + most.in_backward * stash
+        # A stage that sends no gradient back has no I that leaves anything.
+        left = np.where(self.returned[begin] > 0, self.left[end] - self.left[begin], 0)
+        buffers = -(-self.num_microbatches // num_replicas) * (received + self.returned[end])
+        held: IntArray = self.static[end] - self.static[begin] + kept + most.before_weight_grad * left + buffers
+        return held
