@@ -4,9 +4,10 @@ import time
 from collections.abc import Sequence
 
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.fitting_cuts import fitting_plans
+from bapipe.planner.device_line.fitting_cuts import fitting_plans, seems_to_fit
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
+from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.pace import Pace
 from bapipe.schedules import SCHEDULES
 
@@ -19,6 +20,9 @@ after the deadline only if nothing else has been found, ..."""
 
 LAST_ACTIONS = 100_000
 """... and none any more behind so many."""
+
+MANY_ACTIONS = 1_000_000
+"""If all plans have more, those that seem not to fit come last, and only if there is time for them."""
 
 ACTIONS_OF_PLAN, ACTIONS_OF_DEVICE = 100, 5
 """A plan and each of its devices take as long to time as so many actions do."""
@@ -46,6 +50,8 @@ def best_naive(
     plans.sort(key=lambda each: each[0])
     is_late, pace = deadline.is_over, Pace()
     plans.sort(key=lambda each: _rank(each[1], each[2], pace, deadline, is_late=is_late))
+    hopeless = _hopeless(plans, sizes)
+    plans.sort(key=lambda each: each[1:] in hopeless)
     num_late = done = 0
     for bound_ns, line, plan in plans:
         num_actions = _actions(line, plan)
@@ -57,7 +63,8 @@ def best_naive(
             if (is_enough and done > MAX_LATE_ACTIONS) or done > LAST_ACTIONS:
                 break
             num_late += 1
-        if limit_ns is not None and not _is_in_time(num_actions, pace, deadline):
+        is_of_use = limit_ns is None and (line, plan) not in hopeless
+        if not is_of_use and not _is_in_time(num_actions, pace, deadline):
             continue
         done += num_actions
         began_s = time.perf_counter()
@@ -66,6 +73,16 @@ def best_naive(
         if timed is not None and (limit_ns is None or timed.step_ns < limit_ns):
             best = timed
     return best if best is not None or below_ns is not None else _first_fitting(lines, schedules, sizes, deadline)
+
+
+def _hopeless(
+    plans: Sequence[tuple[int, DeviceLine, LinePlan]], sizes: Sequence[int]
+) -> set[tuple[DeviceLine, LinePlan]]:
+    """Returns the plans that seem not to fit, where it takes long to time all of them."""
+    if sum(_actions(line, plan) for _, line, plan in plans) <= MANY_ACTIONS:
+        return set()
+    memory = {size: StageMemory(plans[0][1], size) for size in sizes}
+    return {(line, plan) for _, line, plan in plans if not seems_to_fit(line, plan, memory[plan.microbatch_size])}
 
 
 def _actions(line: DeviceLine, plan: LinePlan) -> int:

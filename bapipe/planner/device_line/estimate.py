@@ -102,7 +102,7 @@ def _layers(line: DeviceLine, profile: ModelProfile, memory: StageMemory) -> Rec
     gradients = prefix_sums([layer.summed_bytes(has_replicas=True) for layer in profile.layers])
     layers = np.zeros(gradients.size, dtype=LAYER)
     layers["update"] = prefix_sums([layer.update_ns for layer in profile.layers])
-    layers["state_bytes"], layers["stash_bytes"], layers["gradient_bytes"] = memory.static, memory.stash, gradients
+    layers["state_bytes"], layers["stash_bytes"], layers["gradient_bytes"] = memory.state, memory.stash, gradients
     layers["bucket_begin"] = np.searchsorted(gradients, gradients - BUCKET_BYTES, side="right") - 1
     layers["first_gradient"] = np.searchsorted(gradients, gradients, side="right") - 1
     layers["sent_bytes"], layers["returned_bytes"] = memory.sent, memory.returned

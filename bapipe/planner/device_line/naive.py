@@ -29,7 +29,7 @@ class NaiveShape:
 
 
 def naive_plans(
-    line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int], *, may_lack_memory: bool = False
+    line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int], *, for_other_cuts: bool = False
 ) -> list[tuple[int, LinePlan]]:
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
@@ -38,25 +38,28 @@ def naive_plans(
     them; for a given number of stages also of half as many and so on.
 
     Args:
-        may_lack_memory: whether plans whose parameters alone do not fit are among them.
+        for_other_cuts: whether their cuts are moved then: equal shares of the bytes are left out, and plans whose
+            parameters do not fit are not; and there are also those of each number of stages as far as that makes a
+            difference, on all devices.
     """
     wanted, max_stages = line.options.num_stages, len(line.cuts) - 1
     plans: dict[LinePlan, int] = {}
     for size in sizes:
         sums = _LayerSums(line, size)
-        for shape in (shape for name in schedules for shape in _shapes(line, name, size)):
+        for shape in (shape for name in schedules for shape in _shapes(line, name, size, is_fine=for_other_cuts)):
             num_stages = _num_stages(shape)
             if num_stages > max_stages or wanted not in (None, num_stages):
                 continue
             shares = _shares(line, shape, num_stages)
-            for weights in (sums.work_of[line.cluster.devices[0].kind], sums.held):
+            of_work = sums.work_of[line.cluster.devices[0].kind]
+            for weights in (of_work,) if for_other_cuts else (of_work, sums.held):
                 plan = LinePlan(
                     cuts=_even_cuts(line, weights, shares),
                     counts=(shape.num_replicas,) * (shape.num_devices // shape.num_replicas),
                     schedule=shape.schedule,
                     microbatch_size=size,
                 )
-                if plan not in plans and (may_lack_memory or sums.may_fit(plan)):
+                if plan not in plans and (for_other_cuts or sums.may_fit(plan)):
                     plans[plan] = sums.bound_ns(plan)
     return sorted(((bound_ns, plan) for plan, bound_ns in plans.items()), key=lambda each: each[0])
 
@@ -129,7 +132,7 @@ def _split_ns(measured: LayerMeasurement) -> int:
     return measured.input_grad_ns + measured.weight_grad_ns
 
 
-def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
+def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Iterator[NaiveShape]:
     num_microbatches = line.options.minibatch_size // size
     every, max_stages, wanted = len(line.cluster.devices), len(line.cuts) - 1, line.options.num_stages
     if wanted is not None and wanted <= every and schedule in SCHEDULES:
@@ -142,7 +145,8 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
                 num_replicas=num_replicas,
             )
     if wanted is None and line.options.replicas and schedule in SCHEDULES:
-        for num_stages in group_sizes(min(every, max_stages)):
+        most, all_numbers = min(every, max_stages), {every // number for number in range(1, every + 1)}
+        for num_stages in sorted(all_numbers) if is_fine else group_sizes(most):
             num_replicas = min(every // num_stages, num_microbatches)
             yield NaiveShape(
                 schedule=schedule,
@@ -151,13 +155,19 @@ def _shapes(line: DeviceLine, schedule: str, size: int) -> Iterator[NaiveShape]:
                 num_replicas=num_replicas,
             )
     # As many as there are layers, and as there are micro-batches for replicas.
-    for num_devices in sorted({*halves(every), min(every, max_stages), min(every, num_microbatches)}):
-        has_replicas = schedule in SCHEDULES and line.options.replicas
+    has_replicas = schedule in SCHEDULES and line.options.replicas
+    fewer = _fewer(every) if is_fine and not has_replicas else halves(every)
+    for num_devices in sorted({*fewer, min(every, max_stages), min(every, num_microbatches)}):
         for num_replicas in group_sizes(num_devices) if has_replicas else [1]:
             if num_replicas <= num_microbatches and num_devices % num_replicas == 0:
                 yield NaiveShape(
                     schedule=schedule, microbatch_size=size, num_devices=num_devices, num_replicas=num_replicas
                 )
+
+
+def _fewer(number: int) -> list[int]:
+    """Returns the number, nine tenths of it, and so on, down to one."""
+    return [number] if number <= 1 else [number, *_fewer(number * 9 // 10)]
 
 
 def _num_stages(shape: NaiveShape) -> int:

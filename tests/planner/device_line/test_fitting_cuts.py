@@ -120,7 +120,7 @@ def moved(cuts: tuple[int, ...], others: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_packed_cuts_are_found_wherever_some_fit(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Where the nearest ones would take long: each layer fits, and more layers need no less memory."""
-    monkeypatch.setattr("bapipe.planner.device_line.fitting_cuts.MAX_ROUNDS", 0)
+    monkeypatch.setattr("bapipe.planner.device_line.fitting_cuts.MAX_TRIED", 0)
     num_found = num_none = num_moved = 0
     for seed in range(40):
         random, line = Random(seed), uneven_line(seed, recompute=False)
@@ -159,17 +159,26 @@ def test_plans_with_moved_cuts_fit_as_the_simulator_says(schedule: str, recomput
     assert num_timed == num_yielded
 
 
-def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_most_devices_first() -> None:
+def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_small_bounds_first() -> None:
     line = uneven_line(3, recompute=True)
-    plans = list(fitting_plans(line, ["1f1b", "gpipe", "interleaved-1f1b"], [1]))
     memory = StageMemory(line, 1)
-    naive = [plan for _, plan in naive_plans(line, ["1f1b", "gpipe"], [1], may_lack_memory=True)]
-    moved = {with_fields(plan, cuts=cuts) for plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None}
+    naive = naive_plans(line, ["1f1b", "gpipe"], [1], for_other_cuts=True)
+    moved = [
+        with_fields(plan, cuts=cuts) for _, plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None
+    ]
+    plans = list(fitting_plans(line, ["1f1b", "gpipe", "interleaved-1f1b"], [1]))
+    assert plans == moved
     assert len(plans) == len(set(plans)) > 2
-    assert set(plans) == moved
-    assert {plan.schedule for plan in plans} <= set(SCHEDULES)
-    num_devices = [sum(plan.counts) for plan in plans]
-    assert num_devices == sorted(num_devices, reverse=True)
+    assert [bound_ns for bound_ns, _ in naive] == sorted(bound_ns for bound_ns, _ in naive)
+
+
+@pytest.mark.parametrize("replicas", [True, False])
+def test_plans_with_moved_cuts_are_on_any_number_of_devices(replicas: bool) -> None:
+    """Of 48 devices each number of stages that differs by the replicas, or steps of a tenth of single devices."""
+    options = PlanOptions(minibatch_size=48, microbatch_size=1, replicas=replicas)
+    plans = naive_plans(DeviceLine({"a": chain([1] * 60)}, devices(48), options), ["1f1b"], [1], for_other_cuts=True)
+    expected = {48 // number for number in range(1, 49)} if replicas else {48, 43, 38, 34, 30, 27, 24, 21, 18, 16, 14}
+    assert expected <= {len(plan.counts) for _, plan in plans}
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 60.0])
