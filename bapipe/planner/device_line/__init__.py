@@ -5,7 +5,8 @@ The other searches keep tables of intervals and placements, which grow with the 
 Plans
     orders                  in which orders the devices are taken: each is a line
     line                    a line, and the step time and memory of its plans; layer_sums, stage_memory
-    naive, growing_stages, fitting_cuts     plans to begin with; first_plans ranks them
+    naive, growing_stages   plans to begin with; first_plans ranks them
+    fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
     estimate                the step of a plan without a table of its actions; step_programme, search_arrays
     climb                   changes plans for as long as that makes them faster; moves, neighbourhood, walk
     fewer_recomputed        which layers are recomputed

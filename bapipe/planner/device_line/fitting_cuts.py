@@ -12,31 +12,31 @@ needs less memory, and each layer alone fits on each stage, this finds cuts that
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
-from bapipe.planner.device_line.in_flight import most_held
+from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.schedules import SCHEDULES
-
-if TYPE_CHECKING:
-    from bapipe.planner.device_line.fitting_programme import FittingLayers, FittingStages
 
 MAX_TRIED = 50_000_000
 """The dynamic programme tries so many stages at most, in a fifth of a second."""
 
 
 def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan]:
-    """Yields naive plans with their cuts moved so that they fit, as far as is known without a table of actions.
+    """Yields plans that fit as far as is known without a table of actions, none with several stages per device.
 
-    Those with the smallest bounds of their steps first. Of schedules with several stages per device there are none.
+    Those with groups of any sizes first, then naive ones with their cuts moved, those with the smallest bounds first.
     """
     simple = [name for name in schedules if name in SCHEDULES]
     memory = {size: StageMemory(line, size) for size in sizes}
+    for schedule, size in product(simple, sizes):
+        plan = fitting_groups(line, schedule, memory[size], size)
+        if plan is not None:
+            yield plan
     for _, plan in naive_plans(line, simple, sizes, for_other_cuts=True):
         cuts = fitting_cuts(line, plan, memory[plan.microbatch_size])
         if cuts is not None:
@@ -61,7 +61,9 @@ class _Packing:
         self._num_stages, self._num = len(plan.counts), len(line.cuts)
         self._may_recompute = line.options.recompute
         self._wanted = np.array([bisect_left(line.cuts, cut) for cut in plan.cuts[1:]])
-        self._layers, self._stages = _layers(line, memory), _stages(line, plan, memory)
+        groups = zip(accumulate(plan.counts, initial=0), plan.counts, strict=False)
+        self._layers = memory.at_boundaries(line)
+        self._stages = memory.room(line, plan.schedule, sum(plan.counts), groups)
 
     def boundaries(self) -> tuple[int, ...] | None:
         """Returns the nearest boundaries between which all stages fit, None if there are none."""
@@ -118,29 +120,3 @@ class _Packing:
 
         workspace = int(self._layers.workspace[begin:end].max())
         return bool(fits(self._layers, self._stages, self._may_recompute, stage, begin, end, workspace))
-
-
-def _layers(line: DeviceLine, memory: StageMemory) -> "FittingLayers":
-    from bapipe.planner.device_line.fitting_programme import FittingLayers
-
-    cuts = np.array(line.cuts)
-    return FittingLayers(
-        state=memory.state[cuts],
-        stash=memory.stash[cuts],
-        left=memory.left[cuts],
-        sent=memory.sent[cuts],
-        returned=memory.returned[cuts],
-        workspace=np.maximum.reduceat(memory.workspace, cuts[:-1]),
-    )
-
-
-def _stages(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> "FittingStages":
-    from bapipe.planner.device_line.fitting_programme import FittingStages
-
-    *firsts, num_devices = accumulate(plan.counts, initial=0)
-    rows = []
-    for first, count in zip(firsts, plan.counts, strict=True):
-        most = most_held(plan.schedule, first, num_devices - first, memory.num_microbatches, count)
-        limit = min(line.limits[rank] for rank in line.group(first, count))
-        rows.append((*most, -(-memory.num_microbatches // count), limit))
-    return FittingStages(*np.array(rows).T.copy())

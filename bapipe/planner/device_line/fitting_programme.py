@@ -1,9 +1,10 @@
-"""Compiled: the cuts of a plan that fit, moved by the fewest boundaries in all."""
+"""Compiled: plans that fit, by dynamic programmes over boundaries: of given groups of devices, and of any."""
 
+from math import inf
 from typing import NamedTuple
 
 from bapipe.planner.compiled import compiled
-from bapipe.planner.device_line.search_arrays import Ints
+from bapipe.planner.device_line.search_arrays import Floats, Ints
 
 
 class FittingLayers(NamedTuple):
@@ -25,7 +26,7 @@ class FittingLayers(NamedTuple):
 
 
 class FittingStages(NamedTuple):
-    """What the stages of a plan have to fit in. All [stages]
+    """What the stages of a plan have to fit in, or those of one device each. All [stages]
 
     Attributes:
         kept, in_backward, before_weight_grad: micro-batches of a replica that are held at once, see `InFlight`.
@@ -110,3 +111,81 @@ def nearest_cuts(
             if num_tried > max_tried:
                 return False
     return True
+
+
+@compiled
+def fitting_stages(
+    layers: FittingLayers,
+    devices: FittingStages,
+    may_recompute: bool,
+    forward: Floats,
+    work: Floats,
+    speeds: Floats,
+    sizes: Ints,
+    stage: FittingStages,
+    longest: Floats,
+    origins: Ints,
+    max_tried: int,
+) -> int:
+    """Finds stages that fit, of which the busiest replica of all has the least work.
+
+    Args:
+        devices: what a stage on each device alone has to fit in.
+        forward, work: sums over the layers before each boundary: of F, and of F and B. [boundaries]
+        speeds: of the devices. [devices]
+        sizes: the numbers of devices that a stage may have, ascending.
+        stage: room for one stage. [1]
+        longest: noted: the least work of the busiest replica of stages on so many devices, up to each boundary.
+            [devices + 1, boundaries]
+        origins: noted: the devices and the boundary before the last of them. [devices + 1, boundaries, 2]
+        max_tried: ends it.
+
+    Returns:
+        The number of devices of the best such stages, 0 if none are known.
+    """
+    num_devices, num, num_tried = speeds.size, work.size, 0
+    longest[:] = inf
+    longest[0, 0] = 0.0
+    for p in range(num_devices):
+        limit, slowest, known = devices.limit[p], speeds[p], 0
+        for size in sizes:
+            if p + size > num_devices:
+                break
+            for device in range(p + known, p + size):
+                limit, slowest = min(limit, devices.limit[device]), min(slowest, speeds[device])
+            known = size
+            _share(devices, p, size, limit, stage)
+            least = stage.in_backward[0] if may_recompute else stage.kept[0]
+            for i in range(num - 1):
+                workspace = 0
+                for j in range(i + 1, num if longest[p, i] < inf else 0):
+                    state, stash = layers.state[j] - layers.state[i], layers.stash[j] - layers.stash[i]
+                    if state + least * stash > limit:
+                        break
+                    num_tried += 1
+                    workspace = max(workspace, layers.workspace[j - 1])
+                    if not fits(layers, stage, may_recompute, 0, i, j, workspace):
+                        continue
+                    own = work[j] - work[i]
+                    if held_bytes(layers, stage, False, 0, i, j, workspace) > limit:
+                        own += forward[j] - forward[i]
+                    busiest = max(longest[p, i], stage.num_each[0] * own / slowest)
+                    if busiest < longest[p + size, j]:
+                        longest[p + size, j], origins[p + size, j, 0], origins[p + size, j, 1] = busiest, p, i
+            if num_tried > max_tried:
+                return 0
+    best = 0
+    for p in range(1, num_devices + 1):
+        if longest[p, num - 1] < longest[best, num - 1]:
+            best = p
+    return best
+
+
+@compiled
+def _share(devices: FittingStages, p: int, size: int, limit: int, stage: FittingStages) -> None:
+    """Notes what a stage on `size` devices from `p` on has to fit in."""
+    stage.kept[0] = -(-devices.kept[p] // size)
+    stage.in_backward[0] = -(-devices.in_backward[p] // size)
+    stage.before_weight_grad[0] = -(-devices.before_weight_grad[p] // size)
+    stage.num_each[0] = -(-devices.num_each[p] // size)
+    stage.limit[0] = limit

@@ -1,9 +1,16 @@
-"""What the layers of a line hold on devices, from sums over them, without a table of actions."""
+"""What the layers of a line hold on devices, and what stages have room for, without a table of actions."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
+
+if TYPE_CHECKING:
+    from bapipe.planner.device_line.fitting_programme import FittingLayers, FittingStages
 
 
 class StageMemory:
@@ -17,7 +24,7 @@ class StageMemory:
     """
 
     def __init__(self, line: DeviceLine, microbatch_size: int) -> None:
-        self.line, self.num_microbatches = line, line.options.minibatch_size // microbatch_size
+        self.num_microbatches = line.options.minibatch_size // microbatch_size
         profile = line.profiles[min(device.kind for device in line.cluster.devices)]
         measured = profile.at(microbatch_size)
         state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in profile.layers]
@@ -25,3 +32,35 @@ class StageMemory:
         self.left = prefix_sums([m.left_by_input_grad_bytes for m in measured])
         self.sent, self.returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profile, microbatch_size))
         self.workspace = np.array([m.workspace_bytes for m in measured])
+
+    def at_boundaries(self, line: DeviceLine) -> "FittingLayers":
+        """Returns what the layers hold, by the boundaries of a line."""
+        from bapipe.planner.device_line.fitting_programme import FittingLayers
+
+        cuts = np.array(line.cuts)
+        return FittingLayers(
+            state=self.state[cuts],
+            stash=self.stash[cuts],
+            left=self.left[cuts],
+            sent=self.sent[cuts],
+            returned=self.returned[cuts],
+            workspace=np.maximum.reduceat(self.workspace, cuts[:-1]),
+        )
+
+    def room(
+        self, line: DeviceLine, schedule: str, num_devices: int, groups: Iterable[tuple[int, int]]
+    ) -> "FittingStages":
+        """Returns what stages have to fit in.
+
+        Args:
+            num_devices: of all stages.
+            groups: the first device of each stage, and their number.
+        """
+        from bapipe.planner.device_line.fitting_programme import FittingStages
+
+        rows = []
+        for first, count in groups:
+            most = most_held(schedule, first, num_devices - first, self.num_microbatches, count)
+            limit = min(line.limits[first : first + count])
+            rows.append((*most, -(-self.num_microbatches // count), limit))
+        return FittingStages(*np.array(rows).T.copy())

@@ -11,6 +11,7 @@ from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
+from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.stage_memory import StageMemory
@@ -39,37 +40,59 @@ def uneven_chain(random: Random, num_layers: int, outputs: tuple[int, ...]) -> M
     return replace(profile, layers=layers, measurements=(replace(measured, layers=times),))
 
 
-def uneven_line(seed: int, *, recompute: bool, outputs: tuple[int, ...] = (1,)) -> DeviceLine:
+def uneven_line(
+    seed: int, *, recompute: bool, outputs: tuple[int, ...] = (1,), speeds: tuple[float, ...] = (1.0,)
+) -> DeviceLine:
     """Six to nine layers on two to five devices with memory for about as much as they must hold."""
     random = Random(seed)
     profile, num_devices = uneven_chain(random, random.randint(6, 9), outputs), random.randint(2, 5)
     held = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
     cluster = devices(num_devices)
     limits = [int(held * random.uniform(0.9, 2.0) / num_devices) + random.randint(100, 250) for _ in cluster.devices]
-    unlike = tuple(replace(device, memory_bytes=limit) for device, limit in zip(cluster.devices, limits, strict=True))
+    unlike = tuple(
+        replace(device, memory_bytes=limit, speed=random.choice(speeds))
+        for device, limit in zip(cluster.devices, limits, strict=True)
+    )
     options = PlanOptions(
         minibatch_size=NUM_MICROBATCHES, microbatch_size=1, schedules=["1f1b", "gpipe"], recompute=recompute
     )
     return DeviceLine({"a": profile}, replace(cluster, devices=unlike), options)
 
 
-def stage_fits(line: DeviceLine, plan: LinePlan, stage: int, begin: int, end: int) -> bool:
-    """Whether a stage with these layers fits, from their bytes, added here. (1F1B and GPipe, without recomputation)"""
+def stage_fits(
+    line: DeviceLine,
+    plan: LinePlan,
+    stage: int,
+    begin: int,
+    end: int,
+    num_devices: int | None = None,
+    *,
+    recomputes: bool = False,
+) -> bool:
+    """Whether a stage with these layers fits, from their bytes, added here. (1F1B and GPipe)
+
+    Args:
+        num_devices: how many there are in all; without, those of the plan.
+        recomputes: whether it recomputes if it does not fit without.
+    """
     profile, count = line.profiles["a"], plan.counts[stage]
-    first, num_devices = sum(plan.counts[:stage]), sum(plan.counts)
+    first, num_devices = sum(plan.counts[:stage]), num_devices or sum(plan.counts)
     depth = NUM_MICROBATCHES if plan.schedule == "gpipe" else min(NUM_MICROBATCHES, num_devices - first)
     layers, measured = profile.layers[begin:end], profile.at(1)[begin:end]
     state = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in layers)
-    stashes = -(-depth // count) * sum(m.stash_bytes for m in measured)
+    stash, in_flight = sum(m.stash_bytes for m in measured), -(-depth // count)
     received = 0 if begin == 0 else profile.at(1)[begin - 1].output_bytes[0]
     returned = 0 if end == len(profile.layers) else measured[-1].output_bytes[0]
     buffers = -(-NUM_MICROBATCHES // count) * (received + returned)
-    held = state + stashes + max(m.workspace_bytes for m in measured) + buffers
-    return held <= min(line.limits[first : first + count])
+    held = state + max(m.workspace_bytes for m in measured) + buffers
+    limit = min(line.limits[first : first + count])
+    return held + in_flight * stash <= limit or (recomputes and held + in_flight * received + stash <= limit)
 
 
-def fits(line: DeviceLine, plan: LinePlan) -> bool:
-    return all(stage_fits(line, plan, stage, *layers) for stage, layers in enumerate(pairwise(plan.cuts)))
+def fits(line: DeviceLine, plan: LinePlan, num_devices: int | None = None) -> bool:
+    may = line.options.recompute
+    stages = enumerate(pairwise(plan.cuts))
+    return all(stage_fits(line, plan, stage, *layers, num_devices, recomputes=may) for stage, layers in stages)
 
 
 def each_layer_fits(line: DeviceLine, plan: LinePlan) -> bool:
@@ -110,6 +133,45 @@ def test_the_nearest_cuts_that_fit_are_found(schedule: str, outputs: tuple[int, 
             assert moved(wanted.cuts, found) == min(by_move)
     assert min(num_found, num_moved, num_none) > 20
     assert num_unpacked > 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_groups_are_found_wherever_some_fit_and_their_busiest_replica_has_the_least_work(
+    schedule: str, recompute: bool
+) -> None:
+    """Against every plan on all devices, or on fewer, which hold what they would if there were all."""
+    num_found = num_none = 0
+    for seed in range(60):
+        line = uneven_line(seed, recompute=recompute, outputs=(1, 5, 40), speeds=(0.4, 0.7, 1.0))
+        num_devices, found = len(line.cluster.devices), fitting_groups(line, schedule, StageMemory(line, 1), 1)
+        busiest = [
+            busiest_work(line, plan)
+            for counts in compositions(num_devices)
+            for cuts in all_cuts(line, len(counts))
+            if fits(line, plan := LinePlan(cuts=cuts, counts=counts, schedule=schedule, microbatch_size=1), num_devices)
+        ]
+        assert (found is not None) == bool(busiest), seed
+        if found is None:
+            num_none += 1
+        else:
+            num_found += 1
+            assert fits(line, found, num_devices)
+            assert busiest_work(line, found) == pytest.approx(min(busiest))
+    assert min(num_found, num_none) > 5
+
+
+def busiest_work(line: DeviceLine, plan: LinePlan) -> float:
+    """What the replica with the most to do runs, with F once more where a stage recomputes."""
+    measured, found, num_devices = line.profiles["a"].at(1), 0.0, len(line.cluster.devices)
+    for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
+        layers, first = measured[begin:end], sum(plan.counts[:stage])
+        slowest = min(device.speed for device in line.cluster.devices[first : first + plan.counts[stage]])
+        work = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+        if not stage_fits(line, plan, stage, begin, end, num_devices, recomputes=False):
+            work += sum(m.forward_ns for m in layers)
+        found = max(found, -(-NUM_MICROBATCHES // plan.counts[stage]) * work / slowest)
+    return found
 
 
 def moved(cuts: tuple[int, ...], others: tuple[int, ...]) -> int:
@@ -167,8 +229,9 @@ def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_small_bo
         with_fields(plan, cuts=cuts) for _, plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None
     ]
     plans = list(fitting_plans(line, ["1f1b", "gpipe", "interleaved-1f1b"], [1]))
-    assert plans == moved
-    assert len(plans) == len(set(plans)) > 2
+    assert plans[2:] == moved
+    assert len(moved) == len(set(moved)) > 2
+    assert plans[:2] == [fitting_groups(line, schedule, memory, 1) for schedule in ("1f1b", "gpipe")]
     assert [bound_ns for bound_ns, _ in naive] == sorted(bound_ns for bound_ns, _ in naive)
 
 
