@@ -27,6 +27,9 @@ def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microba
     from bapipe.planner.device_line.fitting_programme import fitting_stages
 
     num_devices, num = len(line.cluster.devices), len(line.cuts)
+    sizes = _sizes(min(num_devices, memory.num_microbatches) if line.options.replicas else 1)
+    if num_devices * num * len(sizes) > MAX_TRIED:
+        return None
     alone = ((device, 1) for device in range(num_devices))
     forward, work, speeds = _times(line, microbatch_size)
     origins = np.zeros((num_devices + 1, num, 2), dtype=np.int64)
@@ -37,7 +40,7 @@ def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microba
         forward,
         work,
         speeds,
-        np.array(_sizes(min(num_devices, memory.num_microbatches) if line.options.replicas else 1)),
+        np.array(sizes),
         memory.room(line, schedule, num_devices, [(0, 1)]),
         np.empty((num_devices + 1, num)),
         origins,
