@@ -21,6 +21,9 @@ after the deadline only if nothing else has been found, ..."""
 LAST_ACTIONS = 100_000
 """... and none any more behind so many."""
 
+MAX_LATE_S = 0.5
+"""After the deadline plans for tight memory are looked for for so long."""
+
 MANY_ACTIONS = 1_000_000
 """If all plans have more, those that seem not to fit come last, and only if there is time for them."""
 
@@ -108,14 +111,16 @@ def _is_in_time(num_actions: int, pace: Pace, deadline: Deadline) -> bool:
 def _first_fitting(
     lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], deadline: Deadline
 ) -> TimedPlan | None:
-    """Returns the first plan that fits of those with moved cuts, None without one among the first ones."""
-    done = 0
+    """Returns the first plan that fits of those for tight memory, None without one among the first ones."""
+    done, began_s = 0, time.perf_counter()
     fitting = ((line, plan) for line in lines for plan in fitting_plans(line, schedules, sizes))
     for number, (line, plan) in enumerate(fitting):
-        if deadline.is_over and (number >= MAX_LATE or done > LAST_ACTIONS):
+        is_enough = number >= MAX_LATE or done > LAST_ACTIONS or time.perf_counter() - began_s > MAX_LATE_S
+        if deadline.is_over and is_enough and number >= MIN_LATE:
             break
-        done += _actions(line, plan)
-        timed = line.time(plan)
-        if timed is not None:
-            return timed
+        if plan is not None:
+            done += _actions(line, plan)
+            timed = line.time(plan)
+            if timed is not None:
+                return timed
     return None

@@ -1,6 +1,8 @@
 """The plans that a search for many devices begins with, in the order in which they are worth timing."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from math import inf, isinf
@@ -71,11 +73,14 @@ def first_plans(
 def first_fitting(
     lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], is_over: Callable[[], bool]
 ) -> Iterator[tuple[DeviceLine, LinePlan]]:
-    """Yields naive plans with cuts moved so that they fit, a few of each line, by turns, until `is_over`."""
-    plans = [fitting_plans(line, schedules, sizes) for line in lines]
-    for _, (line, of_line) in product(range(NUM_FITTING), zip(lines, plans, strict=True)):
-        if is_over():
-            return
-        plan = next(of_line, None)
-        if plan is not None:
-            yield line, plan
+    """Yields plans that fit, a few of each line, by turns, until `is_over`."""
+    tried = deque((line, fitting_plans(line, schedules, sizes)) for line in lines)
+    num_left = NUM_FITTING * len(tried)
+    while tried and num_left > 0 and not is_over():
+        line, of_line = tried.popleft()
+        with suppress(StopIteration):
+            plan = next(of_line)
+            tried.append((line, of_line))
+            if plan is not None:
+                num_left -= 1
+                yield line, plan

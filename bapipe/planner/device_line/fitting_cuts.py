@@ -26,21 +26,19 @@ MAX_TRIED = 50_000_000
 """The dynamic programme tries so many stages at most, in a fifth of a second."""
 
 
-def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan]:
+def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan | None]:
     """Yields plans that fit as far as is known without a table of actions, none with several stages per device.
 
     Those with groups of any sizes first, then naive ones with their cuts moved, those with the smallest bounds first.
+    For what does not fit there is a None, as each takes up to half a second.
     """
     simple = [name for name in schedules if name in SCHEDULES]
     memory = {size: StageMemory(line, size) for size in sizes}
     for schedule, size in product(simple, sizes):
-        plan = fitting_groups(line, schedule, memory[size], size)
-        if plan is not None:
-            yield plan
+        yield fitting_groups(line, schedule, memory[size], size)
     for _, plan in naive_plans(line, simple, sizes, for_other_cuts=True):
         cuts = fitting_cuts(line, plan, memory[plan.microbatch_size])
-        if cuts is not None:
-            yield replace(plan, cuts=cuts)
+        yield None if cuts is None else replace(plan, cuts=cuts)
 
 
 def fitting_cuts(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> tuple[int, ...] | None:

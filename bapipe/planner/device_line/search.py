@@ -167,7 +167,7 @@ class LineSearch:
             of_time = self.deadline.share(6)
 
             def is_over() -> bool:
-                return of_time.is_over and self.best is not None
+                return of_time.is_over and (self.best is not None or self.deadline.is_over)
 
             for line, plan in first_fitting(self.lines, self.schedules, self.sizes, is_over):
                 plans.time_unless_slow(line, plan, self._climbs)
