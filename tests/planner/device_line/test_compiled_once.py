@@ -5,9 +5,13 @@ from typing import Any
 
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.estimate import StepEstimate
+from bapipe.planner.device_line.fitting_cuts import fitting_cuts, seems_to_fit
+from bapipe.planner.device_line.fitting_groups import fitting_groups
+from bapipe.planner.device_line.fitting_programme import fits, fitting_stages, nearest_cuts
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.prefix_programme import extend
+from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.device_line.step_programme import estimate_ns
 from bapipe.planner.device_line.suffix_programme import extend_backwards
 from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
@@ -30,8 +34,13 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         of_all = bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, BY_COARSE)
         assert of_all is not None
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
+        memory = StageMemory(line, 1)
+        assert fitting_cuts(line, plan, memory) is not None
+        assert fitting_groups(line, "1f1b", memory, 1) is not None
+        assert seems_to_fit(line, plan, memory)
         estimate = StepEstimate(line, "1f1b", 1)
         assert estimate.score_ns(plan, timed.step_ns * 2) < inf
     programmes: list[Any] = [fill_before, fill_behind, extend, extend_backwards, estimate_ns]
+    programmes += [fits, nearest_cuts, fitting_stages]
     for programme in programmes:
         assert len(programme.signatures) == 1, programme
