@@ -13,6 +13,9 @@ from bapipe.simulator.interval_costs import prefix_sums
 MAX_TRIED = 100_000_000
 """So many stages are tried at most, in half a second or so; otherwise none are known."""
 
+REACHED = 1 / 4
+"""Of all that there are, about so many are tried, as the others begin where none can end."""
+
 MAX_SINGLE, GROWTH = 8, 1.25
 """A stage has each number of devices up to the first one, and then those that grow by the second."""
 
@@ -28,14 +31,17 @@ def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microba
 
     num_devices, num = len(line.cluster.devices), len(line.cuts)
     sizes = _sizes(min(num_devices, memory.num_microbatches) if line.options.replicas else 1)
-    if num_devices * num * len(sizes) > MAX_TRIED:
+    layers = memory.at_boundaries(line)
+    alone = memory.room(line, schedule, num_devices, ((device, 1) for device in range(num_devices)))
+    held = layers.state + layers.stash
+    lengths = np.searchsorted(held, held + alone.limit.max(), side="right") - np.arange(num)
+    if num_devices * len(sizes) * int(lengths.sum()) > MAX_TRIED / REACHED:
         return None
-    alone = ((device, 1) for device in range(num_devices))
     forward, work, speeds = _times(line, microbatch_size)
     origins = np.zeros((num_devices + 1, num, 2), dtype=np.int64)
     at = fitting_stages(
-        memory.at_boundaries(line),
-        memory.room(line, schedule, num_devices, alone),
+        layers,
+        alone,
         line.options.recompute,
         forward,
         work,
