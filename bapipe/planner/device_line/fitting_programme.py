@@ -3,7 +3,9 @@
 from math import inf
 from typing import NamedTuple
 
-from bapipe.planner.compiled import compiled
+import numpy as np
+
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Floats, Ints
 
 
@@ -41,7 +43,7 @@ class FittingStages(NamedTuple):
     limit: Ints
 
 
-@compiled
+@inlined
 def held_bytes(
     layers: FittingLayers, stages: FittingStages, recomputes: bool, s: int, i: int, j: int, workspace: int
 ) -> int:
@@ -144,6 +146,7 @@ def fitting_stages(
         The number of devices of the best such stages, 0 if none are known.
     """
     num_devices, num, num_tried = speeds.size, work.size, 0
+    only = int(np.int64(0))  # a constant would compile `fits` once more
     longest[:] = inf
     longest[0, 0] = 0.0
     for p in range(num_devices):
@@ -164,10 +167,10 @@ def fitting_stages(
                         break
                     num_tried += 1
                     workspace = max(workspace, layers.workspace[j - 1])
-                    if not fits(layers, stage, may_recompute, 0, i, j, workspace):
+                    if not fits(layers, stage, may_recompute, only, i, j, workspace):
                         continue
                     own = work[j] - work[i]
-                    if held_bytes(layers, stage, False, 0, i, j, workspace) > limit:
+                    if held_bytes(layers, stage, False, only, i, j, workspace) > limit:
                         own += forward[j] - forward[i]
                     busiest = max(longest[p, i], stage.num_each[0] * own / slowest)
                     if busiest < longest[p + size, j]:
