@@ -35,7 +35,9 @@ def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[in
     simple = [name for name in schedules if name in SCHEDULES]
     memory = {size: StageMemory(line, size) for size in sizes}
     for schedule, size in product(simple, sizes):
-        yield fitting_groups(line, schedule, memory[size], size)
+        groups = fitting_groups(line, schedule, memory[size])
+        # They fit if all devices are used; with fewer of them 1F1B-2BP holds more.
+        yield groups if groups is not None and seems_to_fit(line, groups, memory[size]) else None
     for _, plan in naive_plans(line, simple, sizes, for_other_cuts=True):
         cuts = fitting_cuts(line, plan, memory[plan.microbatch_size])
         yield None if cuts is None else replace(plan, cuts=cuts)
@@ -60,7 +62,7 @@ class _Packing:
         self._may_recompute = line.options.recompute
         self._wanted = np.array([bisect_left(line.cuts, cut) for cut in plan.cuts[1:]])
         groups = zip(accumulate(plan.counts, initial=0), plan.counts, strict=False)
-        self._layers = memory.at_boundaries(line)
+        self._layers = memory.at_boundaries
         self._stages = memory.room(line, plan.schedule, sum(plan.counts), groups)
 
     def boundaries(self) -> tuple[int, ...] | None:

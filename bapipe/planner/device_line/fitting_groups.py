@@ -6,9 +6,9 @@ devices there are in all, and not on other stages.
 
 import numpy as np
 
+from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.stage_memory import StageMemory
-from bapipe.simulator.interval_costs import prefix_sums
 
 MAX_TRIED = 100_000_000
 """So many stages are tried at most, in half a second or so; otherwise none are known."""
@@ -20,7 +20,7 @@ MAX_SINGLE, GROWTH = 8, 1.25
 """A stage has each number of devices up to the first one, and then those that grow by the second."""
 
 
-def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microbatch_size: int) -> LinePlan | None:
+def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory) -> LinePlan | None:
     """Returns stages that fit as far as is known without a table of actions, None if no such ones are known.
 
     Where plans with one stage per device are forbidden by constraints, none are known.
@@ -31,21 +31,21 @@ def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microba
 
     num_devices, num = len(line.cluster.devices), len(line.cuts)
     sizes = _sizes(min(num_devices, memory.num_microbatches) if line.options.replicas else 1)
-    layers = memory.at_boundaries(line)
+    layers = memory.at_boundaries
     alone = memory.room(line, schedule, num_devices, ((device, 1) for device in range(num_devices)))
     held = layers.state + layers.stash
     lengths = np.searchsorted(held, held + alone.limit.max(), side="right") - np.arange(num)
     if num_devices * len(sizes) * int(lengths.sum()) > MAX_TRIED / REACHED:
         return None
-    forward, work, speeds = _times(line, microbatch_size)
+    sums = LayerSums(line, schedule, memory.microbatch_size, num_devices)
     origins = np.zeros((num_devices + 1, num, 2), dtype=np.int64)
     at = fitting_stages(
         layers,
         alone,
         line.options.recompute,
-        forward,
-        work,
-        speeds,
+        np.ascontiguousarray(sums.least.forward),
+        sums.least.work,
+        sums.speeds,
         np.array(sizes),
         memory.room(line, schedule, num_devices, [(0, 1)]),
         np.empty((num_devices + 1, num)),
@@ -64,7 +64,7 @@ def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory, microba
         cuts=tuple(line.cuts[end] for end in reversed(ends)),
         counts=tuple(reversed(counts)),
         schedule=schedule,
-        microbatch_size=microbatch_size,
+        microbatch_size=memory.microbatch_size,
     )
 
 
@@ -73,15 +73,3 @@ def _sizes(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(min(most, sizes[-1] + 1 if sizes[-1] < MAX_SINGLE else int(sizes[-1] * GROWTH)))
     return sizes
-
-
-def _times(line: DeviceLine, microbatch_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """F, and F and B, of the layers before each boundary on the first kind of device; and the speeds of all devices."""
-    sums = {}
-    for kind in {device.kind for device in line.cluster.devices}:
-        measured = line.profiles[kind].at(microbatch_size)
-        forward = prefix_sums([m.forward_ns for m in measured])[line.cuts].astype(float)
-        sums[kind] = forward, forward + prefix_sums([m.whole_backward_ns for m in measured])[line.cuts]
-    forward, work = sums[line.cluster.devices[0].kind]
-    speeds = [device.speed * work[-1] / sums[device.kind][1][-1] for device in line.cluster.devices]
-    return forward, work, np.array(speeds)

@@ -145,8 +145,8 @@ def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Ite
                 num_replicas=num_replicas,
             )
     if wanted is None and line.options.replicas and schedule in SCHEDULES:
-        most, all_numbers = min(every, max_stages), {every // number for number in range(1, every + 1)}
-        for num_stages in sorted(all_numbers) if is_fine else group_sizes(most):
+        every_number = sorted({every // number for number in range(1, every + 1)})
+        for num_stages in every_number if is_fine else group_sizes(min(every, max_stages)):
             num_replicas = min(every // num_stages, num_microbatches)
             yield NaiveShape(
                 schedule=schedule,

@@ -1,6 +1,7 @@
 """What the layers of a line hold on devices, and what stages have room for, without a table of actions."""
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,8 @@ class StageMemory:
     """
 
     def __init__(self, line: DeviceLine, microbatch_size: int) -> None:
-        self.num_microbatches = line.options.minibatch_size // microbatch_size
+        self.microbatch_size, self.num_microbatches = microbatch_size, line.options.minibatch_size // microbatch_size
+        self._cuts = np.array(line.cuts)
         profile = line.profiles[min(device.kind for device in line.cluster.devices)]
         measured = profile.at(microbatch_size)
         state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in profile.layers]
@@ -33,11 +35,12 @@ class StageMemory:
         self.sent, self.returned = (np.asarray(of_cuts) for of_cuts in cut_bytes(profile, microbatch_size))
         self.workspace = np.array([m.workspace_bytes for m in measured])
 
-    def at_boundaries(self, line: DeviceLine) -> "FittingLayers":
-        """Returns what the layers hold, by the boundaries of a line."""
+    @cached_property
+    def at_boundaries(self) -> "FittingLayers":
+        """What the layers hold, by the boundaries of the line, which are those of all orders of its devices."""
         from bapipe.planner.device_line.fitting_programme import FittingLayers
 
-        cuts = np.array(line.cuts)
+        cuts = self._cuts
         return FittingLayers(
             state=self.state[cuts],
             stash=self.stash[cuts],

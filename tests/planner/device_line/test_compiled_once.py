@@ -36,7 +36,7 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
         memory = StageMemory(line, 1)
         assert fitting_cuts(line, plan, memory) is not None
-        assert fitting_groups(line, "1f1b", memory, 1) is not None
+        assert fitting_groups(line, "1f1b", memory) is not None
         assert seems_to_fit(line, plan, memory)
         estimate = StepEstimate(line, "1f1b", 1)
         assert estimate.score_ns(plan, timed.step_ns * 2) < inf
