@@ -12,7 +12,17 @@ import numpy as np
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood
-from bapipe.planner.device_line.search_arrays import DEVICE, LAYER, REPLICA, STAGE, Costs, Notes, Records
+from bapipe.planner.device_line.recomputed_layers import layer_items
+from bapipe.planner.device_line.search_arrays import (
+    DEVICE,
+    LAYER,
+    RECOMPUTED,
+    REPLICA,
+    STAGE,
+    Costs,
+    Notes,
+    Records,
+)
 from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.simulator.interval_costs import prefix_sums, transfer_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
@@ -27,6 +37,9 @@ MIN_TEMPERATURES, MAX_ACTIONS_OF_EACH = 200, 500_000
 """A walk has so many temperatures at least, and so many actions are estimated at each at most, which takes a few
 milliseconds, before it looks at the clock again."""
 
+NUM_KNOWN = 4096
+"""Choices of recomputed layers that are known."""
+
 
 class StepEstimate:
     """Estimates the step times of plans with a schedule and a micro-batch size."""
@@ -38,7 +51,8 @@ class StepEstimate:
         self._run_estimate, self._run_walk = estimate_ns, walk
         self._neighbourhood = Neighbourhood(line, schedule, microbatch_size)
         costs = self._costs = _costs(line, schedule, microbatch_size)
-        self._notes = _notes(self._neighbourhood.most_stages, costs.devices.size, costs.num_microbatches)
+        num_layers = costs.workspace_bytes.size
+        self._notes = _notes(self._neighbourhood.most_stages, costs.devices.size, costs.num_microbatches, num_layers)
 
     def step_ns(self, plan: LinePlan) -> float:
         """Returns the step time of a plan, infinite if it does not fit."""
@@ -89,7 +103,7 @@ def _costs(line: DeviceLine, schedule: str, microbatch_size: int) -> Costs:
         may_recompute=line.options.recompute,
         boundaries=np.array(line.cuts, dtype=np.int64),
         layers=_layers(line, line.profiles[kinds[0]], memory),
-        forward=np.array([prefix_sums([m.forward_ns for m in of_kind]) for of_kind in measured], dtype=float),
+        items=layer_items([line.profiles[kind] for kind in kinds], microbatch_size),
         backward=np.array([prefix_sums([m.whole_backward_ns for m in of_kind]) for of_kind in measured], dtype=float),
         workspace_bytes=memory.workspace,
         devices=_devices(line, kinds),
@@ -102,10 +116,10 @@ def _layers(line: DeviceLine, profile: ModelProfile, memory: StageMemory) -> Rec
     gradients = prefix_sums([layer.summed_bytes(has_replicas=True) for layer in profile.layers])
     layers = np.zeros(gradients.size, dtype=LAYER)
     layers["update"] = prefix_sums([layer.update_ns for layer in profile.layers])
-    layers["state_bytes"], layers["stash_bytes"], layers["gradient_bytes"] = memory.state, memory.stash, gradients
+    layers["state_bytes"], layers["gradient_bytes"] = memory.state, gradients
     layers["bucket_begin"] = np.searchsorted(gradients, gradients - BUCKET_BYTES, side="right") - 1
     layers["first_gradient"] = np.searchsorted(gradients, gradients, side="right") - 1
-    layers["sent_bytes"], layers["returned_bytes"] = memory.sent, memory.returned
+    layers["returned_bytes"] = memory.returned
     for link, place in ((line.cluster.intra_host, "inside"), (line.cluster.inter_host, "between")):
         layers[f"sent_{place}"] = transfer_ns(memory.sent, link)
         layers[f"returned_{place}"] = transfer_ns(memory.returned, link)
@@ -123,7 +137,7 @@ def _devices(line: DeviceLine, kinds: Sequence[str]) -> Records:
     return devices
 
 
-def _notes(most_stages: int, num_devices: int, num_microbatches: int) -> Notes:
+def _notes(most_stages: int, num_devices: int, num_microbatches: int, num_layers: int) -> Notes:
     """Room for notes on any plan; rows that are never used take no memory."""
     return Notes(
         stages=np.zeros(most_stages, dtype=STAGE),
@@ -131,4 +145,6 @@ def _notes(most_stages: int, num_devices: int, num_microbatches: int) -> Notes:
         sent=np.empty((most_stages + 1, num_microbatches)),
         returned=np.empty((most_stages + 1, num_microbatches)),
         hosts=np.empty((most_stages + 2, num_microbatches), dtype=np.int32),
+        recomputed=np.zeros(NUM_KNOWN, dtype=RECOMPUTED),
+        came=np.empty((num_layers, 2), dtype=np.int8),
     )

@@ -1,6 +1,6 @@
 """The devices of a cluster in some order, and the step time and memory of plans whose stages take consecutive ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from bapipe.planner.branch_and_bound.space import ns_per_sample
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
 from bapipe.planner.decision import stage_plan
+from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
+from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.planner.searched_space import SearchedSpace
@@ -26,7 +28,7 @@ from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
-from bapipe.simulator.memory import rank_memory
+from bapipe.simulator.memory import RankMemory, rank_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
 
@@ -86,6 +88,7 @@ class DeviceLine:
         self._chains: dict[tuple[str, float, int], Chain] = {}
         self._orders: dict[tuple[str, tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
         self._tables: dict[tuple[str, int, int], Schedule] = {}
+        self._items: dict[int, LayerItems] = {}
         first = next(iter(profiles.values()))
         self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
 
@@ -134,15 +137,33 @@ class DeviceLine:
         if not self._is_allowed(plan, order.devices):
             return None
         stages = self._stages(plan, order.devices, _NONE * len(order.devices))
-        short = self._short_ranks(order, compiled, stages)
+        memory = rank_memory(order, stages, compiled)
+        short = {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
         if not short:
             step_ns = step_ns_of(order, compiled, stages, self.cluster)
             return TimedPlan(line=self, plan=plan, recompute=_NONE * len(order.devices), step_ns=step_ns)
         if not self.options.recompute or plan.schedule not in SCHEDULES:
             return None
-        layers = zip(pairwise(plan.cuts), order.devices, strict=True)
-        every = [frozenset(range(*ends)) if short & set(ranks) else frozenset() for ends, ranks in layers]
-        return self.time_with(plan, every)
+        limits = self._memory_limits(order, stages, memory, [bool(short & set(ranks)) for ranks in order.devices])
+        some = self._recomputed(plan, limits)
+        every = [
+            frozenset(range(*layers)) if limit else frozenset[int]()
+            for layers, limit in zip(pairwise(plan.cuts), limits, strict=True)
+        ]
+        return self.time_with(plan, some) or (self.time_with(plan, every) if some != every else None)
+
+    def _recomputed(self, plan: LinePlan, limits: Sequence[Sequence[MemoryLimit]]) -> list[frozenset[int]]:
+        """The layers that stages recompute, which must fit in some states: see `memory_limits`."""
+        kinds, size = sorted({device.kind for device in self.cluster.devices}), plan.microbatch_size
+        if size not in self._items:
+            self._items[size] = layer_items([self.profiles[kind] for kind in kinds], size)
+        firsts = accumulate(plan.counts, initial=0)
+        return [
+            recomputed_layers(self._items[size], *layers, kinds.index(self.cluster.devices[first].kind), of_stage)
+            if of_stage
+            else frozenset()
+            for layers, first, of_stage in zip(pairwise(plan.cuts), firsts, limits, strict=False)
+        ]
 
     def time_with(self, plan: LinePlan, recompute: Sequence[frozenset[int]]) -> TimedPlan | None:
         """Returns the step time of a plan whose stages recompute some layers, None if it does not fit."""
@@ -160,10 +181,15 @@ class DeviceLine:
         """
         order, compiled = self._order(timed.plan)
         stages = self._stages(timed.plan, order.devices, timed.recompute)
-        memory = rank_memory(order, stages, compiled)
+        return self._memory_limits(order, stages, rank_memory(order, stages, compiled), map(bool, timed.recompute))
+
+    def _memory_limits(
+        self, order: Schedule, stages: Sequence[Stage], memory: Sequence[RankMemory], recomputes: Iterable[bool]
+    ) -> list[list[MemoryLimit]]:
+        """The same of the stages that are to recompute, from the memory of each rank, whatever recomputes there."""
         limits: list[list[MemoryLimit]] = [[] for _ in stages]
-        for of_stage, stage, ranks in zip(limits, stages, order.devices, strict=True):
-            for rank, cost in zip(ranks, stage.costs, strict=True) if stage.recompute else ():
+        for of_stage, stage, ranks, is_asked in zip(limits, stages, order.devices, recomputes, strict=True):
+            for rank, cost in zip(ranks, stage.costs, strict=True) if is_asked else ():
                 peak = memory[rank].peak
                 room = self.limits[rank] - (peak.total - peak.stash)
                 of_stage += [

@@ -22,11 +22,9 @@ LAYER = np.dtype(
     [
         ("update", "f8"),
         ("state_bytes", "i8"),
-        ("stash_bytes", "i8"),
         ("gradient_bytes", "i8"),
         ("bucket_begin", "i8"),
         ("first_gradient", "i8"),
-        ("sent_bytes", "i8"),
         ("returned_bytes", "i8"),
         ("sent_inside", "f8"),
         ("sent_between", "f8"),
@@ -34,10 +32,10 @@ LAYER = np.dtype(
         ("returned_between", "f8"),
     ]
 )
-"""Of the layers before each one: sums of updates, of parameters, gradients and states of the optimizer, of stashes, and
-of gradients; and the first layer of the full bucket of gradients that ends there, -1 without one. The first layer from
-each one on with gradients. Of the cut before each layer: bytes forwards and backwards, and the transfers of both within
-a host and between hosts."""
+"""Of the layers before each one: sums of updates, of parameters, gradients and states of the optimizer, and of
+gradients; and the first layer of the full bucket of gradients that ends there, -1 without one. The first layer from
+each one on with gradients. Of the cut before each layer: bytes backwards, and the transfers both ways within a host and
+between hosts."""
 
 DEVICE = np.dtype(
     [("kind", "i8"), ("speed", "f8"), ("host", "i8"), ("same_host", "i8"), ("class_of", "i8"), ("limit_bytes", "i8")]
@@ -67,13 +65,34 @@ REPLICA = np.dtype(
 far ended, and how many it has run."""
 
 
+RECOMPUTED = np.dtype([*((name, "i8") for name in ("begin", "end", "kind", "kept", "num_bytes")), ("forward_ns", "f8")])
+"""F of the layers that a stage recomputes, and what it must save, see `Need` of `recompute_programme.py`."""
+
+
+class LayerItems(NamedTuple):
+    """What layers take and keep, of which a stage may recompute some.
+
+    Attributes:
+        forward: sums of F over the layers before each one. [K, L + 1]
+        stash: the same of stashes, in bytes. [L + 1]
+        sent: the bytes that pass each cut; none pass the first. [L + 1]
+        num_alone: so many first layers may be recomputed without all of their stage: the loss may not.
+    """
+
+    forward: Floats
+    stash: Ints
+    sent: Ints
+    num_alone: int
+
+
 class Costs(NamedTuple):
     """What layers take and need on the devices of a line.
 
     Attributes:
         boundaries: the layer behind each boundary at which layers may be cut.
         layers: see `LAYER`. [L + 1]
-        forward, backward: sums over the layers before each one. [K, L + 1]
+        items: F, stashes and what is sent.
+        backward: sums over the layers before each one. [K, L + 1]
         workspace_bytes: [L]
         devices: see `DEVICE`. [D]
         latency, ns_per_byte: of links within a host and between hosts. [2]
@@ -84,7 +103,7 @@ class Costs(NamedTuple):
     may_recompute: bool
     boundaries: Ints
     layers: Records
-    forward: Floats
+    items: LayerItems
     backward: Floats
     workspace_bytes: Ints
     devices: Records
@@ -114,6 +133,8 @@ class Notes(NamedTuple):
         replicas: see `REPLICA`; those of a stage where its devices are, in the order of their micro-batches. [D]
         sent, returned: when the outputs arrive at each stage, and the gradients at the one before it. [S + 1, M]
         hosts: of the replicas of each micro-batch; stage s has row s + 1. [S + 2, M]
+        recomputed: see `RECOMPUTED`; what was chosen last for stages of each remainder of a number. [remainders]
+        came: see `choose_recomputed`. [L, 2]
     """
 
     stages: Records
@@ -121,6 +142,8 @@ class Notes(NamedTuple):
     sent: Floats
     returned: Floats
     hosts: NDArray[np.int32]
+    recomputed: Records
+    came: NDArray[np.int8]
 
 
 class Moves(NamedTuple):

@@ -9,6 +9,7 @@ the simulator (`longest_path.py`), action by action.
 from math import inf
 
 from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
 from bapipe.planner.device_line.search_arrays import Costs, Notes, Plan, Records
 
 SMOOTHING = 0.03
@@ -16,6 +17,9 @@ SMOOTHING = 0.03
 
 STAGE_ACTIONS = 20
 """What a stage costs before its first action, in actions."""
+
+PRIME = 1_000_003
+"""Spreads the begins of stages over the remainders of which choices are known."""
 
 
 @compiled
@@ -58,16 +62,16 @@ def _fill_stages(costs: Costs, plan: Plan, notes: Notes) -> bool:
         depth = costs.num_microbatches if costs.is_gpipe else min(num_behind, costs.num_microbatches)
         stage.in_flight = (depth + stage.count - 1) // stage.count
         num_behind -= stage.count
-        times_forward = _num_forward(costs, stage)
-        if times_forward == 0:
+        again_ns = _recomputed_ns(costs, stage, notes)
+        if again_ns == inf:
             return False
-        _fill_replicas(costs, stage, notes.replicas, times_forward == 2)
+        _fill_replicas(costs, stage, notes.replicas, again_ns)
     return True
 
 
 @inlined
-def _num_forward(costs: Costs, stage: Records) -> int:
-    """Returns how often a stage has to run each F, 2 if it recomputes, and 0 if it does not fit even so.
+def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
+    """Returns F that a stage runs again on its first device's kind, infinite if it does not fit even with all layers.
 
     On the device with the least memory, as in `stage_memory.py`.
     """
@@ -76,35 +80,49 @@ def _num_forward(costs: Costs, stage: Records) -> int:
         limit = min(limit, costs.devices[p].limit_bytes)
     for layer in range(stage.begin + 1, stage.end):
         workspace = max(workspace, costs.workspace_bytes[layer])
-    begin, end = costs.layers[stage.begin], costs.layers[stage.end]
-    stash = end.stash_bytes - begin.stash_bytes
-    received = begin.sent_bytes if stage.begin else 0
-    returned = end.returned_bytes if stage.end < costs.workspace_bytes.size else 0
+    stash, received = costs.items.stash[stage.end] - costs.items.stash[stage.begin], costs.items.sent[stage.begin]
+    returned = costs.layers[stage.end].returned_bytes
     num_each = (costs.num_microbatches + stage.count - 1) // stage.count
-    held = end.state_bytes - begin.state_bytes + workspace + num_each * (received + returned)
-    if held + stage.in_flight * stash <= limit:
-        return 1
-    return 2 if costs.may_recompute and held + stage.in_flight * received + stash <= limit else 0
+    state = costs.layers[stage.end].state_bytes - costs.layers[stage.begin].state_bytes
+    num_bytes = state + workspace + num_each * (received + returned) + stage.in_flight * stash - limit
+    if num_bytes <= 0:
+        return 0.0
+    if not costs.may_recompute:
+        return inf
+    kind = costs.devices[stage.first].kind
+    known = notes.recomputed[(stage.begin * PRIME + stage.end + num_bytes) % notes.recomputed.size]
+    is_known = known.begin == stage.begin and known.end == stage.end and known.kind == kind
+    if not (is_known and known.kept == stage.in_flight and known.num_bytes == num_bytes):
+        known.begin, known.end, known.kind, known.kept = stage.begin, stage.end, kind, stage.in_flight
+        known.num_bytes = num_bytes
+        need = Need(stage.begin, stage.end, kind, stage.in_flight, 1, num_bytes)
+        known.forward_ns = choose_recomputed(costs.items, need, notes.came).forward_ns
+    return float(known.forward_ns)
 
 
 @compiled
-def _fill_replicas(costs: Costs, stage: Records, replicas: Records, recomputes: bool) -> None:
-    """Notes what each replica of a stage takes, and what all take at least."""
+def _fill_replicas(costs: Costs, stage: Records, replicas: Records, again_ns: float) -> None:
+    """Notes what each replica of a stage takes, and what all take at least.
+
+    Args:
+        again_ns: F that is recomputed on the kind of its first device; of others it is the same part of all F.
+    """
     first, count = stage.first, stage.count
     _sort_replicas(costs, replicas, first, count)
     link = _slowest_link(costs, first, count)
     kind, speed = -1, 0.0
     forward = backward = summed = 0.0
-    slowest = inf
+    slowest, of_first = inf, costs.items.forward[costs.devices[first].kind]
+    again = again_ns / max(of_first[stage.end] - of_first[stage.begin], 1.0)
     for p in range(first, first + count):
         replica = replicas[p]
         device = costs.devices[replica.rank]
         if device.kind != kind or device.speed != speed:
             kind, speed = device.kind, device.speed
-            forward = (costs.forward[kind, stage.end] - costs.forward[kind, stage.begin]) / speed
+            forward = (costs.items.forward[kind, stage.end] - costs.items.forward[kind, stage.begin]) / speed
             backward = (costs.backward[kind, stage.end] - costs.backward[kind, stage.begin]) / speed
             summed = _summed_ns(costs, stage, kind, speed, link)
-            backward += forward if recomputes else 0.0
+            backward += again * forward
             slowest = min(slowest, speed)
         replica.forward, replica.backward, replica.after = forward, backward, summed
     update = costs.layers[stage.end].update - costs.layers[stage.begin].update

@@ -21,6 +21,6 @@ def test_no_choice_of_layers_of_one_stage_is_faster() -> None:
 def test_it_is_never_slower_and_ends_at_the_deadline() -> None:
     for seed in range(8):
         line = tight_line(seed)
-        for whole in filter(None, map(line.time, plans(line, "gpipe"))):
-            assert with_fewer_recomputed(whole, UNLIMITED).step_ns <= whole.step_ns
-            assert with_fewer_recomputed(whole, Deadline(0.0)) == whole
+        for timed in filter(None, map(line.time, plans(line, "gpipe"))):
+            assert with_fewer_recomputed(timed, UNLIMITED).step_ns <= timed.step_ns
+            assert with_fewer_recomputed(timed, Deadline(0.0)) == timed

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from random import Random
 
 import pytest
@@ -250,13 +250,17 @@ def tight_line(seed: int) -> DeviceLine:
 
 
 def timed_with_any_recomputed(line: DeviceLine, plan: LinePlan) -> Iterator[TimedPlan]:
-    """A plan with all choices of layers that are recomputed, of the stages that do not fit without."""
-    whole = line.time(plan)
-    if whole is None:
+    """A plan with all choices of layers that are recomputed, of the stages that do not fit without: first all layers."""
+    timed = line.time(plan)
+    if timed is None:
         return
+    stages = zip(pairwise(plan.cuts), timed.recompute, strict=True)
+    every = [list(range(*layers)) if recomputed else [] for layers, recomputed in stages]
+    whole = line.time_with(plan, [frozenset(layers) for layers in every])
+    assert whole is not None
     yield whole
-    if any(whole.recompute):
-        chosen = [powerset(sorted(layers)) for layers in whole.recompute]
+    if any(every):
+        chosen = [powerset(layers) for layers in every]
         timed = (line.time_with(plan, [frozenset(layers) for layers in each]) for each in product(*chosen))
         yield from (each for each in timed if each is not None)
 
