@@ -1,6 +1,6 @@
 """The devices of a cluster in some order, and the step time and memory of plans whose stages take consecutive ones."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from bapipe.planner.branch_and_bound.space import ns_per_sample
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
 from bapipe.planner.decision import stage_plan
+from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.options import PlanOptions
@@ -28,7 +29,7 @@ from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
-from bapipe.simulator.memory import RankMemory, rank_memory
+from bapipe.simulator.memory import rank_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
 
@@ -144,26 +145,36 @@ class DeviceLine:
             return TimedPlan(line=self, plan=plan, recompute=_NONE * len(order.devices), step_ns=step_ns)
         if not self.options.recompute or plan.schedule not in SCHEDULES:
             return None
-        limits = self._memory_limits(order, stages, memory, [bool(short & set(ranks)) for ranks in order.devices])
-        some = self._recomputed(plan, limits)
-        every = [
-            frozenset(range(*layers)) if limit else frozenset[int]()
-            for layers, limit in zip(pairwise(plan.cuts), limits, strict=True)
-        ]
+        short_stages = [s for s, ranks in enumerate(order.devices) if short & set(ranks)]
+        rooms = [limit - held.peak.total + held.peak.stash for limit, held in zip(self.limits, memory, strict=True)]
+        some, every = [[frozenset[int]() for _ in stages] for _ in range(2)]
+        for s in short_stages:
+            left = max(cost.gradient_stash_bytes for cost in stages[s].costs)
+            some[s] = self._recomputed(plan, s, min(rooms[rank] for rank in order.devices[s]), left)
+            every[s] = frozenset(range(plan.cuts[s], plan.cuts[s + 1]))
         return self.time_with(plan, some) or (self.time_with(plan, every) if some != every else None)
 
-    def _recomputed(self, plan: LinePlan, limits: Sequence[Sequence[MemoryLimit]]) -> list[frozenset[int]]:
-        """The layers that stages recompute, which must fit in some states: see `memory_limits`."""
-        kinds, size = sorted({device.kind for device in self.cluster.devices}), plan.microbatch_size
+    def _recomputed(self, plan: LinePlan, s: int, room_bytes: int, left_bytes: int) -> frozenset[int]:
+        """The layers that a stage recomputes so that it fits.
+
+        Args:
+            room_bytes: for the stashes of a replica, and what I leaves for W, ...
+            left_bytes: ... which is so much of a micro-batch.
+        """
+        first, size = sum(plan.counts[:s]), plan.microbatch_size
+        num_behind, num_microbatches = sum(plan.counts[s:]), self.options.minibatch_size // size
+        held = most_held(plan.schedule, first, num_behind, num_microbatches, plan.counts[s])
+        kinds, kind = sorted({device.kind for device in self.cluster.devices}), self.cluster.devices[first].kind
         if size not in self._items:
-            self._items[size] = layer_items([self.profiles[kind] for kind in kinds], size)
-        firsts = accumulate(plan.counts, initial=0)
-        return [
-            recomputed_layers(self._items[size], *layers, kinds.index(self.cluster.devices[first].kind), of_stage)
-            if of_stage
-            else frozenset()
-            for layers, first, of_stage in zip(pairwise(plan.cuts), firsts, limits, strict=False)
-        ]
+            self._items[size] = layer_items([self.profiles[each] for each in kinds], size)
+        return recomputed_layers(
+            self._items[size],
+            plan.cuts[s],
+            plan.cuts[s + 1],
+            kinds.index(kind),
+            held,
+            room_bytes - held.before_weight_grad * left_bytes,
+        )
 
     def time_with(self, plan: LinePlan, recompute: Sequence[frozenset[int]]) -> TimedPlan | None:
         """Returns the step time of a plan whose stages recompute some layers, None if it does not fit."""
@@ -181,15 +192,10 @@ class DeviceLine:
         """
         order, compiled = self._order(timed.plan)
         stages = self._stages(timed.plan, order.devices, timed.recompute)
-        return self._memory_limits(order, stages, rank_memory(order, stages, compiled), map(bool, timed.recompute))
-
-    def _memory_limits(
-        self, order: Schedule, stages: Sequence[Stage], memory: Sequence[RankMemory], recomputes: Iterable[bool]
-    ) -> list[list[MemoryLimit]]:
-        """The same of the stages that are to recompute, from the memory of each rank, whatever recomputes there."""
+        memory = rank_memory(order, stages, compiled)
         limits: list[list[MemoryLimit]] = [[] for _ in stages]
-        for of_stage, stage, ranks, is_asked in zip(limits, stages, order.devices, recomputes, strict=True):
-            for rank, cost in zip(ranks, stage.costs, strict=True) if is_asked else ():
+        for of_stage, stage, ranks in zip(limits, stages, order.devices, strict=True):
+            for rank, cost in zip(ranks, stage.costs, strict=True) if stage.recompute else ():
                 peak = memory[rank].peak
                 room = self.limits[rank] - (peak.total - peak.stash)
                 of_stage += [

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.device_line.search_arrays import LayerItems
+from bapipe.simulator.in_flight import InFlight
 from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
 
 
@@ -26,31 +26,21 @@ def layer_items(profiles: Sequence[ModelProfile], microbatch_size: int) -> Layer
 
 
 def recomputed_layers(
-    items: LayerItems, begin: int, end: int, kind: int, limits: Sequence[MemoryLimit]
+    items: LayerItems, begin: int, end: int, kind: int, held: InFlight, room_bytes: int
 ) -> frozenset[int]:
     """Returns layers of a stage with which it fits if they are recomputed: all of them if no others are found.
 
     Args:
         kind: of the device whose times count, by its place in `items`.
-        limits: the states of its replicas in which its stashes must fit.
+        held: the micro-batches of a replica, at most; ...
+        room_bytes: ... their stashes must fit in so much.
     """
     from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed, note_recomputed
 
-    stash = np.diff(items.stash[begin : end + 1])
-    needs = {(x.kept, x.in_backward, int(x.kept * stash.sum()) - x.room_bytes) for x in limits}
-    came, recomputed = np.empty((end - begin, 2), dtype=np.int8), np.zeros(end - begin, dtype=np.bool_)
-
-    def fits(kept: int, in_backward: int, num_bytes: int) -> bool:
-        are_ends = np.diff(recomputed, prepend=False)  # where a run begins or ends
-        passed_on = items.sent[begin:end][are_ends].sum()
-        return int((kept - in_backward) * stash[recomputed].sum() - kept * passed_on) >= num_bytes
-
-    for kept, in_backward, num_bytes in sorted(needs, key=lambda need: need[2] / max(1, need[0] - need[1]))[::-1]:
-        if num_bytes > 0:
-            need = Need(begin, end, kind, kept, in_backward, num_bytes)
-            chosen = choose_recomputed(items, need, came)
-            if chosen.forward_ns < np.inf:
-                note_recomputed(items, need, chosen, came, recomputed)
-                if all(fits(*each) for each in needs):
-                    return frozenset((begin + np.flatnonzero(recomputed)).tolist())
-    return frozenset(range(begin, end))
+    num_bytes = held.kept * int(items.stash[end] - items.stash[begin]) - room_bytes
+    need = Need(begin, end, kind, held.kept, held.in_backward, num_bytes)
+    came, recomputed = np.empty((end - begin, 2), dtype=np.int8), np.ones(end - begin, dtype=np.bool_)
+    chosen = choose_recomputed(items, need, came)
+    if chosen.forward_ns < np.inf:
+        note_recomputed(items, need, chosen, came, recomputed)
+    return frozenset((begin + np.flatnonzero(recomputed)).tolist())

@@ -10,12 +10,12 @@ import pytest
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.options import PlanOptions
+from bapipe.simulator.in_flight import InFlight
 from tests.random_graphs import branching_profile
 
 
@@ -60,8 +60,8 @@ def every_choice(items: LayerItems, begin: int, end: int) -> list[frozenset[int]
 
 def chosen_layers(items: LayerItems, need: Need) -> frozenset[int]:
     kept_bytes = int(need.kept * (items.stash[need.end] - items.stash[need.begin]))
-    limit = MemoryLimit(kind="a", kept=need.kept, in_backward=need.in_backward, room_bytes=kept_bytes - need.num_bytes)
-    return recomputed_layers(items, need.begin, need.end, need.kind, [limit])
+    held = InFlight(need.kept, need.in_backward, 0)
+    return recomputed_layers(items, need.begin, need.end, need.kind, held, kept_bytes - need.num_bytes)
 
 
 def test_layers_save_enough_in_nearly_the_least_time_of_all_choices() -> None:
