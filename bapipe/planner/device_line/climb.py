@@ -22,11 +22,18 @@ square of the devices, within these: after up to two thirds of a second."""
 LONG_WALK = 3
 """A walk from one plan alone is so often doubled."""
 
+NUM_TOGETHER, USEFUL = 2, 0.999
+"""So many walks by different moves follow one plan at a time, as long as they bring the step to this part of it."""
+
 MAX_TRIES, MAX_WORSE = 6_000, 1_800
 """Other climbs end after so many neighbours, and after so many in a row without a better one."""
 
 MAX_ERROR = 1e-3
 """Estimates that differ more from the simulator are not trusted alone."""
+
+
+Estimated = tuple[float, DeviceLine, LinePlan]
+"""A plan with its step time by estimate, in ns."""
 
 
 class Climbs:
@@ -74,21 +81,42 @@ class Climbs:
             _walk(estimate, starts[0][1], 1, 0, deadline)
         num_rounds, runners = len(starts).bit_length(), list(starts)
         for number in range(num_rounds):
-            round_deadline, ends = deadline.share(num_rounds - number), list[tuple[float, DeviceLine, LinePlan]]()
+            round_deadline, ends = deadline.share(num_rounds - number), list[Estimated]()
             num_at_once = num_cores()
             batches = [runners[at : at + num_at_once] for at in range(0, len(runners), num_at_once)]
             for num_left, batch in zip(range(len(batches), 0, -1), batches, strict=True):
                 if is_over() or deadline.is_over:
                     break
-                walks = [self._walk(*runner, number, slot) for slot, runner in enumerate(batch)]
-                found = in_threads(walks, round_deadline.share(num_left))
-                lines = [line for line, _ in batch]
-                ends += [(self.estimate_ns(line, plan), line, plan) for line, plan in zip(lines, found, strict=True)]
+                ends += self._walk_at_once(batch, number, round_deadline.share(num_left))
             if not ends:
                 return
             ends.sort(key=lambda end: end[0])
             self._time(*ends[0][1:])
             runners = [(line, plan) for _, line, plan in ends[: len(ends) // 2]]
+
+    def walk_on(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
+        """Walks from a plan as long as a race does at its end, and from what is found for twice as long, and so on.
+
+        Until that is of no use: so the best plan of a race that was still getting faster is followed.
+        """
+        line, plan, step_ns, number = timed.line, timed.plan, float(timed.step_ns), LONG_WALK
+        while not (is_over() or deadline.is_over):
+            ends = self._walk_at_once([(line, plan)] * NUM_TOGETHER, number, deadline)
+            found_ns, _, plan = min(ends, key=lambda end: end[0])
+            if found_ns < step_ns:
+                self._time(line, plan)
+            if found_ns > step_ns * USEFUL:
+                break
+            step_ns, number = found_ns, number + 1
+
+    def _walk_at_once(
+        self, starts: Sequence[tuple[DeviceLine, LinePlan]], num_doublings: int, deadline: Deadline
+    ) -> list[Estimated]:
+        """Walks from some plans at the same time; returns what the walks end at."""
+        walks = [self._walk(*start, num_doublings, slot) for slot, start in enumerate(starts)]
+        found = in_threads(walks, deadline)
+        lines = [line for line, _ in starts]
+        return [(self.estimate_ns(line, plan), line, plan) for line, plan in zip(lines, found, strict=True)]
 
     def from_plans(self, plans: Sequence[TimedPlan], deadline: Deadline, is_over: Callable[[], bool]) -> None:
         """Climbs from each of some plans, in an equal share of the time that is left; `is_over` ends simulations."""

@@ -9,7 +9,7 @@ from math import inf, isinf
 from typing import NamedTuple
 
 from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.climb import Climbs
+from bapipe.planner.device_line.climb import Climbs, Estimated
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.growing_stages import growing_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
@@ -20,9 +20,6 @@ MAX_ESTIMATED = 400
 
 NUM_FITTING = 6
 """The number of plans of each order of the devices that are tried where memory is tight."""
-
-Estimated = tuple[float, DeviceLine, LinePlan]
-"""A plan with its step time by estimate, in ns."""
 
 
 class FirstPlans(NamedTuple):

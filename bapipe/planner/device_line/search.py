@@ -35,10 +35,10 @@ from math import inf
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.deadline import Deadline, OutOfTime
-from bapipe.planner.device_line.climb import Climbs
+from bapipe.planner.device_line.climb import USEFUL, Climbs, Estimated
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.estimate import ESTIMATED
-from bapipe.planner.device_line.first_plans import Estimated, first_fitting, first_plans
+from bapipe.planner.device_line.first_plans import first_fitting, first_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.prefix_bisection import PrefixBisection
 from bapipe.planner.device_line.prefix_bound import PrefixBound
@@ -82,8 +82,8 @@ RAISED_PARTS = 4 / 3
 MIN_TRIED = 3
 """So many naive plans are timed also if that takes more than its share of the time."""
 
-MAX_USELESS, USEFUL = 2, 0.999
-"""Climbs end for good after so many rounds in a row that do not bring the step to this part of it."""
+MAX_USELESS = 2
+"""Climbs end for good after so many rounds in a row that are of no use."""
 
 MAX_RUNNERS, NUM_CLIMBED = 12, 2
 """Climbs begin from so many plans whose steps are estimated, and from so many others."""
@@ -221,8 +221,10 @@ class LineSearch:
 
         Those whose steps are estimated race. From others half of the time, then on from the best one.
         """
-        runners = self._runners()
-        self._climbs.race(runners, deadline.share(2), lambda: self._plans.is_over)
+        runners, plans = self._runners(), self._plans
+        self._climbs.race(runners, deadline.share(2), lambda: plans.is_over)
+        if runners and plans.best is not None and self._climbs.is_exact(plans.best):
+            self._climbs.walk_on(plans.best, deadline, lambda: plans.is_over)
         if not may_simulate:
             return
         others = (timed for timed in self._plans.fastest() if not self._climbs.is_exact(timed))
