@@ -51,22 +51,39 @@ def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tu
 
 @inlined
 def _fill_stages(costs: Costs, plan: Plan, notes: Notes) -> bool:
-    """Notes what each stage takes; returns whether all fit."""
+    """Notes what each stage takes; returns whether all fit.
+
+    Most stages are those of the plan before, with the same layers on the same devices: what they take is known.
+    """
     num_stages = plan.num_stages[0]
     num_devices = plan.counts[:num_stages].sum()
     num_behind = num_devices
     for s in range(num_stages):
-        stage = notes.stages[s]
-        stage.begin, stage.end = costs.boundaries[plan.cuts[s]], costs.boundaries[plan.cuts[s + 1]]
-        stage.first, stage.count = num_devices - num_behind, plan.counts[s]
+        stage, count = notes.stages[s], plan.counts[s]
+        begin, end = costs.boundaries[plan.cuts[s]], costs.boundaries[plan.cuts[s + 1]]
         depth = costs.num_microbatches if costs.is_gpipe else min(num_behind, costs.num_microbatches)
-        stage.in_flight = (depth + stage.count - 1) // stage.count
-        num_behind -= stage.count
+        first, in_flight = num_devices - num_behind, (depth + count - 1) // count
+        num_behind -= count
+        is_known = stage.begin == begin and stage.end == end and stage.first == first
+        if is_known and stage.count == count and stage.in_flight == in_flight:
+            continue
+        stage.begin, stage.end, stage.first, stage.count, stage.in_flight = begin, end, first, count, in_flight
         again_ns = _recomputed_ns(costs, stage, notes)
         if again_ns == inf:
+            _forget(notes, s)
             return False
         _fill_replicas(costs, stage, notes.replicas, again_ns)
+    _forget(notes, num_stages)
     return True
+
+
+@inlined
+def _forget(notes: Notes, num_stages: int) -> None:
+    """Forgets the stages behind so many: others may have had their devices since."""
+    for stage in notes.stages[num_stages:]:
+        if stage.count == 0:
+            break
+        stage.count = 0
 
 
 @inlined
