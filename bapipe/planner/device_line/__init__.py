@@ -9,7 +9,8 @@ Plans
     fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
     estimate                the step of a plan without a table of its actions; step_programme, search_arrays
     climb                   changes plans for as long as that makes them faster; moves, neighbourhood, walk
-    fewer_recomputed        which layers are recomputed
+    recomputed_layers       which layers are recomputed where a stage does not fit; recompute_programme, and of the
+                            best plan fewer_recomputed
     timed_plans             all that have been timed
     best_naive              what is left when no time is
 

@@ -1,7 +1,6 @@
-"""Which layers of a plan are recomputed: of the stages that do not fit, no more than must be.
+"""Which layers of the best plan are recomputed: of each stage those of the least forward time with which it fits.
 
-Searches for many devices recompute all layers of a stage that does not fit, which needs no choice. Here the best plan
-keeps its stages, and of each only the layers of the least forward time are recomputed with which it fits.
+While plans for many devices are searched for, they recompute nearly the best layers (`recomputed_layers.py`).
 """
 
 from itertools import pairwise

@@ -2,6 +2,7 @@
 
 from dataclasses import replace as replaced
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any
 
@@ -80,6 +81,22 @@ def test_plans_that_lack_memory_have_no_estimate_and_recomputed_ones_that_of_the
     assert outcomes == ({None, False, True} if recompute else {None, False})
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_estimates_do_not_depend_on_the_plans_before(schedule: str) -> None:
+    """A walk of 400 moves, some to plans that do not fit: what is known of stages is that of the same ones."""
+    profiles = {"a": chain([3, 1, 4, 1, 5, 9] * 4, param_bytes=10**6, stash_bytes=10**6, output_bytes=10**5)}
+    line = DeviceLine(profiles, devices(8, memory_bytes=45 * 10**6), PlanOptions(minibatch_size=24))
+    estimate, near = StepEstimate(line, schedule, 1), Neighbourhood(line, schedule, 1)
+    plan = LinePlan(cuts=(0, 8, 16, 24), counts=(3, 3, 2), schedule=schedule, microbatch_size=1)
+    random, steps_ns = near.random(1), set[float]()
+    for _ in range(400):
+        plan = near.draw(plan, random)
+        steps_ns.add(estimate.step_ns(plan))
+        assert estimate.step_ns(plan) == StepEstimate(line, schedule, 1).step_ns(plan), plan
+    assert inf in steps_ns
+    assert len(steps_ns) > 80
+
+
 @pytest.mark.parametrize("replicas", [True, False])
 def test_neighbours_are_plans_that_differ_in_cuts_and_devices(replicas: bool) -> None:
     line = random_line(3, "1f1b")
@@ -152,6 +169,28 @@ def test_a_race_ends_at_the_same_plans_in_any_number_of_threads(monkeypatch: pyt
         ends.append(timed)
     assert ends[0] == ends[1]
     assert len(ends[0]) == 3
+
+
+def test_a_plan_is_followed_for_as_long_as_that_is_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each walk ends at a faster plan but the last one, and none begins after the deadline."""
+    monkeypatch.setattr(climb_module, "MIN_ACTIONS", 100)
+    monkeypatch.setattr(climb_module, "MAX_ACTIONS", 100)
+    steps_ns = list[int]()
+
+    def time(line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
+        timed = line.time(plan)
+        assert timed is not None
+        steps_ns.append(timed.step_ns)
+        return timed
+
+    _, start = uneven(3)
+    Climbs(time).walk_on(start, Deadline(0.0), lambda: False)
+    Climbs(time).walk_on(start, UNLIMITED, lambda: True)
+    assert steps_ns == []
+    Climbs(time).walk_on(start, UNLIMITED, lambda: False)
+    assert len(steps_ns) >= 2
+    assert sorted(steps_ns, reverse=True) == steps_ns
+    assert steps_ns[-1] < 0.8 * start.step_ns
 
 
 def test_what_is_left_of_a_time_limit_is_for_climbs_that_end_where_they_help_no_more(

@@ -11,12 +11,15 @@ from bapipe.planner.device_line.fitting_programme import fits, fitting_stages, n
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.prefix_programme import extend
+from bapipe.planner.device_line.recompute_programme import choose_recomputed, note_recomputed
+from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.device_line.step_programme import estimate_ns
 from bapipe.planner.device_line.suffix_programme import extend_backwards
 from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
 from bapipe.planner.device_line.trips_before import fill_before
 from bapipe.planner.device_line.trips_behind import fill_behind
+from bapipe.simulator.in_flight import InFlight
 from tests.builders import devices
 from tests.planner.device_line.test_ring_bound import alike_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
@@ -40,7 +43,9 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         assert seems_to_fit(line, plan, memory)
         estimate = StepEstimate(line, "1f1b", 1)
         assert estimate.score_ns(plan, timed.step_ns * 2) < inf
+        items = layer_items(list(line.profiles.values()), 1)
+        assert len(recomputed_layers(items, 0, line.cuts[-1], 0, InFlight(2, 1, 0), int(items.stash[-1]))) > 0
     programmes: list[Any] = [fill_before, fill_behind, extend, extend_backwards, estimate_ns]
-    programmes += [fits, nearest_cuts, fitting_stages]
+    programmes += [fits, nearest_cuts, fitting_stages, choose_recomputed, note_recomputed]
     for programme in programmes:
         assert len(programme.signatures) == 1, programme
