@@ -29,7 +29,7 @@ from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
-from bapipe.simulator.memory import rank_memory
+from bapipe.simulator.memory import RankMemory, rank_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
 
@@ -132,14 +132,15 @@ class DeviceLine:
     def time(self, plan: LinePlan) -> TimedPlan | None:
         """Returns the step time of a plan, None if it does not fit or breaks a constraint.
 
-        Stages that do not fit without recompute, if the options allow it and each device has one stage.
+        Stages that do not fit without recompute layers, if the options allow it and each device has one stage: nearly
+        those of the least forward time, or all where the simulator says that they do not fit with these.
         """
         order, compiled = self._order(plan)
         if not self._is_allowed(plan, order.devices):
             return None
         stages = self._stages(plan, order.devices, _NONE * len(order.devices))
         memory = rank_memory(order, stages, compiled)
-        short = {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
+        short = self._short_ranks(memory)
         if not short:
             step_ns = step_ns_of(order, compiled, stages, self.cluster)
             return TimedPlan(line=self, plan=plan, recompute=_NONE * len(order.devices), step_ns=step_ns)
@@ -180,7 +181,7 @@ class DeviceLine:
         """Returns the step time of a plan whose stages recompute some layers, None if it does not fit."""
         order, compiled = self._order(plan)
         stages = self._stages(plan, order.devices, recompute)
-        if self._short_ranks(order, compiled, stages):
+        if self._short_ranks(rank_memory(order, stages, compiled)):
             return None
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
         return TimedPlan(line=self, plan=plan, recompute=tuple(recompute), step_ns=step_ns)
@@ -301,9 +302,8 @@ class DeviceLine:
             for (begin, end), ranks, layers in zip(pairwise(plan.cuts), devices, recompute, strict=True)
         )
 
-    def _short_ranks(self, order: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage]) -> set[int]:
+    def _short_ranks(self, memory: Sequence[RankMemory]) -> set[int]:
         """The ranks that need more memory than they may hold."""
-        memory = rank_memory(order, stages, compiled)
         return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
 
     @property
