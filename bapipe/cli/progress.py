@@ -17,9 +17,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from bapipe import report
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.deadline import Compiling, Deadline
 from bapipe.printable import MAX_LINE, printable
 from bapipe.progress import PartsProgress, SearchProgress
 from bapipe.simulator.timeline import Timeline
@@ -36,6 +37,9 @@ MANY_ROWS = 40
 
 SILENT_S = 10.0
 """After which work that says nothing of itself is named again."""
+
+COMPILING_TOO = " (compiling its code, once after an installation)"
+"""What is added while a search waits for that, up to a minute and a half."""
 
 IN_ASCII = str.maketrans("░▓▒█", ".#-%")
 """What stands for the shades of a Gantt chart where they cannot be printed."""
@@ -150,16 +154,28 @@ def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
         yield progress
 
 
+class _Now:
+    """What is being done now: a text, and whether code is being compiled for it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text + (COMPILING_TOO if Compiling.num_threads else "")
+
+    def __rich__(self) -> Text:
+        return Text(str(self))
+
+
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
     """Shows what is being done: a line that changes on a terminal, else a line every two seconds at most."""
-    lines, latest = _Lines(2), [text]
-    with err.status(text) as line, lines.shown_while_silent(lambda: latest[-1]):
+    lines, now = _Lines(2), _Now(text)
+    with err.status(now), lines.shown_while_silent(lambda: str(now)):
 
-        def update(now: str) -> None:
-            latest[:] = [now]
-            line.update(now)
-            lines.show(now)
+        def update(text: str) -> None:
+            now.text = text
+            lines.show(str(now))
 
         yield update
 

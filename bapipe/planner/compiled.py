@@ -81,12 +81,14 @@ class _CompileTimes(Listener):
 
     def on_start(self, event: Event) -> None:
         begun = vars(self._of_thread).setdefault("begun", [])
+        if not begun:
+            COMPILING.begin()
         begun.append(time.thread_time())
 
     def on_end(self, event: Event) -> None:
         started_s = self._of_thread.begun.pop()
         if not self._of_thread.begun:
-            COMPILING.add(time.thread_time() - started_s)
+            COMPILING.end(time.thread_time() - started_s)
 
 
 register("numba:compile", _CompileTimes())  # type: ignore[no-untyped-call]

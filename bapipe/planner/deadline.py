@@ -15,17 +15,25 @@ class Compiling(threading.local):
 
     Attributes:
         of_all_s: the same of all threads together.
+        num_threads: how many compile now.
     """
 
-    of_all_s = 0.0
+    of_all_s, num_threads, _lock = 0.0, 0, threading.Lock()
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def add(self, seconds: float) -> None:
-        """Adds to them."""
+    def begin(self) -> None:
+        """Notes that this thread begins to compile."""
+        with self._lock:
+            Compiling.num_threads += 1
+
+    def end(self, seconds: float) -> None:
+        """Notes how long it took."""
         self.seconds += seconds
-        Compiling.of_all_s += seconds
+        with self._lock:
+            Compiling.num_threads -= 1
+            Compiling.of_all_s += seconds
 
 
 COMPILING = Compiling()

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from bapipe.cli import progress
+from bapipe.planner.deadline import Compiling
 
 
 @pytest.fixture
@@ -23,6 +24,20 @@ def test_without_a_terminal_a_status_is_a_line_every_two_seconds(
             clock[0] = seconds
             update(f"planning: {name}")
     assert capsys.readouterr().err.splitlines() == ["planning: 1f1b", "planning: zb-v"]
+
+
+def test_a_search_says_that_its_code_is_compiled_meanwhile(
+    clock: list[float], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with progress.status("planning") as update:
+        for seconds, num_threads in ((3, 1), (6, 0)):
+            clock[0] = seconds
+            monkeypatch.setattr(Compiling, "num_threads", num_threads)
+            update("planning")
+    assert capsys.readouterr().err.splitlines() == [
+        "planning (compiling its code, once after an installation)",
+        "planning",
+    ]
 
 
 def test_one_plan_is_no_plans(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

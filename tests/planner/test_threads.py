@@ -56,6 +56,7 @@ def test_code_that_is_compiled_takes_no_time_where_compute_time_is_limited() -> 
     def row(number: int, begin: Callable[[int], None], _: Deadline) -> bool:
         if number == 0:
             assert twice(21.0) == 42.0
+            assert Compiling.num_threads == 0
         return number == 0
 
     deadline, before_s = deadline_of(None), Compiling.of_all_s
