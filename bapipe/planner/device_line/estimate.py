@@ -17,11 +17,11 @@ from bapipe.planner.device_line.search_arrays import (
     DEVICE,
     LAYER,
     RECOMPUTED,
-    REPLICA,
     STAGE,
     Costs,
     Notes,
     Records,
+    Replicas,
 )
 from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.simulator.interval_costs import prefix_sums, transfer_ns
@@ -141,7 +141,7 @@ def _notes(most_stages: int, num_devices: int, num_microbatches: int, num_layers
     """Room for notes on any plan; rows that are never used take no memory."""
     return Notes(
         stages=np.zeros(most_stages, dtype=STAGE),
-        replicas=np.zeros(num_devices, dtype=REPLICA),
+        replicas=Replicas(np.zeros(num_devices, dtype=np.int64), *np.zeros((4, num_devices))),
         sent=np.empty((most_stages + 1, num_microbatches)),
         returned=np.empty((most_stages + 1, num_microbatches)),
         hosts=np.empty((most_stages + 2, num_microbatches), dtype=np.int32),

@@ -45,25 +45,16 @@ DEVICE = np.dtype(
 STAGE = np.dtype(
     [
         *((name, "i8") for name in ("begin", "end", "first", "count", "in_flight")),
+        *((name, "i8") for name in ("num_forward", "num_backward", "sent_each")),
         *((name, "f8") for name in ("least_forward", "least_backward", "least_after", "busiest", "last", "done")),
         ("back", "f8"),
         ("num_others", "i8"),
     ]
 )
-"""The layers and devices of a stage, and its forwards before the first backward. What each replica takes at least for
-F, for B and after its last B; what the busiest one takes in all; when its last B ends and when it is done at the
-earliest. `back` and `num_others` belong to `_least_ns` and not to this stage."""
-
-REPLICA = np.dtype(
-    [
-        ("rank", "i8"),
-        *((name, "f8") for name in ("forward", "backward", "after", "time")),
-        *((name, "i8") for name in ("num_forward", "num_backward")),
-    ]
-)
-"""The device of a replica; what it takes for F and B of one micro-batch, and after its last B; when its last action so
-far ended, and how many it has run."""
-
+"""The layers and devices of a stage, and the forwards of a replica before its first backward; of how many micro-batches
+F and B have run, and how many later one is that goes over the same link to the next stage. What each replica takes at
+least for F, for B and after its last B; what the busiest one takes in all; when its last B ends and when it is done at
+the earliest. `back` and `num_others` belong to `_least_ns` and not to this stage."""
 
 RECOMPUTED = np.dtype([*((name, "i8") for name in ("begin", "end", "kind", "kept", "num_bytes")), ("forward_ns", "f8")])
 """F of the layers that a stage recomputes, and what it must save, see `Need` of `recompute_programme.py`."""
@@ -125,12 +116,28 @@ class Plan(NamedTuple):
     counts: Ints
 
 
+class Replicas(NamedTuple):
+    """The replicas of all stages: where the devices of each are, in the order of their micro-batches. All [D]
+
+    Attributes:
+        rank: the device.
+        forward, backward: what F and B of one micro-batch take.
+        after: what follows the last B.
+        time: when the last action so far ended.
+    """
+
+    rank: Ints
+    forward: Floats
+    backward: Floats
+    after: Floats
+    time: Floats
+
+
 class Notes(NamedTuple):
     """What is known of a plan while its step is estimated.
 
     Attributes:
         stages: see `STAGE`. [S]
-        replicas: see `REPLICA`; those of a stage where its devices are, in the order of their micro-batches. [D]
         sent, returned: when the outputs arrive at each stage, and the gradients at the one before it. [S + 1, M]
         hosts: of the replicas of each micro-batch; stage s has row s + 1. [S + 2, M]
         recomputed: see `RECOMPUTED`; what was chosen last for stages of each remainder of a number. [remainders]
@@ -138,7 +145,7 @@ class Notes(NamedTuple):
     """
 
     stages: Records
-    replicas: Records
+    replicas: Replicas
     sent: Floats
     returned: Floats
     hosts: NDArray[np.int32]

@@ -10,7 +10,7 @@ from math import inf
 
 from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
-from bapipe.planner.device_line.search_arrays import Costs, Notes, Plan, Records
+from bapipe.planner.device_line.search_arrays import Costs, Floats, Ints, Notes, Plan, Records, Replicas
 
 SMOOTHING = 0.03
 """The part of the mean end of the stages in a score."""
@@ -118,22 +118,21 @@ def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
 
 
 @compiled
-def _fill_replicas(costs: Costs, stage: Records, replicas: Records, again_ns: float) -> None:
+def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: float) -> None:
     """Notes what each replica of a stage takes, and what all take at least.
 
     Args:
         again_ns: F that is recomputed on the kind of its first device; of others it is the same part of all F.
     """
     first, count = stage.first, stage.count
-    _sort_replicas(costs, replicas, first, count)
+    _sort_replicas(costs, replicas.rank, first, count)
     link = _slowest_link(costs, first, count)
     kind, speed = -1, 0.0
     forward = backward = summed = 0.0
     slowest, of_first = inf, costs.items.forward[costs.devices[first].kind]
     again = again_ns / max(of_first[stage.end] - of_first[stage.begin], 1.0)
     for p in range(first, first + count):
-        replica = replicas[p]
-        device = costs.devices[replica.rank]
+        device = costs.devices[replicas.rank[p]]
         if device.kind != kind or device.speed != speed:
             kind, speed = device.kind, device.speed
             forward = (costs.items.forward[kind, stage.end] - costs.items.forward[kind, stage.begin]) / speed
@@ -141,31 +140,31 @@ def _fill_replicas(costs: Costs, stage: Records, replicas: Records, again_ns: fl
             summed = _summed_ns(costs, stage, kind, speed, link)
             backward += again * forward
             slowest = min(slowest, speed)
-        replica.forward, replica.backward, replica.after = forward, backward, summed
+        replicas.forward[p], replicas.backward[p], replicas.after[p] = forward, backward, summed
     update = costs.layers[stage.end].update - costs.layers[stage.begin].update
     stage.least_forward = stage.least_backward = stage.least_after = inf
     stage.busiest = 0.0
     least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
-    for r in range(count):
-        replica = replicas[first + r]
+    for p in range(first, first + count):
         # All update when the last ring is done.
-        replica.after = max(replica.after + update / slowest, update / costs.devices[replica.rank].speed)
-        num_each = least_each + 1 if r < num_more else least_each
-        stage.least_forward = min(stage.least_forward, replica.forward)
-        stage.least_backward = min(stage.least_backward, replica.backward)
-        stage.least_after = min(stage.least_after, replica.after)
-        stage.busiest = max(stage.busiest, num_each * (replica.forward + replica.backward))
+        after = max(replicas.after[p] + update / slowest, update / costs.devices[replicas.rank[p]].speed)
+        replicas.after[p] = after
+        num_each = least_each + 1 if p - first < num_more else least_each
+        stage.least_forward = min(stage.least_forward, replicas.forward[p])
+        stage.least_backward = min(stage.least_backward, replicas.backward[p])
+        stage.least_after = min(stage.least_after, after)
+        stage.busiest = max(stage.busiest, num_each * (replicas.forward[p] + replicas.backward[p]))
 
 
 @inlined
-def _sort_replicas(costs: Costs, replicas: Records, first: int, count: int) -> None:
+def _sort_replicas(costs: Costs, rank: Ints, first: int, count: int) -> None:
     """Orders the devices of a stage by class, as `DeviceLine.group` does; mostly they are in order."""
     for p in range(first, first + count):
         at, class_of = p, costs.devices[p].class_of
-        while at > first and costs.devices[replicas[at - 1].rank].class_of > class_of:
-            replicas[at].rank = replicas[at - 1].rank
+        while at > first and costs.devices[rank[at - 1]].class_of > class_of:
+            rank[at] = rank[at - 1]
             at -= 1
-        replicas[at].rank = p
+        rank[at] = p
 
 
 @inlined
@@ -264,15 +263,15 @@ def _add_back(notes: Notes, num_backs: int, end: float, num_others: int) -> int:
 def _start(costs: Costs, notes: Notes, num_stages: int) -> None:
     """Puts every replica before its first action: the inputs have arrived, and the last stage needs no gradients."""
     for s in range(num_stages):
-        first, count = notes.stages[s].first, notes.stages[s].count
-        for replica in notes.replicas[first : first + count]:
-            replica.time, replica.num_forward, replica.num_backward = 0.0, 0, 0
+        stage = notes.stages[s]
+        stage.num_forward, stage.num_backward, stage.sent_each = 0, 0, costs.num_microbatches
+        if s < num_stages - 1:
+            stage.sent_each = _same_link(stage.count, notes.stages[s + 1].count)
+        notes.replicas.time[stage.first : stage.first + stage.count] = 0.0
         hosts, r = notes.hosts[s + 1], 0
         for m in range(costs.num_microbatches):
-            hosts[m] = costs.devices[notes.replicas[first + r].rank].host
-            r = r + 1 if r < count - 1 else 0
-    notes.sent[1 : num_stages + 1] = inf
-    notes.returned[:num_stages] = inf
+            hosts[m] = costs.devices[notes.replicas.rank[stage.first + r]].host
+            r = r + 1 if r < stage.count - 1 else 0
     notes.sent[0], notes.returned[num_stages] = 0.0, 0.0
 
 
@@ -302,51 +301,86 @@ def _same_link(one: int, other: int) -> int:
     return one // divisor * other
 
 
-@compiled
+@inlined
 def _advance(costs: Costs, notes: Notes, num_stages: int, s: int) -> int:
     """Runs the replicas of a stage as far as what they wait for has arrived; returns how many actions have run.
 
-    Also notes when the last B ends and the stage is done if nothing more is waited for. What has an infinite time has
-    not been sent yet. A link carries one transfer at a time.
+    Also notes when the last B ends and the stage is done if nothing more is waited for. F of all replicas run in the
+    order of their micro-batches, and so do B: neighbours lie next to each other in memory. No stage waits for ever, as
+    with D devices from a stage on F of D micro-batches at least run there before the first B, and fewer behind it.
     """
-    stage, num_actions = notes.stages[s], 0
-    count, in_flight = stage.count, stage.in_flight
-    least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
-    # Copies, as what is read from an array has to be read again after each write to one.
-    send = costs.layers[stage.end].sent_inside, costs.layers[stage.end].sent_between
-    give = costs.layers[stage.begin].returned_inside, costs.layers[stage.begin].returned_between
-    inputs, outputs, hosts_behind = notes.sent[s], notes.sent[s + 1], notes.hosts[s + 2]
-    gradients, returned, hosts_before = notes.returned[s + 1], notes.returned[s], notes.hosts[s]
-    # The micro-batches from one to the next on the same link, behind the stage and before it.
-    send_each = _same_link(count, notes.stages[s + 1].count) if s < num_stages - 1 else costs.num_microbatches
-    give_each = _same_link(count, notes.stages[s - 1].count) if s > 0 else costs.num_microbatches
+    stage, num_microbatches = notes.stages[s], costs.num_microbatches
+    count, num_more = stage.count, (stage.in_flight - 1) * stage.count  # F of so many later ones come before each B
+    layers, replicas = costs.layers, notes.replicas
+    sent = layers[stage.end].sent_inside, layers[stage.end].sent_between
+    returned = layers[stage.begin].returned_inside, layers[stage.begin].returned_between
+    sent_each, returned_each = stage.sent_each, notes.stages[s - 1].sent_each if s > 0 else num_microbatches
+    num_inputs = notes.stages[s - 1].num_forward if s > 0 else num_microbatches
+    num_gradients = notes.stages[s + 1].num_backward if s < num_stages - 1 else num_microbatches
+    num_forward, num_backward = stage.num_forward, stage.num_backward
+    while True:
+        end = min(num_inputs, num_backward + num_more + count)
+        _run(notes, s, 1, replicas.forward, notes.sent[s], notes.sent[s + 1], num_forward, end, sent_each, sent)
+        num_forward = max(num_forward, end)
+        is_last = num_forward == num_microbatches
+        end = min(num_gradients, num_microbatches if is_last else num_forward - num_more)
+        if end <= num_backward:
+            break
+        gradients, into = notes.returned[s + 1], notes.returned[s]
+        _run(notes, s, -1, replicas.backward, gradients, into, num_backward, end, returned_each, returned)
+        num_backward = end
+    num_actions = num_forward + num_backward - stage.num_forward - stage.num_backward
+    stage.num_forward, stage.num_backward = num_forward, num_backward
     last_ns = done_ns = 0.0
+    more, more_forward, more_backward = num_microbatches % count, num_forward % count, num_backward % count
+    left_forward = num_microbatches // count - num_forward // count
+    left_backward = num_microbatches // count - num_backward // count
     for r in range(count):
-        replica = notes.replicas[stage.first + r]
-        forward, backward, host = replica.forward, replica.backward, costs.devices[replica.rank].host
-        num_each = least_each + 1 if r < num_more else least_each
-        num_forward, num_backward, time = replica.num_forward, replica.num_backward, replica.time
-        num_actions -= num_forward + num_backward
-        while num_backward < num_each:
-            if num_forward < num_each and num_forward - num_backward < in_flight:
-                m = num_forward * count + r
-                if inputs[m] == inf:
-                    break
-                time = max(time, inputs[m]) + forward
-                free = max(time, outputs[m - send_each]) if m >= send_each else time
-                outputs[m] = free + (send[0] if send[0] == send[1] or hosts_behind[m] == host else send[1])
-                num_forward += 1
-            else:
-                m = num_backward * count + r
-                if gradients[m] == inf:
-                    break
-                time = max(time, gradients[m]) + backward
-                free = max(time, returned[m - give_each]) if m >= give_each else time
-                returned[m] = free + (give[0] if give[0] == give[1] or hosts_before[m] == host else give[1])
-                num_backward += 1
-        num_actions += num_forward + num_backward
-        replica.num_forward, replica.num_backward, replica.time = num_forward, num_backward, time
-        own_ns = time + (num_each - num_forward) * forward + (num_each - num_backward) * backward
-        last_ns, done_ns = max(last_ns, own_ns), max(done_ns, own_ns + replica.after)
+        p, one_more = stage.first + r, 1 if r < more else 0
+        own_ns = replicas.time[p] + (left_forward + one_more - (1 if r < more_forward else 0)) * replicas.forward[p]
+        own_ns += (left_backward + one_more - (1 if r < more_backward else 0)) * replicas.backward[p]
+        last_ns, done_ns = max(last_ns, own_ns), max(done_ns, own_ns + replicas.after[p])
     stage.last, stage.done = last_ns, done_ns
-    return num_actions
+    return int(num_actions)
+
+
+@inlined
+def _run(
+    notes: Notes,
+    s: int,
+    to: int,
+    durations: Floats,
+    inputs: Floats,
+    outputs: Floats,
+    begin: int,
+    end: int,
+    each: int,
+    transfer: tuple[float, float],
+) -> None:
+    """Runs F or B of some micro-batches on a stage. A link carries one transfer at a time.
+
+    Args:
+        to: 1 if outputs go to the next stage, -1 if they go to the one before.
+        inputs, outputs: when they arrive. [M]
+        begin, end: the micro-batches.
+        each: from one to the next on the same link.
+        transfer: its time within a host, and between hosts.
+    """
+    first, count, m = notes.stages[s].first, notes.stages[s].count, begin
+    own_hosts, hosts = notes.hosts[s + 1], notes.hosts[s + 1 + to]
+    while m < end:
+        r = m % count
+        num = min(count - r, end - m)
+        times, own_ns = notes.replicas.time[first + r : first + r + num], durations[first + r : first + r + num]
+        arrived, sent = inputs[m : m + num], outputs[m : m + num]
+        for x in range(num):
+            times[x] = max(times[x], arrived[x]) + own_ns[x]
+            sent[x] = times[x]
+        if m >= each:
+            free = outputs[m - each : m - each + num]
+            for x in range(num):
+                sent[x] = max(sent[x], free[x])
+        here, there = own_hosts[m : m + num], hosts[m : m + num]
+        for x in range(num):
+            sent[x] += transfer[0] if here[x] == there[x] else transfer[1]
+        m += num
