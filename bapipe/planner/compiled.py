@@ -63,6 +63,11 @@ def inlined(function: Compiled) -> Compiled:
     return cast(Compiled, njit(inline="always", **_OPTIONS)(function))
 
 
+def joined(function: Compiled) -> Compiled:
+    """Marks a function as one that the compiler joins with those that call it: calls with many arguments take long."""
+    return cast(Compiled, njit(forceinline=True, **_OPTIONS)(function))
+
+
 @inlined
 def least(ns: float, known_ns: float) -> float:
     """The lesser of two numbers, to be noted in the place of the second one.

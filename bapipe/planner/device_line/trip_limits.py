@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled
+from bapipe.planner.compiled import compiled, joined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Problem, Savings
@@ -144,7 +144,7 @@ def stage_of(
     )
 
 
-@compiled
+@joined
 def excess(
     layers: NDArray[Any],
     savings: Savings,
@@ -254,7 +254,7 @@ def excess(
     return float(longest - stage.room)
 
 
-@compiled
+@joined
 def _longest_of(
     layers: NDArray[Any],
     kinds: int,
@@ -305,7 +305,7 @@ def _longest_of(
     return float(max(back, last_b + (again + first_full) * ns + rings))
 
 
-@compiled
+@joined
 def _longest_of_late(
     layers: NDArray[Any],
     kinds: int,
