@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compiled import compiled, inlined, joined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Problem, Savings
@@ -129,7 +129,7 @@ def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     return int(max(0, int(stage.count) - stage.in_flight))
 
 
-@compiled
+@joined
 def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
     """Returns what the rings of a stage with so many bytes of gradients take at least, in ns."""
     return float(stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients)
@@ -141,7 +141,7 @@ def until_first_bucket(begin: Any, end: Any) -> float:
     return float(min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket))
 
 
-@compiled
+@joined
 def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
     """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
 
@@ -167,7 +167,7 @@ def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: i
     return float(again * (1 - FLOAT_ROUNDING))
 
 
-@compiled
+@joined
 def _excess(
     layers: NDArray[Any],
     savings: Savings,

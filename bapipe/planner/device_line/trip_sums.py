@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compiled import compiled, inlined, joined
 from bapipe.planner.device_line.stage_arrays import (
     BACKWARD,
     BEFORE_GRADIENTS,
@@ -289,7 +289,7 @@ def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> floa
     return float(own.backward * first_full + own.ring_latency * num_buckets)
 
 
-@compiled
+@joined
 def _are_above_again(
     problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:

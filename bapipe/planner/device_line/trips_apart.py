@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined, least
+from bapipe.planner.compiled import compiled, inlined, joined, least
 from bapipe.planner.device_line.around_stages import note_least
 from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
@@ -144,7 +144,7 @@ def note_found(
             note_later(found[in_front:], sent, ends[in_front:])
 
 
-@compiled
+@joined
 def rings_of(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
     """From the arrival of a gradient until the rings of a stage are done."""
     rings = rings_ns(own, max_bucket, end.gradients - begin.gradients) + end.update - begin.update

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, least
+from bapipe.planner.compiled import compiled, joined, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,
@@ -195,7 +195,7 @@ def _least_gradient(
         found[i] = ns
 
 
-@compiled
+@joined
 def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row: int, i: int, j: int) -> float:
     """When the first B of the stage of layers [i, j) is done behind the F before it, at least."""
     f = (columns[FORWARD, j] - columns[FORWARD, i]) * own.fastest - stage.rounding
