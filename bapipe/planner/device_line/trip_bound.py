@@ -59,7 +59,7 @@ MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
 """Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
 about at once."""
 
-WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND, LATE_OF_WORK = 6, 10, 4, 6
+WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND, LATE_OF_WORK = 4, 12, 3, 8
 """A stage that is tried with all its limits takes so many times as long as by trips alone, about: where tables before
 are filled, and once more for so many of their rows; and where those behind are, with rows of gradients likewise."""
 
