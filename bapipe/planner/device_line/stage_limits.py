@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined, joined
+from bapipe.planner.compiled import inlined, joined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Problem, Savings
@@ -45,7 +45,7 @@ class Start(NamedTuple):
     around_turns: float
 
 
-@compiled
+@joined
 def start_behind(
     problem: Problem,
     kind: PlanKind,
@@ -95,13 +95,13 @@ def start_behind(
     )
 
 
-@compiled
+@joined
 def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
     """Boundaries between hosts among the first `p` devices that are cuts for certain, if `c` cuts are between them."""
     return int(max(0, problem.boundaries_before[p] - (p - c)))
 
 
-@compiled
+@joined
 def is_passed(
     problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
 ) -> bool:
@@ -115,7 +115,7 @@ def is_passed(
     return bool(arrived + num_rounds * from_here <= limit + stage.slack)
 
 
-@compiled
+@joined
 def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
     stage = problem.stages[p, g]
@@ -220,7 +220,7 @@ def _excess(
     return float(max(work, return_ns + returned + start.delay) - start.room)
 
 
-@compiled
+@joined
 def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
     """The last end from `low` to `high` with which a stage keeps the limits, -1 if none is. Excess rises with it."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
@@ -238,7 +238,7 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
     return low
 
 
-@compiled
+@joined
 def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
     """The first begin up to `high` with which a stage keeps the limits, -1 if none is. Excess falls as it rises."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]

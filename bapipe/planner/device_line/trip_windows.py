@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, joined
+from bapipe.planner.compiled import joined
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 from bapipe.planner.device_line.trip_tables import Scratch, Window
 
 
-@compiled
+@joined
 def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
     """Finds for each end of stages the least of `costs` at the begins of those, infinite if there are none."""
     starts, values, positions = scratch.starts, scratch.values, scratch.positions
@@ -24,7 +24,7 @@ def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
         found[j] = values[head]
 
 
-@compiled
+@joined
 def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
     """The same for each begin, of the ends of the stages there."""
     starts, values = scratch.starts, scratch.values

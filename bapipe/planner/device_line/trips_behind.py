@@ -119,7 +119,7 @@ def fill_behind(
     return num_tried
 
 
-@compiled
+@joined
 def _last_ends(
     problem: Problem,
     own: Any,
@@ -157,7 +157,7 @@ def _last_ends(
     return num_tried, has_any
 
 
-@compiled
+@joined
 def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float, noted: Floats) -> None:
     """Notes the later ones of times and of round trips, by boundary, where they are less than known before."""
     for x in range(noted.size):
@@ -165,7 +165,7 @@ def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float,
         noted[x] = least((ns if ns > times[x] else times[x]) - rounding, noted[x])
 
 
-@compiled
+@joined
 def _least_gradient(
     columns: Floats, own: Any, stage: Stage, row: int, known: Floats, scratch: Scratch, window: Window, found: Floats
 ) -> None:
@@ -204,7 +204,7 @@ def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row
     return float(max(there + f, known[ARRIVAL, i] + num * f) + b)
 
 
-@compiled
+@joined
 def _note_late(
     columns: Floats,
     tracked: Tracked,
