@@ -39,12 +39,12 @@ Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 
 def compiled(function: Compiled) -> Compiled:
-    """Marks a function as one to compile. It takes numbers, arrays and named tuples of those, and makes no arrays.
+    """Marks a function that Python calls as one to compile, and to keep.
 
-    So numba need not count references to arrays, which takes longer than most of these functions do themselves.
-    Divisions by zero are not looked for. Other threads run meanwhile. Each combination of types of arguments and
-    layouts of arrays is compiled by itself, for seconds: an argument is an integer always or never, and arrays are in
-    C order.
+    It takes numbers, arrays and named tuples of those, and makes no arrays. So numba need not count references to
+    arrays, which takes longer than most of these functions do themselves. Divisions by zero are not looked for. Other
+    threads run meanwhile. Each combination of types of arguments and layouts of arrays is compiled by itself, for
+    seconds: an argument is an integer always or never, and arrays are in C order.
     """
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]
@@ -59,12 +59,11 @@ def compiled(function: Compiled) -> Compiled:
 
 
 def inlined(function: Compiled) -> Compiled:
-    """Marks a function as a part of the compiled ones that call it, which takes less time than to compile it alone."""
-    return cast(Compiled, njit(inline="always", **_OPTIONS)(function))
+    """Marks a function as a part of the compiled ones that call it.
 
-
-def joined(function: Compiled) -> Compiled:
-    """Marks a function as one that the compiler joins with those that call it: calls with many arguments take long."""
+    A call of its own would pass each array of a named tuple as seven numbers, which takes longer than many of these
+    functions do. Parts are not kept by themselves, as what calls them later could not be joined with what was kept.
+    """
     return cast(Compiled, njit(forceinline=True, **_OPTIONS)(function))
 
 

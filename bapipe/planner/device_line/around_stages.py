@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined, joined, least
+from bapipe.planner.compiled import inlined, least
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
 from bapipe.planner.device_line.tracked_arrays import Tracked
@@ -43,7 +43,7 @@ from bapipe.planner.device_line.trip_tables import (
 )
 
 
-@joined
+@inlined
 def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
     """The first and the last boundary before the end that any stages reach, the end itself if none does.
 
@@ -58,7 +58,7 @@ def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
     return (low + first, low + last) if first <= last else (end, end)
 
 
-@joined
+@inlined
 def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_alike: bool) -> int:
     """The most devices of the stages of a class on so many that are left, 0 if there are none."""
     if own.few > num_left or (is_first and (own.few > kind.first_most or own.most < kind.first_fewest)):
@@ -66,7 +66,7 @@ def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_ali
     return int(own.few if is_alike else min(own.most, num_left))
 
 
-@joined
+@inlined
 def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
     """Notes the rows at some boundaries and, in levels, the least of 2, 4 and so on of them from each one on.
 
@@ -81,7 +81,7 @@ def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
     join_levels(num, num_levels, levels)
 
 
-@joined
+@inlined
 def join_levels(num_rows: int, num_levels: int, levels: Floats) -> None:
     """The same where the first level is known."""
     for level in range(1, num_levels):
@@ -91,7 +91,7 @@ def join_levels(num_rows: int, num_levels: int, levels: Floats) -> None:
                 levels[x, here + row] = min(levels[x, below + row], levels[x, below + row + half])
 
 
-@joined
+@inlined
 def known_before(
     levels: Floats,
     low: int,
@@ -134,7 +134,7 @@ def known_before(
         _copy_least(here, tracked.of_any[g], known[OF_KINDS + FOLLOW_LAST, begins])
 
 
-@joined
+@inlined
 def _copy(levels: Floats, row: int, times: Floats) -> None:
     for x in range(times.size):
         times[x] = levels[x, row]
@@ -146,13 +146,13 @@ def _copy_least(levels: Floats, places: Ints, times: Floats) -> None:
     _copy_lesser(levels, places[0], places[1], times)
 
 
-@joined
+@inlined
 def _copy_lesser(levels: Floats, first: int, second: int, times: Floats) -> None:
     for x in range(times.size):
         times[x] = min(levels[x, first], levels[x, second])
 
 
-@joined
+@inlined
 def behind_ends(
     tracked: Tracked,
     kind: PlanKind,
@@ -201,7 +201,7 @@ def behind_ends(
     return first, last
 
 
-@joined
+@inlined
 def note_row_ns(tracked: Tracked, own: Any, p: int, g: int, num_known: int, scratch: Scratch) -> int:
     """Notes what the work of 1 ns takes on the replicas of each row of the stages of class `g` behind `p` devices.
 
@@ -243,14 +243,14 @@ def note_least(times: Floats, known: Floats) -> None:
         known[x] = least(times[x], known[x])
 
 
-@joined
+@inlined
 def _note_behind(times: Floats, over_cut: Floats, known: Floats) -> None:
     """The same, with the transfer over each cut."""
     for x in range(known.size):
         known[x] = least(times[x] + over_cut[x], known[x])
 
 
-@joined
+@inlined
 def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
     """The same of gradients, by their rows, the first level of what is known."""
     for x in range(times.shape[0]):
@@ -258,7 +258,7 @@ def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
             known[x, row] = least(times[x, row] + over_cut[x], known[x, row])
 
 
-@joined
+@inlined
 def limit_rest(
     columns: Floats, tracked: Tracked, own: Any, stage: Stage, first: int, high: int, rest: Floats, late: Floats
 ) -> None:
@@ -281,7 +281,7 @@ def limit_rest(
                 late[j, row] = least(late[j + 1, row] + own.fastest * critical, late[j, row])
 
 
-@joined
+@inlined
 def limit_known(
     columns: Floats,
     own: Any,
@@ -313,7 +313,7 @@ def limit_known(
             known[ARRIVAL, i] = np.inf
 
 
-@joined
+@inlined
 def _note_slopes(own: Any, stage: Stage, of_class: OfClass, slopes: Floats) -> int:
     """Notes by how much the rows may rise with F and r of the layers; returns how many rows there are."""
     slopes[:] = 0.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.compiled import joined
+from bapipe.planner.compiled import inlined
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Problem
 
@@ -49,7 +49,7 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
     return Waits(num_left, first_ns)
 
 
-@joined
+@inlined
 def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int) -> int:
     """Returns how often the stages up to one of class `g` behind `p` devices wait for each other, at least.
 
@@ -62,7 +62,7 @@ def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int)
     return int(waits.num_left // up_to)
 
 
-@joined
+@inlined
 def count_turns(problem: Problem, waits: Waits, p: int, g: int) -> tuple[int, float]:
     """Returns how often a replica of such a stage runs F and B by turns, and what the first stage runs besides."""
     replicas = problem.stages[p, g].most

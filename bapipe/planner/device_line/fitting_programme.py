@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined, joined
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Floats, Ints
 
 
@@ -184,7 +184,7 @@ def fitting_stages(
     return best
 
 
-@joined
+@inlined
 def _share(devices: FittingStages, p: int, size: int, limit: int, stage: FittingStages) -> None:
     """Notes what a stage on `size` devices from `p` on has to fit in."""
     stage.kept[0] = -(-devices.kept[p] // size)

@@ -9,7 +9,7 @@ from math import floor
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined, joined
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Moves, Plan, Random
 
 NUM_MOVES = (1, 1, 1, 2, 3)
@@ -33,13 +33,13 @@ def _next(random: Random) -> np.uint64:
     return state
 
 
-@joined
+@inlined
 def _below(random: Random, limit: int) -> int:
     """Returns one of 0, 1 ... limit - 1."""
     return int((_next(random) >> np.uint64(11)) % np.uint64(limit))
 
 
-@joined
+@inlined
 def fraction(random: Random) -> float:
     """Returns a number above 0 and up to 1."""
     return float((_next(random) >> np.uint64(11)) + np.uint64(1)) / 2.0**53
@@ -68,7 +68,7 @@ def copy_plan(plan: Plan, other: Plan) -> None:
     other.cuts[num_stages] = plan.cuts[num_stages]
 
 
-@joined
+@inlined
 def _move(moves: Moves, plan: Plan, random: Random) -> None:
     """Makes a move of a kind drawn by its weight; not every one leaves a plan."""
     kind, drawn = 0, _below(random, moves.weights.sum())

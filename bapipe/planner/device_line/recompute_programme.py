@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined, joined
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import LayerItems
 
 MAX_PRICES = 40
@@ -108,7 +108,7 @@ def _saved(items: LayerItems, need: Need, first: int, last: int) -> float:
     return float((need.kept - need.in_backward) * stash - need.kept * kept)
 
 
-@joined
+@inlined
 def _best_at(items: LayerItems, need: Need, price: float, came: NDArray[np.int8]) -> tuple[float, float, int]:
     """Returns what the best set at a price saves, its F, and whether the last layer is in it.
 
@@ -136,7 +136,7 @@ def _best_at(items: LayerItems, need: Need, price: float, came: NDArray[np.int8]
     return out_saved, out_ns, 0
 
 
-@joined
+@inlined
 def _best_run(items: LayerItems, need: Need, chosen: Chosen) -> Chosen:
     """Returns the cheapest single run that saves enough, if it is cheaper than a choice; else that."""
     forward, end = items.forward[need.kind], min(need.end, items.num_alone)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, joined
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.stage_arrays import Boundaries, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 
@@ -84,7 +84,7 @@ def place(
         j = max(j - skipped, lowest) if j > lowest else lowest - 1
 
 
-@joined
+@inlined
 def _delay(
     layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, num_cuts: int, i: int, j: int
 ) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def _delay(
     return float(first_full), float(ring - way_back)
 
 
-@joined
+@inlined
 def _filler(layers: NDArray[Any], stage: Any, delays: Delays, g: int, i: int, j: int) -> float:
     """The backwards of a stage in front of that, less what the micro-batches count for; it rises with the stage."""
     b = (layers[stage.own, j].backward - layers[stage.own, i].backward) * stage.fastest

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import inlined, joined
+from bapipe.planner.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Problem, Savings
@@ -45,7 +45,7 @@ class Start(NamedTuple):
     around_turns: float
 
 
-@joined
+@inlined
 def start_behind(
     problem: Problem,
     kind: PlanKind,
@@ -95,13 +95,13 @@ def start_behind(
     )
 
 
-@joined
+@inlined
 def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
     """Boundaries between hosts among the first `p` devices that are cuts for certain, if `c` cuts are between them."""
     return int(max(0, problem.boundaries_before[p] - (p - c)))
 
 
-@joined
+@inlined
 def is_passed(
     problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
 ) -> bool:
@@ -115,7 +115,7 @@ def is_passed(
     return bool(arrived + num_rounds * from_here <= limit + stage.slack)
 
 
-@joined
+@inlined
 def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
     stage = problem.stages[p, g]
@@ -129,7 +129,7 @@ def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
     return int(max(0, int(stage.count) - stage.in_flight))
 
 
-@joined
+@inlined
 def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
     """Returns what the rings of a stage with so many bytes of gradients take at least, in ns."""
     return float(stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients)
@@ -141,7 +141,7 @@ def until_first_bucket(begin: Any, end: Any) -> float:
     return float(min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket))
 
 
-@joined
+@inlined
 def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
     """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
 
@@ -167,7 +167,7 @@ def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: i
     return float(again * (1 - FLOAT_ROUNDING))
 
 
-@joined
+@inlined
 def _excess(
     layers: NDArray[Any],
     savings: Savings,
@@ -220,7 +220,7 @@ def _excess(
     return float(max(work, return_ns + returned + start.delay) - start.room)
 
 
-@joined
+@inlined
 def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
     """The last end from `low` to `high` with which a stage keeps the limits, -1 if none is. Excess rises with it."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
@@ -238,7 +238,7 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
     return low
 
 
-@joined
+@inlined
 def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
     """The first begin up to `high` with which a stage keeps the limits, -1 if none is. Excess falls as it rises."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]

@@ -8,7 +8,7 @@ the simulator (`longest_path.py`), action by action.
 
 from math import inf
 
-from bapipe.planner.compiled import compiled, inlined, joined
+from bapipe.planner.compiled import compiled, inlined
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
 from bapipe.planner.device_line.search_arrays import Costs, Floats, Ints, Notes, Plan, Records, Replicas
 
@@ -117,7 +117,7 @@ def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
     return float(known.forward_ns)
 
 
-@joined
+@inlined
 def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: float) -> None:
     """Notes what each replica of a stage takes, and what all take at least.
 
@@ -292,7 +292,7 @@ def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, floa
     return step_ns + SMOOTHING * sum_ns / num_stages, step_ns
 
 
-@joined
+@inlined
 def _same_link(one: int, other: int) -> int:
     """Returns how many micro-batches later the same replicas of two stages have one: the least common multiple."""
     rest, divisor = one, other

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import joined
+from bapipe.planner.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Problem, Savings
@@ -43,7 +43,7 @@ class OfClass(NamedTuple):
     late: Floats
 
 
-@joined
+@inlined
 def of_class_behind(tracked: Tracked, late: Floats, p: int, g: int) -> OfClass:
     """What is looked at in the stages of class `g` behind `p` devices, with what is to be known of gradients."""
     return OfClass(
@@ -98,7 +98,7 @@ class Stage(NamedTuple):
     rounding: float
 
 
-@joined
+@inlined
 def stage_of(
     problem: Problem, tracked: Tracked, kind: PlanKind, waits: Waits, limit: float, is_full: bool, p: int, g: int
 ) -> Stage:
@@ -144,7 +144,7 @@ def stage_of(
     )
 
 
-@joined
+@inlined
 def excess(
     layers: NDArray[Any],
     savings: Savings,
@@ -254,7 +254,7 @@ def excess(
     return float(longest - stage.room)
 
 
-@joined
+@inlined
 def _longest_of(
     layers: NDArray[Any],
     kinds: int,
@@ -305,7 +305,7 @@ def _longest_of(
     return float(max(back, last_b + (again + first_full) * ns + rings))
 
 
-@joined
+@inlined
 def _longest_of_late(
     layers: NDArray[Any],
     kinds: int,

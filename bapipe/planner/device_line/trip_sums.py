@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined, joined
+from bapipe.planner.compiled import inlined
 from bapipe.planner.device_line.stage_arrays import (
     BACKWARD,
     BEFORE_GRADIENTS,
@@ -67,7 +67,7 @@ class Sums(NamedTuple):
     ends: Floats
 
 
-@joined
+@inlined
 def _note_sums(
     columns: Floats, own: Any, stage: Stage, known: Floats, rest: Floats, window: Window, sums: Sums
 ) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def _note_sums(
     return num_plain, num
 
 
-@joined
+@inlined
 def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
     """Notes of which parts the limits are, see `excess`; returns how many there are, as `_note_sums` does."""
     n, forward, backward = own.count, own.forward, own.backward
@@ -154,7 +154,7 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
     return num_plain, num
 
 
-@joined
+@inlined
 def _pass(own: Any, way: int, weights: Floats) -> None:
     """Adds round trips one after another, and the F and r between them."""
     weights[FORWARD] = own.trips[way] * own.forward + own.steps[way] * own.backward
@@ -162,14 +162,14 @@ def _pass(own: Any, way: int, weights: Floats) -> None:
     weights[BEHIND + FLAT_AROUND] = own.trips[way]
 
 
-@joined
+@inlined
 def _add(numbers: Floats, weight: float, total: Floats) -> None:
     """Adds numbers, so often, to others."""
     for x in range(total.size):
         total[x] += weight * numbers[x]
 
 
-@joined
+@inlined
 def first_begins(
     problem: Problem,
     columns: Floats,
@@ -209,7 +209,7 @@ def first_begins(
     return num_tried, has_any
 
 
-@joined
+@inlined
 def last_ends(
     problem: Problem,
     columns: Floats,
@@ -289,7 +289,7 @@ def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> floa
     return float(own.backward * first_full + own.ring_latency * num_buckets)
 
 
-@joined
+@inlined
 def _are_above_again(
     problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:

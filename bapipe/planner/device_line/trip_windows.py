@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from bapipe.planner.compiled import joined
+from bapipe.planner.compiled import inlined
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 from bapipe.planner.device_line.trip_tables import Scratch, Window
 
 
-@joined
+@inlined
 def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
     """Finds for each end of stages the least of `costs` at the begins of those, infinite if there are none."""
     starts, values, positions = scratch.starts, scratch.values, scratch.positions
@@ -24,7 +24,7 @@ def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
         found[j] = values[head]
 
 
-@joined
+@inlined
 def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
     """The same for each begin, of the ends of the stages there."""
     starts, values = scratch.starts, scratch.values
@@ -38,7 +38,7 @@ def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
         found[i] = values[head]
 
 
-@joined
+@inlined
 def move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, i: int) -> tuple[int, int, int]:
     """Moves the queue of `costs` back to the ends of the stages that begin at i; those before are behind it.
 
@@ -54,7 +54,7 @@ def move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: in
     return _drop(positions, head, tail, start, -1), tail, pushed
 
 
-@joined
+@inlined
 def _push(values: Floats, positions: Ints, head: int, tail: int, position: int, value: float) -> int:
     """Adds a value to a queue in which values rise, and returns its end; those that are no less are left out."""
     while tail > head and values[tail - 1] >= value:
@@ -63,7 +63,7 @@ def _push(values: Floats, positions: Ints, head: int, tail: int, position: int, 
     return tail + 1
 
 
-@joined
+@inlined
 def _drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
     """Drops what the window has left behind, and returns the begin of the queue."""
     while head < tail and (positions[head] - edge) * sign < 0:

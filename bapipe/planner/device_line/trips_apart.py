@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined, joined, least
+from bapipe.planner.compiled import inlined, least
 from bapipe.planner.device_line.around_stages import note_least
 from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
@@ -17,7 +17,7 @@ from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, Scratch, Tables, Window
 
 
-@joined
+@inlined
 def note_apart(
     problem: Problem,
     tracked: Tracked,
@@ -68,7 +68,7 @@ def note_apart(
         note_found(tracked, tables, own, p, most, j, in_front, found)
 
 
-@joined
+@inlined
 def _note_sums(
     columns: Floats, tracked: Tracked, own: Any, g: int, in_front: int, i: int, here: Floats, sums: Floats
 ) -> None:
@@ -126,7 +126,7 @@ def _join_before(
         found[row] = max(ns, then_ns)
 
 
-@joined
+@inlined
 def note_found(
     tracked: Tracked, tables: Tables, own: Any, p: int, most: int, j: int, in_front: int, found: Floats
 ) -> None:
@@ -144,7 +144,7 @@ def note_found(
             note_later(found[in_front:], sent, ends[in_front:])
 
 
-@joined
+@inlined
 def rings_of(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
     """From the arrival of a gradient until the rings of a stage are done."""
     rings = rings_ns(own, max_bucket, end.gradients - begin.gradients) + end.update - begin.update

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined, joined, least
+from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,
@@ -99,7 +99,7 @@ def fill_before(
     return num_tried
 
 
-@joined
+@inlined
 def _first_begins(
     problem: Problem,
     own: Any,
@@ -137,7 +137,7 @@ def _first_begins(
     return num_tried, has_any
 
 
-@joined
+@inlined
 def _note_trips(
     columns: Floats, tracked: Tracked, own: Any, tables: Tables, scratch: Scratch, p: int, most: int, window: Window
 ) -> None:
@@ -171,7 +171,7 @@ def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> No
         noted[x] = least(later_ns if around[x] < np.inf else np.inf, noted[x])
 
 
-@joined
+@inlined
 def _note_then(tracked: Tracked, levels: Floats, g: int, first: int, last: int, then: Floats) -> None:
     """Notes what is there then by each row, see `Tracked`, at some begins of the stages of class `g`.
 
@@ -189,7 +189,7 @@ def _note_then(tracked: Tracked, levels: Floats, g: int, first: int, last: int, 
             there[in_front + row] = min(here[of_before[row, 0]], here[of_before[row, 1]])
 
 
-@joined
+@inlined
 def _note_stages(
     problem: Problem,
     tracked: Tracked,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, joined, least
+from bapipe.planner.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,
@@ -119,7 +119,7 @@ def fill_behind(
     return num_tried
 
 
-@joined
+@inlined
 def _last_ends(
     problem: Problem,
     own: Any,
@@ -157,7 +157,7 @@ def _last_ends(
     return num_tried, has_any
 
 
-@joined
+@inlined
 def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float, noted: Floats) -> None:
     """Notes the later ones of times and of round trips, by boundary, where they are less than known before."""
     for x in range(noted.size):
@@ -165,7 +165,7 @@ def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float,
         noted[x] = least((ns if ns > times[x] else times[x]) - rounding, noted[x])
 
 
-@joined
+@inlined
 def _least_gradient(
     columns: Floats, own: Any, stage: Stage, row: int, known: Floats, scratch: Scratch, window: Window, found: Floats
 ) -> None:
@@ -195,7 +195,7 @@ def _least_gradient(
         found[i] = ns
 
 
-@joined
+@inlined
 def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row: int, i: int, j: int) -> float:
     """When the first B of the stage of layers [i, j) is done behind the F before it, at least."""
     f = (columns[FORWARD, j] - columns[FORWARD, i]) * own.fastest - stage.rounding
@@ -204,7 +204,7 @@ def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row
     return float(max(there + f, known[ARRIVAL, i] + num * f) + b)
 
 
-@joined
+@inlined
 def _note_late(
     columns: Floats,
     tracked: Tracked,
