@@ -261,8 +261,8 @@ def timed_with_any_recomputed(line: DeviceLine, plan: LinePlan) -> Iterator[Time
     yield whole
     if any(every):
         chosen = [powerset(layers) for layers in every]
-        timed = (line.time_with(plan, [frozenset(layers) for layers in each]) for each in product(*chosen))
-        yield from (each for each in timed if each is not None)
+        others = (line.time_with(plan, [frozenset(layers) for layers in each]) for each in product(*chosen))
+        yield from (other for other in others if other is not None)
 
 
 def powerset(layers: list[int]) -> list[tuple[int, ...]]:
