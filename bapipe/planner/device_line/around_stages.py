@@ -143,11 +143,7 @@ def _copy(levels: Floats, row: int, times: Floats) -> None:
 @inlined
 def _copy_least(levels: Floats, places: Ints, times: Floats) -> None:
     """Notes the lesser of two places in levels, by boundary."""
-    _copy_lesser(levels, places[0], places[1], times)
-
-
-@inlined
-def _copy_lesser(levels: Floats, first: int, second: int, times: Floats) -> None:
+    first, second = places[0], places[1]
     for x in range(times.size):
         times[x] = min(levels[x, first], levels[x, second])
 

@@ -4,7 +4,7 @@ Left out are rounding, links that several pairs of devices share, links of their
 compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 
 import numpy as np
@@ -94,19 +94,21 @@ class StepEstimate:
 
 
 def _costs(line: DeviceLine, schedule: str, microbatch_size: int) -> Costs:
-    kinds = sorted({device.kind for device in line.cluster.devices})
-    measured = [line.profiles[kind].at(microbatch_size) for kind in kinds]
+    profiles = [line.profiles[kind] for kind in line.kinds]
     memory, inside, between = StageMemory(line, microbatch_size), line.cluster.intra_host, line.cluster.inter_host
     return Costs(
         num_microbatches=line.options.minibatch_size // microbatch_size,
         is_gpipe=schedule == "gpipe",
         may_recompute=line.options.recompute,
         boundaries=np.array(line.cuts, dtype=np.int64),
-        layers=_layers(line, line.profiles[kinds[0]], memory),
-        items=layer_items([line.profiles[kind] for kind in kinds], microbatch_size),
-        backward=np.array([prefix_sums([m.whole_backward_ns for m in of_kind]) for of_kind in measured], dtype=float),
+        layers=_layers(line, profiles[0], memory),
+        items=layer_items(profiles, microbatch_size),
+        backward=np.array(
+            [prefix_sums([m.whole_backward_ns for m in profile.at(microbatch_size)]) for profile in profiles],
+            dtype=float,
+        ),
         workspace_bytes=memory.workspace,
-        devices=_devices(line, kinds),
+        devices=_devices(line),
         latency=np.array([inside.latency_ns, between.latency_ns], dtype=float),
         ns_per_byte=np.array([1e9 / inside.bytes_per_s, 1e9 / between.bytes_per_s]),
     )
@@ -126,13 +128,13 @@ def _layers(line: DeviceLine, profile: ModelProfile, memory: StageMemory) -> Rec
     return layers
 
 
-def _devices(line: DeviceLine, kinds: Sequence[str]) -> Records:
+def _devices(line: DeviceLine) -> Records:
     devices = np.zeros(len(line.cluster.devices), dtype=DEVICE)
     last_on: dict[str, int] = {}
     for p, device in enumerate(line.cluster.devices):
         host = list(last_on).index(device.host) if device.host in last_on else len(last_on)
         same_host = last_on.get(device.host, -1)
-        devices[p] = kinds.index(device.kind), device.speed, host, same_host, line.class_of[p], line.limits[p]
+        devices[p] = line.kinds.index(device.kind), device.speed, host, same_host, line.class_of[p], line.limits[p]
         last_on[device.host] = p
     return devices
 

@@ -75,6 +75,7 @@ class DeviceLine:
         cluster: its devices in the order in which plans take them.
         ranks: of these devices in the cluster as it was given.
         cuts: where the layers may be cut, with the start and the end.
+        kinds: of its devices, each once, in alphabetical order.
         differ_in_speed_alone: whether devices have different speeds, but do not differ in anything else of their own.
     """
 
@@ -104,7 +105,8 @@ class DeviceLine:
         return other
 
     def _tell_devices_apart(self) -> None:
-        """Notes the memory limit and the class of each device."""
+        """Notes the memory limit and the class of each device, and their kinds."""
+        self.kinds = sorted({device.kind for device in self.cluster.devices})
         self.limits = self.options.limits(self.cluster)
         self.ns_per_sample = ns_per_sample(self.profiles, self.cluster)
         allowed = self.constraints.allowed_layers(self.cluster)
@@ -165,14 +167,13 @@ class DeviceLine:
         first, size = sum(plan.counts[:s]), plan.microbatch_size
         num_behind, num_microbatches = sum(plan.counts[s:]), self.options.minibatch_size // size
         held = most_held(plan.schedule, first, num_behind, num_microbatches, plan.counts[s])
-        kinds, kind = sorted({device.kind for device in self.cluster.devices}), self.cluster.devices[first].kind
         if size not in self._items:
-            self._items[size] = layer_items([self.profiles[each] for each in kinds], size)
+            self._items[size] = layer_items([self.profiles[kind] for kind in self.kinds], size)
         return recomputed_layers(
             self._items[size],
             plan.cuts[s],
             plan.cuts[s + 1],
-            kinds.index(kind),
+            self.kinds.index(self.cluster.devices[first].kind),
             held,
             room_bytes - held.before_weight_grad * left_bytes,
         )

@@ -27,7 +27,7 @@ class StageMemory:
     def __init__(self, line: DeviceLine, microbatch_size: int) -> None:
         self.microbatch_size, self.num_microbatches = microbatch_size, line.options.minibatch_size // microbatch_size
         self._cuts = np.array(line.cuts)
-        profile = line.profiles[min(device.kind for device in line.cluster.devices)]
+        profile = line.profiles[line.kinds[0]]
         measured = profile.at(microbatch_size)
         state = [x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in profile.layers]
         self.state, self.stash = prefix_sums(state), prefix_sums([m.stash_bytes for m in measured])
