@@ -3,8 +3,10 @@
 import csv
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bapipe import report
+from bapipe.cli.flags import with_flags
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.options import num_bytes
 from bapipe.cli.progress import show_json, show_line, show_parts, status
@@ -92,6 +94,7 @@ def show_points(
             points = vary(session, axes, schedules, progress, exact=exact)
         except SweepInterrupted as stop:
             interruption, points = stop, stop.points
+    points = [replace(point, why_not=with_flags(point.why_not)) for point in points]
     if interruption is None:
         _show(names, points, layout)
         if layout == "table":

@@ -196,7 +196,7 @@ def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequ
             continue
         named = dict(zip(names, values, strict=True))
         if isinstance(plan, str):
-            points.append(Point(values=named, plan=None, why_not=printable(plan.replace("`", ""), MAX_LINE)))
+            points.append(Point(values=named, plan=None, why_not=printable(plan, MAX_LINE)))
             continue
         kind = kind_of(plan)
         points.append(Point(values=named, plan=plan, kind=kind, is_new_kind=before not in (None, kind)))

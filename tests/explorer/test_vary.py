@@ -182,6 +182,13 @@ def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixtur
     assert len(printed["markdown"].splitlines()) == 6
 
 
+def test_why_a_point_has_no_plan_names_options(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    show_points(session, ["minibatch=1000000"], ["1f1b"], "json")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert "choose a smaller --minibatch-size" in row["why_not"]
+
+
 def test_the_resource_that_is_worth_most_comes_first() -> None:
     figures = {(1, 1): 10.0, (1, 2): 11.0, (4, 1): 25.0, (4, 2): 99.0}
     rows = [{"devices": d, "link": link, "samples_per_s": s, "step_ns": 1} for (d, link), s in figures.items()]
