@@ -19,9 +19,6 @@ from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, text_of,
 
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
-ENTRY_POINTS = {"plan_step_time"}
-"""Functions that nothing in the package calls: the search for the step time alone."""
-
 MIN_COMMENTS = {"action_order": 30, "analysis": 30, "branch_and_bound": 30, "long_chain": 30, "throughput": 30}
 """Whole-line comments per 1,000 lines of each folder of the planner; to be raised, never lowered."""
 
@@ -112,7 +109,7 @@ def test_every_function_and_class_of_a_module_is_used() -> None:
         for path in FILES
         for node in tree_of(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
-        if uses[node.name] == 1 and node.name not in ENTRY_POINTS
+        if uses[node.name] == 1
     ]
     assert dead == []
 

@@ -1,13 +1,10 @@
 """Searches the partition with the shortest step: layouts x micro-batch sizes x schedules, along one order of layers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bapipe.errors import Infeasible
-from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Alternative, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.plan import Alternative
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.baselines import baseline_alternatives, slowdown_text
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
@@ -15,8 +12,7 @@ from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.pace import ACTIONS_PER_S
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
-from bapipe.planner.solution import Solution, make_plan, sort_alternatives
-from bapipe.planner.validation import check_inputs
+from bapipe.planner.solution import Solution, sort_alternatives
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
@@ -26,26 +22,6 @@ if TYPE_CHECKING:
 NUM_PLANS_AFTER = 1.5
 """What follows an exact search, its result's simulation and naive plans, takes as long as so many plans with all
 stages, as measured."""
-
-
-def plan_step_time(
-    profiles: Mapping[str, ModelProfile],
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    deadline: Deadline = UNLIMITED,
-    progress: SearchProgress | None = None,
-) -> Plan:
-    """Returns the fastest plan along the profile's order of the layers; see `solve_step_time`.
-
-    Raises:
-        Infeasible: nothing fits; the message names the closest plan and what each device lacks.
-        BapipeError: an unknown schedule, a device kind without a profile, profiles of different models, or sizes that
-            do not divide.
-    """
-    check_inputs(profiles, cluster, options)
-    request = SearchRequest(profiles=profiles, cluster=cluster, options=options, deadline=deadline, progress=progress)
-    return make_plan(add_baselines(solve_step_time(request), options, deadline))
 
 
 def solve_step_time(request: SearchRequest) -> Solution:

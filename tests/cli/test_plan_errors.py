@@ -14,8 +14,8 @@ from bapipe.cli import main
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from tests.random_profiles import random_profile
+from tests.step_time import plan_step_time
 
 PROFILE = msgspec.to_builtins(random_profile(Random(5), 6))
 CLUSTER = {

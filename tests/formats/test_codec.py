@@ -28,11 +28,11 @@ from bapipe.formats.codec import (
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.schedules.table import Action, parse_actions
 from tests import ROOT
 from tests.builders import devices
 from tests.random_profiles import random_profile
+from tests.step_time import plan_step_time
 from tests.strategies import clusters, examples, profiles
 
 

@@ -29,7 +29,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.pace import ACTIONS_PER_S, FEW_ACTIONS, TIMES_SIMULATED, Pace
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan import pareto
-from bapipe.planner.plan_step import NUM_PLANS_AFTER, plan_step_time
+from bapipe.planner.plan_step import NUM_PLANS_AFTER
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace
 from bapipe.planner.throughput.search import explore_throughput
@@ -39,6 +39,7 @@ from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 
 PROFILES = {"a": chain([3, 1, 4, 1, 5, 9, 2, 6], param_bytes=10**5, output_bytes=10**5)}
 

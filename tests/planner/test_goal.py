@@ -25,7 +25,6 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_goal
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import SEARCH, PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS
 from bapipe.planner.sub_clusters import sub_clusters
@@ -34,6 +33,7 @@ from bapipe.simulator.simulate import simulate
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 
 SEEDS = range(6)
 

@@ -16,13 +16,14 @@ from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.exact_search import find_best_layout, solution_of
 from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time, solve_partition
+from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace, on_first_devices
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
 from tests.planner.device_line.test_unlike_devices import unlike_line, with_speed
+from tests.step_time import plan_step_time
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from bapipe.planner.lightest_cuts import lightest_cuts
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, explain
-from bapipe.planner.plan_step import plan_step_time, solve_step_time
+from bapipe.planner.plan_step import solve_step_time
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import contracted_graph
@@ -31,6 +31,7 @@ from bapipe.simulator.simulate import simulate
 from tests.builders import devices
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
+from tests.step_time import plan_step_time
 
 TOWERS = {"a0": ("x",), "b0": ("y",), "a1": ("a0",), "b1": ("b0",), "join": ("a1", "b1")}
 """Two towers with alternating layers, as traced from a module that runs a layer of each in turn."""

@@ -12,10 +12,10 @@ from bapipe.planner import nearby
 from bapipe.planner.make import judge
 from bapipe.planner.nearby import MAX_GAP, Point, can_plan_nearby, plans_nearby
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.builders import devices
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 
 
 def points_of(random: Random) -> list[Point]:

@@ -19,10 +19,10 @@ from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import MS, chain, devices
+from tests.step_time import plan_step_time
 
 
 def test_data_parallelism_is_a_point_of_the_space() -> None:

@@ -10,13 +10,13 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import has_gradient_to_the_end, step_bound_ns, work_bound_ns
 from bapipe.schedules import LOOPED
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import layouts
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster, random_profile, with_host_times, with_tensors_of
+from tests.step_time import plan_step_time
 
 SPLIT = ("zb-h1", "zb-h2", "gpipe-2bp", "zb-v", "dualpipe-v", "v-min")
 

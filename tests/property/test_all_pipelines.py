@@ -9,10 +9,10 @@ from bapipe.errors import Infeasible
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.oracles.all_pipelines import Question, least_step
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 
 NAMED = "gpipe", "1f1b", "1f1b+1", "eager-1f1b", "2f2b", "zb-h1", "zb-h2", "gpipe-2bp", "1f1b-2bp"
 

@@ -25,7 +25,6 @@ from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.deadline import NothingFoundError
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.placement import merge_stages
 from bapipe.simulator.simulate import simulate, simulate_schedule
@@ -33,6 +32,7 @@ from bapipe.simulator.stage_cost import build_stages
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.problems import heavy, heavy_duty, problems_of, random_problems
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 from tests.strategies import examples
 
 

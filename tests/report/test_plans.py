@@ -6,7 +6,6 @@ import bapipe
 from bapipe.formats.certificate import certify
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.report.comparisons import render_comparison
 from bapipe.report.formatting import MAX_ROWS
 from bapipe.report.plan_changes import render_changes
@@ -16,6 +15,7 @@ from bapipe.report.text_gantt import gantt
 from bapipe.report.variations import variations_table, worth_words
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.step_time import plan_step_time
 
 
 def test_of_many_devices_without_a_stage_a_few_have_a_row() -> None:

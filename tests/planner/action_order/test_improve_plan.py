@@ -11,7 +11,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.linearizations import _bound_ns
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time, solve_partition
+from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
@@ -20,6 +20,7 @@ from bapipe.simulator.stage_cost import build_stages
 from tests.builders import MS, chain, devices
 from tests.planner.test_work_bound import random_profiles
 from tests.random_profiles import random_cluster, random_profile
+from tests.step_time import plan_step_time
 
 
 def leaves_for_w(profile: ModelProfile, name: str, num_bytes: int) -> ModelProfile:

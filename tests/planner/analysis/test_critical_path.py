@@ -6,13 +6,13 @@ from hypothesis import given
 
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.timeline import Span, Transfer
 from tests.builders import MS, chain, devices
 from tests.random_pipelines import Pipeline
+from tests.step_time import plan_step_time
 from tests.strategies import examples, pipelines
 
 

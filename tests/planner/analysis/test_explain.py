@@ -14,9 +14,9 @@ from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.stage import StageCost
 from tests.builders import chain, devices
+from tests.step_time import plan_step_time
 
 
 def planned(forward_ms: list[int], num_devices: int, **options: object) -> tuple[Plan, dict[str, ModelProfile]]:

@@ -8,9 +8,9 @@ from bapipe.errors import BapipeError
 from bapipe.formats.certificate import NOT_CERTIFIED
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.step_time import plan_step_time
 
 PROFILES = {"a": chain([1, 2, 2, 1], param_bytes=10**6, stash_bytes=10**6)}
 OPTIONS = PlanOptions(minibatch_size=4, schedules=("1f1b",))

@@ -18,13 +18,13 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain, pareto, plan
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.planner.test_linearizations import towers
+from tests.step_time import plan_step_time
 
 OPTIONS = PlanOptions(minibatch_size=4, schedules=("1f1b",), replicas=False)
 

@@ -6,9 +6,9 @@ from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.analysis.sensitivity import MEMORY, UNLIMITED_MEMORY, sensitivity
 from bapipe.planner.edit import edit
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.step_time import plan_step_time
 
 OPTIONS = PlanOptions(minibatch_size=4, schedules=("1f1b",), replicas=False)
 

@@ -14,11 +14,11 @@ from bapipe.planner.branch_and_bound.intervals import IntervalIndex
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, MemoryLimit, RecomputationBound
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.simulate import simulate
 from tests import builders
 from tests.random_profiles import random_profile
+from tests.step_time import plan_step_time
 
 
 def random_stage(seed: int) -> tuple[ModelProfile, int, int, list[MemoryLimit]]:

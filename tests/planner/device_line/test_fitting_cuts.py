@@ -16,10 +16,10 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import compositions
+from tests.step_time import plan_step_time
 
 NUM_MICROBATCHES = 8
 

@@ -9,10 +9,10 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.searched_space import on_first_devices
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
+from tests.step_time import plan_step_time
 
 
 def cluster_of(speeds: list[float], hosts: str, *, is_fast_within: bool = False) -> Cluster:

@@ -18,7 +18,6 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan_step import plan_step_time
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.cuts import kept_tensor_bytes
@@ -27,6 +26,7 @@ from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.problems import heavy
 from tests.random_profiles import random_profile
+from tests.step_time import plan_step_time
 
 
 def random_line(seed: int, schedule: str, *, buckets: bool = False) -> DeviceLine:

@@ -1,0 +1,28 @@
+"""Plans for the step time along the profile's order of the layers alone, without what `bapipe.plan` adds."""
+
+from collections.abc import Mapping
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan_step import add_baselines, solve_step_time
+from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.solution import make_plan
+from bapipe.planner.validation import check_inputs
+from bapipe.progress import SearchProgress
+
+
+def plan_step_time(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    deadline: Deadline = UNLIMITED,
+    progress: SearchProgress | None = None,
+) -> Plan:
+    """Returns the fastest plan along the profile's order of the layers; see `solve_step_time`."""
+    check_inputs(profiles, cluster, options)
+    request = SearchRequest(profiles=profiles, cluster=cluster, options=options, deadline=deadline, progress=progress)
+    return make_plan(add_baselines(solve_step_time(request), options, deadline))
