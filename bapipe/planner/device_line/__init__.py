@@ -7,7 +7,8 @@ Plans
     line                    a line, and the step time and memory of its plans; layer_sums, stage_memory
     naive, growing_stages   plans to begin with; first_plans ranks them
     fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
-    estimate                the step of a plan without a table of its actions; step_programme, search_arrays
+    estimate                the step of a plan without a table of its actions; step_programme, stage_programme,
+                            search_arrays
     climb                   changes plans for as long as that makes them faster; moves, neighbourhood, walk
     recomputed_layers       which layers are recomputed where a stage does not fit; recompute_programme, and of the
                             best plan fewer_recomputed

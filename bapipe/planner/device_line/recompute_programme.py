@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
     """A choice of layers.
 
     Attributes:
-        forward_ns: their F; infinite if the stage does not fit even if all of it is recomputed.
+        forward_ns: their F; infinite if the stage does not fit, whichever are recomputed.
         first, last: they are [first, last), if it is a single run.
         price: what they are the best set at, in ns for a byte; infinite if it is a single run.
     """
@@ -63,6 +63,10 @@ def choose_recomputed(items: LayerItems, need: Need, came: NDArray[np.int8]) -> 
     begin, end, forward = need.begin, need.end, items.forward[need.kind]
     chosen = Chosen(forward[end] - forward[begin], begin, end, inf)
     more = _saved(items, need, begin, end)
+    if more < need.num_bytes:  # all layers keep what the stage receives, which may be more than a part of them keeps
+        price = chosen.forward_ns + 1.0  # no F is worth a byte
+        more, forward_ns, _ = _best_at(items, need, price, came)
+        chosen = Chosen(forward_ns, begin, end, price)
     if more < need.num_bytes:
         return Chosen(inf, begin, end, inf)
     less = less_ns = 0.0

@@ -68,7 +68,7 @@ def chosen_layers(items: LayerItems, need: Need) -> frozenset[int]:
 
 
 def test_layers_save_enough_in_nearly_the_least_time_of_all_choices() -> None:
-    least_ns = chosen_ns = whole_ns = num_best = num = 0.0
+    least_ns = chosen_ns = whole_ns = num_best = num = num_without_every = 0.0
     for seed in range(300):
         random = Random(seed)
         items = random_items(random, 9)
@@ -78,20 +78,24 @@ def test_layers_save_enough_in_nearly_the_least_time_of_all_choices() -> None:
         stash = int(items.stash[end] - items.stash[begin])
         need = Need(begin, end, 0, kept, in_backward, random.randint(1, max(1, (kept - in_backward) * stash)))
         found_ns = choose_recomputed(items, need, np.empty((end - begin, 2), dtype=np.int8)).forward_ns
-        every = frozenset(range(begin, end))
-        assert (found_ns < inf) == (saved_bytes(items, need, every) >= need.num_bytes), seed
-        chosen = chosen_layers(items, need)
+        choices = [each for each in every_choice(items, begin, end) if saved_bytes(items, need, each) >= need.num_bytes]
+        assert (found_ns < inf) == bool(choices), seed
+        every, chosen = frozenset(range(begin, end)), chosen_layers(items, need)
         if found_ns == inf:
             assert chosen == every
             continue
         assert saved_bytes(items, need, chosen) >= need.num_bytes, seed
         assert forward_ns(items, chosen) == pytest.approx(found_ns), seed
-        choices = [each for each in every_choice(items, begin, end) if saved_bytes(items, need, each) >= need.num_bytes]
         best_ns = min(forward_ns(items, each) for each in choices)
-        assert best_ns - 1e-6 <= found_ns <= forward_ns(items, every), seed
+        assert best_ns - 1e-6 <= found_ns, seed
+        if every not in choices:
+            num_without_every += 1
+            continue
+        assert found_ns <= forward_ns(items, every), seed
         least_ns, chosen_ns, whole_ns = least_ns + best_ns, chosen_ns + found_ns, whole_ns + forward_ns(items, every)
         num, num_best = num + 1, num_best + (found_ns == pytest.approx(best_ns))
     assert num > 150
+    assert num_without_every > 5
     assert num_best > 0.8 * num
     assert chosen_ns < 1.02 * least_ns < 0.9 * whole_ns
 
