@@ -1,6 +1,5 @@
 """Writing the file that a command makes, without losing another one of the same name."""
 
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +8,7 @@ from rich.table import Table
 
 from bapipe.cli.progress import note, show_json, show_parts, show_written
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import encode, write
+from bapipe.formats.codec import copy_file, encode, write, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 
@@ -17,10 +16,11 @@ Measured = TypeVar("Measured", ModelProfile, Cluster)
 
 
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
-    """Writes a file; one with another content that was there is kept, as `NAME~`, and a remark says so."""
-    if path.is_file() and not path.is_symlink() and path.read_bytes() != encode(value):
-        kept = path.with_name(f"{path.name}~")
-        shutil.copyfile(path, kept)
+    """Writes a file; one with another content that was there is kept beside it, as `NAME~`, and a remark says so."""
+    file = written_file(path)
+    if file is not None and file.is_file() and file.read_bytes() != encode(value):
+        kept = file.with_name(f"{file.name}~")
+        copy_file(file, kept)
         note(f"{path} was there already, with another content: it is kept as {kept}")
     write(path, value)
 

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import os
 import re
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -141,46 +142,83 @@ def check_writable(path: Path) -> None:
     """Raises BapipeError if `path` could not be written, before hours of work are lost."""
     if path.is_dir():
         raise BapipeError(f"{path}: cannot be written: it is a folder")
-    if _is_special(path):
+    target = written_file(path)
+    if target is None:
         if not os.access(path, os.W_OK):
             raise BapipeError(f"{path}: cannot be written: no right to write there")
         return
-    if not path.parent.is_dir():
-        raise BapipeError(f"{path}: cannot be written: no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise BapipeError(f"{path}: cannot be written: the folder {path.parent} is not writable")
+    if not target.parent.is_dir():
+        raise BapipeError(f"{path}: cannot be written: no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise BapipeError(f"{path}: cannot be written: the folder {target.parent} is not writable")
+
+
+def written_file(path: Path) -> Path | None:
+    """Returns the file that `write_bytes` makes or replaces: of a symbolic link, the file that it points to.
+
+    None for a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it.
+    """
+    if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+        return None
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return None
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def write_bytes(path: Path, text: bytes) -> None:
     """Writes `text` to `path` atomically, by renaming a finished file in the same folder; straight to a device or pipe.
 
+    The mode of a file that is replaced is kept. A symbolic link stays: the file that it points to is written.
+
     Raises:
         BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
     """
     try:
-        if _is_special(path):
+        target = written_file(path)
+        if target is None:
             _write_in_place(path, text)
-            return
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        else:
+            _replace(target, text, _mode(path))
     except OSError as error:
         raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _is_special(path: Path) -> bool:
-    """Whether a path is a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it."""
-    if path.is_symlink() and os.readlink(path).startswith("/proc/"):
-        return True
-    return path.exists() and not path.is_file() and not path.is_dir()
+def copy_file(path: Path, copy: Path) -> None:
+    """Writes the bytes of a file to `copy`, with its mode; what has that name is replaced, a symbolic link as well.
+
+    Raises:
+        BapipeError: the copy cannot be written.
+    """
+    try:
+        _replace(copy, path.read_bytes(), _mode(path))
+    except OSError as error:
+        raise BapipeError(f"{copy}: cannot be written: {error.strerror}") from None
+
+
+def _replace(path: Path, text: bytes, mode: int) -> None:
+    """Puts a new file in the place of what is at `path`; nobody but its owner can read it before it has its mode."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _mode(path: Path) -> int:
+    """Returns the mode of the file at `path`, that of a new file if there is none.
+
+    The kernel follows a link here, and refuses one of another user's in a folder where everybody may write.
+    """
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return 0o666 & ~_umask()
 
 
 def _write_in_place(path: Path, text: bytes) -> None:

@@ -330,3 +330,37 @@ def test_a_device_or_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"text"
     os.close(reader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "null", "own", "pipe", "stdout"]
+
+
+def test_a_link_is_written_through_and_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    own, new = tmp_path / "folder" / "own", tmp_path / "folder" / "new"
+    own.write_bytes(b"old")
+    for link, target in (("to_own", own), ("to_new", new)):
+        (tmp_path / link).symlink_to(target)
+        check_writable(tmp_path / link)
+        write_bytes(tmp_path / link, b"text")
+        assert (tmp_path / link).is_symlink()
+        assert target.read_bytes() == b"text"
+    (tmp_path / "to_nowhere").symlink_to(tmp_path / "none" / "file")
+    with pytest.raises(BapipeError, match=r"to_nowhere: cannot be written: no folder .*none"):
+        check_writable(tmp_path / "to_nowhere")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(BapipeError, match="round: cannot be written: Too many levels of symbolic links"):
+        write_bytes(tmp_path / "round", b"text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "round", "to_new", "to_nowhere", "to_own"]
+    assert sorted(path.name for path in own.parent.iterdir()) == ["new", "own"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_file_that_is_replaced_keeps_its_mode(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    (tmp_path / "link").symlink_to(path)
+    for name in (path, tmp_path / "link"):
+        write_bytes(name, b"text")
+        assert path.stat().st_mode & 0o777 == mode
+    os.umask(mask := os.umask(0))
+    write_bytes(tmp_path / "new", b"text")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o666 & ~mask
