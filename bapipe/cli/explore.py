@@ -15,6 +15,7 @@ from bapipe.cli.inputs import (
     profiles_by_kind,
     profiles_of_plan,
     read_or_assume_cluster,
+    refuse_arguments,
 )
 from bapipe.cli.options import (
     DEFAULT_MINIBATCH_SIZE,
@@ -30,8 +31,10 @@ from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
-from bapipe.formats.codec import read, read_any
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import read_any
 from bapipe.formats.plan import Plan
+from bapipe.planner.inputs import by_kind
 from bapipe.report.chrome_trace import recorded_timelines
 from bapipe.schedules import ALL
 
@@ -126,25 +129,32 @@ def _session(
     arguments: list[str] | None,
 ) -> Session:
     """Returns the session of a plan, of profiles, or of a model that is profiled first."""
-    if len(sources) == 1 and is_file(sources[0]) and isinstance(read_any(Path(sources[0])), Plan):
+    given = read_any(Path(sources[0])) if len(sources) == 1 and is_file(sources[0]) else None
+    if isinstance(given, Cluster):
+        raise BapipeError(f"{sources[0]} is a cluster: name a plan, a profile or a model, and this file with --cluster")
+    if isinstance(given, Plan):
+        refuse_arguments(arguments, "plan")
         if cluster is not None or devices is not None or minibatch_size is not None:
             raise BapipeError(
                 "a plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size, or "
                 "name a profile"
             )
-        plan = read(Path(sources[0]), Plan)
-        commands = partial(command_lines, given=plan.cluster, source=(sources[0],), start=plan)
-        recorded = recorded_timelines(plan, traces)
-        return Session(profiles_of_plan(plan, profiles), plan.cluster, plan, commands, recorded)
+        commands = partial(command_lines, given=given.cluster, source=(sources[0],), start=given)
+        recorded = recorded_timelines(given, traces)
+        return Session(profiles_of_plan(given, profiles), given.cluster, given, commands, recorded)
     if traces:
         raise BapipeError("--trace goes with a plan")
     if profiles:
         raise BapipeError("--profile goes with a plan; name the profiles without it")
-    of_kind = profiles_by_kind(sources, arguments)
+    if given is None:
+        of_kind = profiles_by_kind(sources, arguments)
+    else:
+        refuse_arguments(arguments, "profile")
+        of_kind = by_kind([given])
     size = minibatch_size or DEFAULT_MINIBATCH_SIZE
-    given = [word for pair in arguments or () for word in ("--arg", pair)]
-    given += ["--cluster", str(cluster)] if cluster is not None else []
-    given += ["--devices", str(devices)] if devices is not None else []
-    source = (*sources, *given, "--minibatch-size", str(size))
+    words = [word for pair in arguments or () for word in ("--arg", pair)]
+    words += ["--cluster", str(cluster)] if cluster is not None else []
+    words += ["--devices", str(devices)] if devices is not None else []
+    source = (*sources, *words, "--minibatch-size", str(size))
     on = read_or_assume_cluster(of_kind, cluster, devices)
     return Session(of_kind, on, size, partial(command_lines, given=on, source=source, start=None))

@@ -28,8 +28,14 @@ idle."""
 
 
 def is_file(source: str) -> bool:
-    """Returns whether a text names a file rather than a model."""
-    return source.endswith(".json") or Path(source).is_file()
+    """Returns whether a text names a file, or a pipe as the shell's `<(...)` is, rather than a model."""
+    return source.endswith(".json") or (Path(source).exists() and not Path(source).is_dir())
+
+
+def refuse_arguments(arguments: list[str] | None, holder: str) -> None:
+    """Raises BapipeError if there are arguments of a model beside a file, a `holder`, which holds its own."""
+    if arguments:
+        raise BapipeError(f"--arg goes with a model; a {holder} holds its arguments already")
 
 
 def profiles_by_kind(sources: list[str], arguments: list[str] | None, device: str = "cpu") -> dict[str, ModelProfile]:
@@ -45,8 +51,7 @@ def all_profiles(
         resolve(sources[0])  # an unknown name is refused before anything is measured
         num_threads = num_threads if device == "cpu" else (1,)
         return tuple(_measure_or_load(sources[0], arguments, num, device) for num in num_threads)
-    if arguments:
-        raise BapipeError("--arg goes with a model; a profile holds its arguments already")
+    refuse_arguments(arguments, "profile")
     if device != "cpu":
         raise BapipeError(f"--device {device} goes with a model; a profile says where it was measured")
     return tuple(read(Path(source), ModelProfile) for source in sources)
@@ -108,8 +113,7 @@ def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None)
 def read_or_make_plan(source: str, arguments: list[str] | None, device: str = "cpu") -> Plan:
     """Returns the plan of a file, or of a model that is profiled and planned for this machine."""
     if is_file(source):
-        if arguments:
-            raise BapipeError("--arg goes with a model; a plan holds its arguments already")
+        refuse_arguments(arguments, "plan")
         if device != "cpu":
             raise BapipeError(f"--device {device} goes with a model; a plan says on which devices it runs")
         return read(Path(source), Plan)

@@ -91,8 +91,10 @@ def _show_two(
     content: Plan | ModelProfile | Cluster, file: Path, other: Path, html: Path | None, profiles: list[Path]
 ) -> None:
     """Prints the differences of two profiles or of two plans."""
-    if not isinstance(content, Plan):
-        show_parts(render_profile_diff(read(file, ModelProfile), read(other, ModelProfile)))
+    if isinstance(content, Cluster):
+        raise BapipeError(f"{file} is a cluster: name two plans or two profiles to compare, or this file alone")
+    if isinstance(content, ModelProfile):
+        show_parts(render_profile_diff(content, read(other, ModelProfile)))
         return
     after = read(other, Plan)
     for line in render_changes(content, after):

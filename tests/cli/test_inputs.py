@@ -1,16 +1,26 @@
-"""What the command line makes of files of profiles and clusters."""
+"""What the command line makes of files of profiles, clusters and plans."""
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 from msgspec import structs
 
-from bapipe.cli import inputs
-from bapipe.formats.codec import write
-from bapipe.formats.profile import DeviceKind
+import bapipe
+from bapipe.cli import explore, inputs
+from bapipe.cli.show import show
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import encode, write
+from bapipe.formats.plan import Plan
+from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.link_catalogue import cluster_like
+from tests.builders import chain, devices
 from tests.random_profiles import random_profile
+
+PROFILE = chain([1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -39,3 +49,66 @@ def test_a_profile_of_another_gpu_is_noted(
     cluster = inputs.read_or_assume_cluster({"cuda": profile}, tmp_path / "cluster.json", None)
     assert [device.model for device in cluster.devices] == ["NVIDIA H200"] * 2
     assert told == notes
+
+
+@pytest.fixture
+def piped() -> Iterator[Callable[[ModelProfile | Plan | Cluster], str]]:
+    """Returns the names of pipes that hold a file, as a shell gives them for `<(...)`: each can be read once."""
+    ends: list[int] = []
+
+    def pipe(content: ModelProfile | Plan | Cluster) -> str:
+        reader, writer = os.pipe()
+        ends.append(reader)
+        with os.fdopen(writer, "wb") as file:
+            file.write(encode(content))
+        return f"/dev/fd/{reader}"
+
+    yield pipe
+    for end in ends:
+        os.close(end)
+
+
+def test_a_profile_is_read_from_a_pipe(piped: Callable[[ModelProfile], str]) -> None:
+    assert inputs.all_profiles([piped(PROFILE)], None, (1,)) == (PROFILE,)
+
+
+def test_a_folder_with_the_name_of_a_model_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vgg16").mkdir()
+    assert not inputs.is_file("vgg16")
+
+
+def test_what_is_shown_may_come_from_pipes(
+    piped: Callable[[ModelProfile | Plan], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = bapipe.plan(PROFILE, 2, minibatch_size=4)
+    for content, expected in ((PROFILE, "0 of 3 layers changed"), (plan, "no difference")):
+        show(Path(piped(content)), Path(piped(content)))
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of_plan", [False, True])
+def test_what_is_explored_may_come_from_a_pipe(of_plan: bool, piped: Callable[[ModelProfile | Plan], str]) -> None:
+    plan = bapipe.plan(PROFILE, 2, minibatch_size=4)
+    profiles = [Path(piped(PROFILE))] if of_plan else []
+    session = explore._session(
+        [piped(plan if of_plan else PROFILE)], None, None if of_plan else 2, None, profiles, [], None
+    )
+    assert dict(session.profiles) == {"a": PROFILE}
+
+
+def test_a_cluster_is_neither_explored_nor_compared(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    write(path, devices(2))
+    with pytest.raises(BapipeError, match=r"cluster.json is a cluster: name a plan, a profile or a model, and this"):
+        explore._session([str(path)], None, None, None, [], [], None)
+    with pytest.raises(BapipeError, match=r"cluster.json is a cluster: name two plans or two profiles to compare"):
+        show(path, path)
+
+
+def test_arguments_of_a_model_beside_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for holder, content in (("profile", PROFILE), ("plan", bapipe.plan(PROFILE, 2, minibatch_size=4))):
+        write(path, content)
+        with pytest.raises(BapipeError, match=f"^--arg goes with a model; a {holder} holds its arguments already"):
+            explore._session([str(path)], None, None, None, [], [], ["depth=3"])
