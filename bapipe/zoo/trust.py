@@ -1,7 +1,7 @@
-"""Which factory that a file names may be imported: importing a module runs its code, and calls can do harm.
+"""Which factory and which data that a file names are used: code that is imported runs, and data may be private.
 
-A plan may come from someone else. Its factory is one of the zoo's, or a function of a module in the current folder, or
-the user has named it.
+A plan or a checkpoint may come from someone else. Its factory is one of the zoo's, or a function of a module in the
+current folder, or the user has named it. Its data has a name, or lies in the current folder, or the user has named it.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bapipe.errors import InvalidModel
 from bapipe.zoo import ZOO
+from bapipe.zoo.data.translation import LOCALE
 from bapipe.zoo.factory import current_folder_importable, find
 
 _HUGGING_FACE = "bapipe.zoo.hugging_face"
@@ -39,6 +40,20 @@ def is_of_zoo(factory: str) -> bool:
     """Returns whether a factory is one of the zoo's models, or builds a class of transformers."""
     module, _, name = factory.partition(":")
     return factory in ZOO.values() or (module == _HUGGING_FACE and name.isidentifier() and not name.startswith("_"))
+
+
+def why_untrusted(data: str) -> str | None:
+    """Returns why data that a file names may not be opened unless the user names it too; None if it may.
+
+    It may if it is a name, such as mnist, or in the current folder, links followed. A function, `module.path:function`,
+    may not be called, wherever it is.
+    """
+    if ":" in data and not data.startswith(LOCALE):
+        return "calling a function that a file names may do anything"
+    is_path = "\0" not in data
+    if is_path and Path(os.path.realpath(os.path.expanduser(data))).is_relative_to(os.path.realpath(os.getcwd())):
+        return None
+    return "of the paths that a file names only those in the current folder are opened"
 
 
 def _module_of(function: Callable[..., object]) -> str:

@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.folder import list_checkpoints
 from bapipe.runtime.checkpoint.manifest import DamagedCheckpoint, KeptOptions, decode_manifest
 from bapipe.runtime.train_config import TrainConfig
-from bapipe.zoo.data.translation import LOCALE
+from bapipe.zoo.trust import why_untrusted
 
 _log = logging.getLogger(__name__)
 
@@ -35,14 +35,14 @@ def resumed_options(config: TrainConfig, given: Collection[str], *, tell: bool) 
         tell: whether to log a line about each one that differs from the checkpoint's.
 
     Raises:
-        BapipeError: the checkpoint's data is a function, which only the user may name; or a value is out of range.
+        BapipeError: the checkpoint's data is a function or outside the current folder, which only the user may name; or
+            a value is out of range.
     """
     kept = _by_name(_kept_in(config))
     data = kept.get("data")
-    if "data" not in given and isinstance(data, str) and ":" in data and not data.startswith(LOCALE):
+    if "data" not in given and isinstance(data, str) and (why := why_untrusted(data)):
         raise BapipeError(
-            f"the checkpoints in {config.checkpoint} were trained on `data` {data}: name it again, because calling a "
-            "function that a file names may do anything"
+            f"the checkpoints in {config.checkpoint} were trained on `data` {data}: name it again, because {why}"
         )
     for name, value in _by_name(kept_options(config)).items():
         if tell and name in given and name in kept and kept[name] != value:

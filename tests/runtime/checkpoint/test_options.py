@@ -1,6 +1,7 @@
 """A run that resumes takes over the options of the run before it, unless it is given others."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -41,16 +42,40 @@ def test_given_options_are_taken_and_differences_told(folder: Path, caplog: pyte
     ]
 
 
-def test_a_function_that_gives_data_must_be_named_again(folder: Path, tmp_path: Path) -> None:
-    go(tmp_path, 2)
-    newest = newest_checkpoint(tmp_path)
+@pytest.fixture
+def trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], TrainConfig]:
+    """Returns the configuration of a run that resumes from a checkpoint that says it was trained on some data."""
+    go(tmp_path / "kept", 2)
+    newest = newest_checkpoint(tmp_path / "kept")
     assert newest is not None
     tree = read_tree(newest.path)
-    write_manifest(newest.path, tree | {"options": tree["options"] | {"data": "module:function"}})
-    config = TrainConfig(checkpoint=tmp_path, resume=True)
-    with pytest.raises(BapipeError, match="were trained on `data` module:function: name it again"):
+    monkeypatch.chdir(tmp_path)
+
+    def resuming(data: str) -> TrainConfig:
+        write_manifest(newest.path, tree | {"options": tree["options"] | {"data": data}})
+        return TrainConfig(checkpoint=tmp_path / "kept", resume=True)
+
+    return resuming
+
+
+def test_a_function_that_gives_data_must_be_named_again(trained_on: Callable[[str], TrainConfig]) -> None:
+    config = trained_on("module:function")
+    with pytest.raises(BapipeError, match="were trained on `data` module:function: name it again, because calling a"):
         resumed_options(config, {"checkpoint", "resume"}, tell=True)
     assert resumed_options(config, {"data"}, tell=False).data == "synthetic"
+
+
+def test_data_outside_the_current_folder_must_be_named_again(
+    trained_on: Callable[[str], TrainConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to("/etc")
+    for data in ("/etc", "../images", "images/../../others", "link", "~/images", "locale:de/../../etc", "images\0"):
+        config = trained_on(data)
+        with pytest.raises(BapipeError, match="only those in the current folder are opened"):
+            resumed_options(config, {"checkpoint", "resume"}, tell=True)
+        assert resumed_options(config, {"data"}, tell=False).data == "synthetic"
+    for data in ("synthetic", "mnist", "locale:de", "images", "images/large", str(tmp_path / "images")):
+        assert resumed_options(trained_on(data), {"checkpoint", "resume"}, tell=True).data == data
 
 
 def test_options_that_no_run_can_have_are_refused(tmp_path: Path) -> None:
