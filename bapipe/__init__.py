@@ -14,7 +14,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bapipe.errors import BapipeError, Infeasible, InvalidFile, InvalidModel, InvalidSchedule, RunFailed
+    from bapipe.errors import (
+        BapipeError,
+        ConstraintsUnmet,
+        Infeasible,
+        InvalidFile,
+        InvalidModel,
+        InvalidSchedule,
+        LayerFailed,
+        RunFailed,
+        Stopped,
+    )
     from bapipe.formats.certificate import Certificate
     from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
     from bapipe.formats.codec import read, write
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
     from bapipe.formats.plan import Alternative, Plan
     from bapipe.formats.prediction import Prediction
     from bapipe.formats.profile import ModelProfile
+    from bapipe.formats.settings import Settings
     from bapipe.formats.stage_plan import StagePlan
     from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
     from bapipe.runtime.run import run
     from bapipe.runtime.train_config import TrainConfig
     from bapipe.simulator.timeline import Timeline
+    from bapipe.zoo.data.dataset import PipelineDataset
     from bapipe.zoo.example import Example
 
 _MODULE_OF = {
@@ -44,6 +56,7 @@ _MODULE_OF = {
     "Changes": "bapipe.planner.edit",
     "Cluster": "bapipe.formats.cluster",
     "Comparison": "bapipe.planner.compare",
+    "ConstraintsUnmet": "bapipe.errors",
     "Device": "bapipe.formats.cluster",
     "Example": "bapipe.zoo.example",
     "Goal": "bapipe.planner.goal",
@@ -51,6 +64,7 @@ _MODULE_OF = {
     "InvalidFile": "bapipe.errors",
     "InvalidModel": "bapipe.errors",
     "InvalidSchedule": "bapipe.errors",
+    "LayerFailed": "bapipe.errors",
     "Link": "bapipe.formats.cluster",
     "ModelProfile": "bapipe.formats.profile",
     "Pipeline": "bapipe.runtime.pipeline",
@@ -61,6 +75,7 @@ _MODULE_OF = {
     "RunFailed": "bapipe.errors",
     "Settings": "bapipe.formats.settings",
     "StagePlan": "bapipe.formats.stage_plan",
+    "Stopped": "bapipe.errors",
     "Timeline": "bapipe.simulator.timeline",
     "TrainConfig": "bapipe.runtime.train_config",
     "compare": "bapipe.planner.compare",
@@ -84,6 +99,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "Changes",
     "Cluster",
     "Comparison",
+    "ConstraintsUnmet",
     "Device",
     "Example",
     "Goal",
@@ -91,6 +107,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "InvalidFile",
     "InvalidModel",
     "InvalidSchedule",
+    "LayerFailed",
     "Link",
     "ModelProfile",
     "Pipeline",
@@ -101,6 +118,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "RunFailed",
     "Settings",
     "StagePlan",
+    "Stopped",
     "Timeline",
     "TrainConfig",
     "compare",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from functools import cache
@@ -13,6 +14,7 @@ import typer
 import bapipe
 from bapipe.cli import app
 from bapipe.cli.lazy_group import COMMANDS
+from tests import ROOT
 from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, tree_of
 
 LAYERS = [
@@ -225,13 +227,32 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError):
         bapipe.nothing  # noqa: B018
     assert sorted(bapipe.__all__) == [
-        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "Device", "Example", "Goal", "Infeasible",
-        "InvalidFile", "InvalidModel", "InvalidSchedule", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan", "PlanOptions",
-        "Prediction", "RunFailed", "Settings", "StagePlan", "Timeline", "TrainConfig", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate",
-        "to_networkx", "write",
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "ConstraintsUnmet", "Device", "Example", "Goal",
+        "Infeasible", "InvalidFile", "InvalidModel", "InvalidSchedule", "LayerFailed", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan",
+        "PlanOptions", "Prediction", "RunFailed", "Settings", "StagePlan", "Stopped", "Timeline", "TrainConfig", "compare", "edit", "make", "plan",
+        "profile", "read", "run", "simulate", "to_networkx", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
         assert getattr(bapipe, name) is not None
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    block = next(
+        node
+        for node in tree_of(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imported = {
+        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == bapipe._MODULE_OF
+
+
+def test_the_page_of_the_interface_documents_every_public_name_and_no_other() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    documented = re.findall(r"^\.\. auto(?:class|exception|function):: bapipe\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted(documented) == sorted(bapipe.__all__)
+    assert text.count(":: ") == len(documented) + 1, "and the docstring of bapipe.errors"
 
 
 def test_command_line_options() -> None:

@@ -81,14 +81,15 @@ def compare(
     progress: Callable[[str], None] | None = None,
     **keywords: Any,
 ) -> Comparison:
-    """Returns the best plan of every schedule, as `bapipe.plan` finds it for that schedule alone in a part of the time.
+    """Returns the best plan of each schedule in `options`, as `bapipe.plan` finds it for that one in a part of the time.
 
     Args:
         profiles: one per kind of device.
         cluster: the devices and links; or a number of devices like the profiled one, with assumed links.
-        options: as of `bapipe.plan`, or its fields as keyword arguments; with its `replicas`, stages of every schedule
-            may have several devices. Its `time_limit_s` is the limit of all searches together: each has an equal share
-            of what is left.
+        options: as of `bapipe.plan`, or its fields as keyword arguments. Its `schedules` are compared: by default 1F1B
+            and GPipe, of an empty list all with one stage per device; `all` is all that torch can run. With its
+            `replicas`, stages of every schedule may have several devices. Its `time_limit_s` is the limit of all
+            searches together: each has an equal share of what is left.
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
         progress: called with the name of the next strategy.
 

@@ -56,6 +56,7 @@ def plan(
 
     Raises:
         Infeasible: no plan fits the memory of the devices, or is as fast as `options.goal` asks for.
+        ConstraintsUnmet: no plan keeps the constraints, or has that number of stages.
         BapipeError: profiles, cluster and options do not match.
         TypeError: an unknown option.
     """

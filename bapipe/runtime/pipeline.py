@@ -236,6 +236,7 @@ class Pipeline:
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type.
+            LayerFailed: the code of a layer, or its backward, raised an error.
         """
         loss = self.start_step(*inputs, target=target, bucket=bucket)
         return None if loss is None else loss.read()

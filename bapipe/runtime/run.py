@@ -52,6 +52,7 @@ def run(
     Raises:
         BapipeError: the plan does not fit the model, the machine or the data.
         RunFailed: a rank died.
+        Stopped: SIGTERM or SIGHUP asked the run to end, and all ranks have ended.
     """
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
