@@ -81,7 +81,7 @@ def compare(
     progress: Callable[[str], None] | None = None,
     **keywords: Any,
 ) -> Comparison:
-    """Returns the best plan of each schedule in `options`, as `bapipe.plan` finds it for that one in a part of the time.
+    """Returns the best plan of each schedule in `options`, as `bapipe.plan` finds it for that one in part of the time.
 
     Args:
         profiles: one per kind of device.

@@ -44,8 +44,7 @@ def resolve(model: str) -> str:
         return ZOO[model]
     if model.startswith(HUGGING_FACE) and model.removeprefix(HUGGING_FACE).isidentifier():
         return f"bapipe.zoo.hugging_face:{model.removeprefix(HUGGING_FACE)}"
-    path, colon, name = model.partition(":")
-    if colon and name.isidentifier() and all(part.isidentifier() for part in path.split(".")):
+    if is_function_path(model):
         return model
     close = get_close_matches(model.lower(), ZOO, n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
@@ -53,3 +52,9 @@ def resolve(model: str) -> str:
         f"unknown model '{model}': want one of {', '.join(sorted(ZOO))}, or a factory of your own as "
         f"module.path:function{hint}"
     )
+
+
+def is_function_path(text: str) -> bool:
+    """Returns whether a text has the form `module.path:function`."""
+    path, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in path.split("."))

@@ -16,6 +16,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 from bapipe.errors import BapipeError, InvalidModel
+from bapipe.zoo import is_function_path
 from bapipe.zoo.example import Example
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -65,13 +66,7 @@ def importable_name(factory: Factory) -> str | None:
         return name
     path, _, function = name.partition(":")
     is_there = path != "__main__" and getattr(sys.modules.get(path), function, None) is factory
-    return name if is_there and is_path(name) else None
-
-
-def is_path(text: str) -> bool:
-    """Whether a text has the form `module.path:function`."""
-    path, colon, name = text.partition(":")
-    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in path.split("."))
+    return name if is_there and is_function_path(name) else None
 
 
 def find(function_path: str, what: str) -> Callable[..., object]:

@@ -7,12 +7,13 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo import is_function_path
 from bapipe.zoo.data.buckets import Bucketed
 from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.data.like_example import like_example
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.example import Example
-from bapipe.zoo.factory import current_folder_importable, find, is_path, with_place
+from bapipe.zoo.factory import current_folder_importable, find, with_place
 
 SYNTHETIC = "synthetic"
 """The name of made-up data, which every model has."""
@@ -46,7 +47,7 @@ def open_data(
     Raises:
         BapipeError: there is no such data, or it is not a data set.
     """
-    if is_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
+    if is_function_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
         return _called(spec)
     if opener is None:
         if spec == SYNTHETIC and synthetic is not None:
