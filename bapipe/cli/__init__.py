@@ -1,9 +1,10 @@
 """The command line: one handler function per command; the only place that prints and picks exit codes.
 
-`lazy_group.COMMANDS` lists the commands. Their handlers are in `profile.py` (measure and import), `plan.py` (plan,
-compare, simulate), `show.py` and `run.py` (train, export). `options.py` holds the options that several commands share,
-`inputs.py` turns their texts into profiles, clusters and plans, `progress.py` shows the progress of long commands, and
-`flags.py` translates errors of the library, which name arguments, into the flags that set these.
+`lazy_group.COMMANDS` lists the commands with their handlers: each is in a file of its name, but for `profile.py` (also
+import and cluster) and `run.py` (also export and convert-checkpoint). `options.py` holds the options that several
+commands share, `inputs.py` turns their texts into profiles, clusters and plans, `outputs.py` writes what they make,
+`progress.py` shows the progress of long commands, and `flags.py` translates errors of the library, which name
+arguments, into the flags that set these.
 """
 
 import gc
