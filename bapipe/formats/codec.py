@@ -168,7 +168,7 @@ def written_file(path: Path) -> Path | None:
 def write_bytes(path: Path, text: bytes) -> None:
     """Writes `text` to `path` atomically, by renaming a finished file in the same folder; straight to a device or pipe.
 
-    The mode of a file that is replaced is kept. A symbolic link stays: the file that it points to is written.
+    A file that is replaced keeps its group and mode. A symbolic link stays: the file that it points to is replaced.
 
     Raises:
         BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
@@ -178,47 +178,64 @@ def write_bytes(path: Path, text: bytes) -> None:
         if target is None:
             _write_in_place(path, text)
         else:
-            _replace(target, text, _mode(path))
+            _replace(target, text, _status(path))
     except OSError as error:
         raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def copy_file(path: Path, copy: Path) -> None:
-    """Writes the bytes of a file to `copy`, with its mode; what has that name is replaced, a symbolic link as well.
+    """Writes the bytes of a file to `copy`, with its group and mode; what has that name is replaced, a link as well.
 
     Raises:
         BapipeError: the copy cannot be written.
     """
     try:
-        _replace(copy, path.read_bytes(), _mode(path))
+        _replace(copy, path.read_bytes(), path.stat())
     except OSError as error:
         raise BapipeError(f"{copy}: cannot be written: {error.strerror}") from None
 
 
-def _replace(path: Path, text: bytes, mode: int) -> None:
-    """Puts a new file in the place of what is at `path`; nobody but its owner can read it before it has its mode."""
+def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
+    """Puts a new file in the place of what is at `path`; until it is complete only its owner can read it.
+
+    Args:
+        before: the file that the new one is to be as accessible as; None for the access that new files have.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
+            if before is None:
+                os.fchmod(handle, 0o666 & ~_umask())
+            else:
+                _keep_access(handle, before)
+            os.fsync(handle)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
 
 
-def _mode(path: Path) -> int:
-    """Returns the mode of the file at `path`, that of a new file if there is none.
+def _keep_access(handle: int, before: os.stat_result) -> None:
+    """Gives an open file the group and the mode of another, less the group's rights if it cannot have that group."""
+    mode = stat.S_IMODE(before.st_mode)
+    try:
+        os.fchown(handle, -1, before.st_gid)
+    except PermissionError:
+        mode &= ~stat.S_IRWXG
+    os.fchmod(handle, mode)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Returns the status of the file at `path`, None if there is none.
 
     The kernel follows a link here, and refuses one of another user's in a folder where everybody may write.
     """
     try:
-        return stat.S_IMODE(path.stat().st_mode)
+        return path.stat()
     except FileNotFoundError:
-        return 0o666 & ~_umask()
+        return None
 
 
 def _write_in_place(path: Path, text: bytes) -> None:

@@ -1,5 +1,6 @@
 """Decoding of files: accepted ones, and the complete message for each refused one."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -364,3 +365,21 @@ def test_a_file_that_is_replaced_keeps_its_mode(mode: int, tmp_path: Path) -> No
     os.umask(mask := os.umask(0))
     write_bytes(tmp_path / "new", b"text")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_file_that_cannot_keep_its_group_is_not_for_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, groups = tmp_path / "file", list[int]()
+    path.write_bytes(b"old")
+    path.chmod(0o664)
+    monkeypatch.setattr(os, "fchown", lambda handle, owner, group: groups.append(group))
+    write_bytes(path, b"text")
+    assert (groups, path.stat().st_mode & 0o777) == ([path.stat().st_gid], 0o664)
+
+    def refuse(handle: int, owner: int, group: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    write_bytes(path, b"text")
+    assert path.stat().st_mode & 0o777 == 0o604
