@@ -15,7 +15,7 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 from bapipe.planner.threads import in_threads
 
-MIN_ACTIONS, MAX_ACTIONS = 800_000, 64_000_000
+MIN_ACTIONS, MAX_ACTIONS = 800_000, 128_000_000
 """The walks of the first round end after estimates of as many actions as the micro-batches times two fifths of the
 square of the devices, within these: after up to two thirds of a second."""
 

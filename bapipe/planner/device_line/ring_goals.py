@@ -57,8 +57,8 @@ REST, REST_OF_STAGE = 2.0, 0.1
 open is left: where cuts are counted, for each stage of the best plan."""
 
 HALF, ALMOST_ALL, MOST = 2.0, 10 / 9, 4 / 3
-"""The second look and that question have one part in so many of what is left, and so has the first goal, or each of
-them where `trip_bound.py` is asked about what rings leave: where they are out of reach, lower ones are of use."""
+"""The second look and that question have one part in so many of what is left, and so have the first two goals, or
+each of them where `trip_bound.py` is asked about what rings leave: where they are out of reach, lower ones are of use."""
 
 SLOWER, MAX_HALVED = 4, 0.01
 """From one of these goals to the next a question takes up to so many times as long. If too little is left for that, the
@@ -104,7 +104,7 @@ class RingGoals:
             if first_ns is not None:
                 is_slow = SLOWER * took > left_before and first_ns - low_ns > MAX_HALVED * best_ns
                 goal_ns = (low_ns + first_ns) // 2 if is_slow else first_ns
-            in_part = first_ns == goals_ns[0] if ranges.asks_trips else ranges.may_ask_trips and first_ns is not None
+            in_part = first_ns in goals_ns[:2] if ranges.asks_trips else ranges.may_ask_trips and first_ns is not None
             if self._is_refuted(goal_ns, MOST if in_part else 1):
                 low_ns = max(ranges.bound_ns, goal_ns + 1)
             else:
