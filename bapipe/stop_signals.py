@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from bapipe.errors import Stopped
+from bapipe.torchrun import is_first_rank
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -72,7 +73,7 @@ def ignore_signals(_: int) -> None:
 def _raise(number: int, frame: FrameType | None) -> None:
     _leave_closed_terminal()
     if _is_importing(frame):
-        if os.environ.get("RANK", "0") == "0":  # of a job's ranks the first one says it
+        if is_first_rank():  # of a job's ranks the first one says it
             with suppress(OSError):
                 os.write(2, f"{Stopped(number)}\n".encode())
         os._exit(128 + number)

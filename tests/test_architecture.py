@@ -18,7 +18,7 @@ from tests import ROOT
 from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, tree_of
 
 LAYERS = [
-    {"errors"},
+    {"errors", "torchrun"},
     {"stop_signals"},
     {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "user_folders", "_optional"},
     {"tables"},
@@ -207,7 +207,10 @@ def test_help_loads_no_command() -> None:
         "print([m for m in sys.modules if m.startswith('bapipe.') and not m.startswith('bapipe.cli')], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.splitlines() == ["[]", "['bapipe.errors', 'bapipe.printable', 'bapipe.stop_signals']"]
+    assert done.stderr.splitlines() == [
+        "[]",
+        "['bapipe.errors', 'bapipe.printable', 'bapipe.torchrun', 'bapipe.stop_signals']",
+    ]
 
 
 def test_each_command_begins_its_help_with_its_line_in_the_list() -> None:

@@ -10,7 +10,6 @@ arguments, into the flags that set these.
 import gc
 import io
 import logging
-import os
 import sys
 from typing import Annotated
 
@@ -22,6 +21,7 @@ from bapipe.cli.system_errors import system_error_text
 from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped
 from bapipe.printable import MAX_LINE, printable
 from bapipe.stop_signals import raise_on_signals
+from bapipe.torchrun import is_first_rank
 
 app = typer.Typer(
     cls=LazyGroup,
@@ -85,11 +85,6 @@ def main() -> None:
         if is_first_rank():
             _show_note(with_flags(str(stop)))
         sys.exit(stop.code)
-
-
-def is_first_rank() -> bool:
-    """Returns whether this process is the one of its job that reports: any process that is not in a job is."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _show_error(text: str) -> None:

@@ -1,6 +1,5 @@
 """Commands that measure, or import what other tools measured: profile, import, cluster."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -18,6 +17,7 @@ from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, 
 from bapipe.planner.inputs import local_cluster, probed_cluster
 from bapipe.planner.link_catalogue import CATALOGUE, cluster_like
 from bapipe.profiler.profile import profile_model
+from bapipe.torchrun import is_first_rank
 from bapipe.units import MAX_INT
 from bapipe.zoo import ZOO
 
@@ -226,7 +226,7 @@ def cluster(
     elif probe:
         with parts_bar("probing") as progress:
             measured = probed_cluster(devices, device, progress)
-        if os.environ.get("RANK", "0") != "0":  # in a torchrun job only rank 0 reports
+        if not is_first_rank():  # in a torchrun job only rank 0 reports
             return
     else:
         with status("measuring the link between two ranks"):

@@ -11,7 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import bapipe
 from bapipe import report
-from bapipe.cli import is_first_rank
 from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
@@ -28,6 +27,7 @@ from bapipe.runtime.run import convert_checkpoint as convert
 from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
+from bapipe.torchrun import is_first_rank
 from bapipe.units import MAX_INT
 from bapipe.zoo import resolve
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from bapipe.errors import BapipeError, RunFailed, Stopped, first_line
+from bapipe.torchrun import Job, current_job
 
 _TELL_S = 20.0
 """How long rank 0, which serves the store, waits for others that are about to start."""
@@ -26,18 +27,18 @@ def refusals_told(tell_s: float = _TELL_S) -> Iterator[None]:
     except RunFailed:
         raise
     except (BapipeError, OSError, MemoryError) as error:
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if "RANK" in os.environ and os.environ.get("LOCAL_WORLD_SIZE", "1") != str(size):
+        job = current_job()
+        if job is not None and os.environ.get("LOCAL_WORLD_SIZE", "1") != str(job.size):
             # Whatever ends the telling, the error itself is what is said here.
             with suppress(BapipeError, OSError, RuntimeError, ImportError, Stopped, KeyboardInterrupt):
-                _tell(int(os.environ["RANK"]), size, first_line(error), tell_s)
+                _tell(job, first_line(error), tell_s)
         raise
 
 
-def _tell(index: int, size: int, reason: str, tell_s: float) -> None:
+def _tell(job: Job, reason: str, tell_s: float) -> None:
     from bapipe.job.rendezvous import HEARD, REFUSED, open_store  # imports torch
 
-    end_s = time.monotonic() + tell_s
+    index, size, end_s = job.rank, job.size, time.monotonic() + tell_s
     store = open_store(index, [""] * size, tell_s)
     store.set(REFUSED, f"rank {index} on {socket.gethostname()} is refused: {reason}")
     store.set(f"{HEARD}{index}", "")

@@ -40,10 +40,10 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     tells the other ranks the port of this one.
 
     Raises:
-        BapipeError: the port is taken, or the server does not know the job's secret.
+        BapipeError: the address is not set, the port is taken, or the server does not know the job's secret.
         RunFailed: there is no answer for `timeout_s`.
     """
-    address, port, secret = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job_secret()
+    (address, port), secret = _master(), job_secret()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     end_s = time.monotonic() + timeout_s
     title = f"rank {index} ({names[index]})"
@@ -71,6 +71,17 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
             "for another job"
         )
     return store
+
+
+def _master() -> tuple[str, int]:
+    """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the job meet."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise BapipeError(
+            f"RANK and WORLD_SIZE say that this process is a rank of a job, but MASTER_ADDR is '{address}' and "
+            f"MASTER_PORT '{port}': start the job with torchrun, which sets all four, or unset RANK to run alone"
+        )
+    return address, int(port)
 
 
 def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | None, timeout_s: float) -> int:

@@ -1,6 +1,5 @@
 """Inputs of planning: profiles by kind of device, and clusters of this machine, with assumed or measured links."""
 
-import os
 from collections.abc import Iterable, Mapping
 
 from bapipe._optional import require_torch
@@ -9,6 +8,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.link_catalogue import cluster_like
 from bapipe.progress import PartsProgress
+from bapipe.torchrun import current_job
 
 Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
 """One profile, several for different device kinds, or profiles by kind."""
@@ -86,8 +86,8 @@ def probed_cluster(num_devices: int | None, kind: str, tell: PartsProgress) -> C
     from bapipe.profiler.cluster import check_devices
     from bapipe.profiler.probe import probe_here, probe_job
 
-    if "RANK" not in os.environ:
+    if (job := current_job()) is None:
         return probe_here(check_devices(num_devices, kind), kind)
     if num_devices is not None:
         raise BapipeError("`num_devices` with torchrun: the job's ranks are the devices; leave it out")
-    return probe_job(kind, tell)
+    return probe_job(job, kind, tell)

@@ -24,6 +24,7 @@ from bapipe.profiler.links import fit
 from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe
+from bapipe.torchrun import Job
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
 """4 KB to 16 MB."""
@@ -44,21 +45,20 @@ def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster
     return cluster
 
 
-def probe_job(kind: str, progress: PartsProgress) -> Cluster:
+def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
     """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time.
 
     Raises:
         BapipeError: another process is in the place of a rank.
         RunFailed: the ranks do not find each other.
     """
-    index, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    names = [f"{kind}{rank}" for rank in range(size)]
+    names = [f"{kind}{rank}" for rank in range(job.size)]
     torch.set_num_threads(1)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=_JOIN_S)
-    store = open_store(index, names, _JOIN_S)
-    init_proven_group(kind, store, index, names, job_secret(), timeout)
+    store = open_store(job.rank, names, _JOIN_S)
+    init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
     try:
         return probe(kind, progress)
     finally:

@@ -1,6 +1,5 @@
 """Planning and training again for the remaining devices if some are lost."""
 
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
 from bapipe.runtime.train_result import TrainResult
 from bapipe.schedules import ALL, SIDE_BY_SIDE
+from bapipe.torchrun import current_job
 
 
 def run_with_replanning(
@@ -40,8 +40,8 @@ def run_with_replanning(
     profiles = profiles_for_replanning(plan, profiles)
     lost, current = lost_devices(plan, without, num_available_devices(plan)), plan
     if lost:
-        num_processes = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
-        current = replan(plan, lost, profiles, num_processes)
+        job = current_job()
+        current = replan(plan, lost, profiles, None if job is None else job.size)
         on_replan(f"without {', '.join(lost)}", current)
     while True:
         try:
@@ -102,8 +102,8 @@ def lost_devices(plan: Plan, without: Collection[str], num_available: int) -> tu
 
 def num_available_devices(plan: Plan) -> int:
     """Returns how many devices there can be: the processes of the torchrun job, or the devices of this machine."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
+    if (job := current_job()) is not None:
+        return job.size
     from bapipe.torch_device import num_devices
 
     kinds = {device.kind for device in plan.cluster.devices}

@@ -1,6 +1,5 @@
 """Training a plan, and exporting the trained model."""
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -21,6 +20,7 @@ from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, OnEvaluation, OnStep, StepReport, TrainResult
+from bapipe.torchrun import current_job, is_first_rank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,7 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     require_torch()
     from bapipe.runtime.checkpoint.options import resumed_options
 
-    return resumed_options(config, given, tell=os.environ.get("RANK", "0") == "0")
+    return resumed_options(config, given, tell=is_first_rank())
 
 
 def check_training(factory: str, arguments: Mapping[str, object], config: TrainConfig) -> None:
@@ -229,7 +229,7 @@ def _dtype(module: "nn.Module") -> str:
 
 def _check_devices(plan: Plan, num_threads: int) -> None:
     """Refuses a plan for more devices than this machine has; in a torchrun job the number of processes is checked."""
-    if "RANK" in os.environ:
+    if current_job() is not None:
         return
     from bapipe.torch_device import num_devices
 

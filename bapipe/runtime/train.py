@@ -1,6 +1,5 @@
 """Training by a plan: checks what is asked for, starts the ranks and passes on what they report."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_rank import EvaluationProgress, evaluation_data, train_rank
 from bapipe.runtime.train_result import OnEvaluation, OnStep, StepReport, TrainResult
+from bapipe.torchrun import current_job, is_first_rank
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 
@@ -92,7 +92,7 @@ def train(
             on_step(report)
 
     # In a job of torchrun every rank calls this function; rank 0 holds the lock for all.
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_rank()
     with only_writer(config.checkpoint) if config.checkpoint is not None and is_first else nullcontext():
         newest = _newest_checkpoint(job, example, tell=is_first)
         resume_from = None if newest is None else newest.path
@@ -106,7 +106,7 @@ def train(
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
             memory_advice=[_memory_advice(plan, name) for name in job.devices],
-            facts=job_facts(plan, config, dataset, resume_from) if "RANK" in os.environ else {},
+            facts=job_facts(plan, config, dataset, resume_from) if current_job() is not None else {},
         )
     return results[0]
 

@@ -109,6 +109,24 @@ def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch)
         assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
 
 
+@pytest.mark.parametrize(("address", "port"), [(None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "any")])
+def test_a_job_without_an_address_is_refused_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, port: str | None
+) -> None:
+    for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(BapipeError) as caught:
+        open_store(1, NAMES, 5.0)
+    assert str(caught.value) == (
+        "RANK and WORLD_SIZE say that this process is a rank of a job, but "
+        f"MASTER_ADDR is '{address or ''}' and MASTER_PORT '{port or ''}': start the job with torchrun, which sets all "
+        "four, or unset RANK to run alone"
+    )
+
+
 def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as caught:
         open_store(0, NAMES, 5.0)

@@ -26,6 +26,7 @@ from bapipe.runtime.launch.worker import (
     waited_too_long,
 )
 from bapipe.stop_signals import StopRequest, noted_signals
+from bapipe.torchrun import current_job
 
 _SETTLE_S = 0.7
 """How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
@@ -122,8 +123,8 @@ def launch(
         facts=facts,
         memory_advice=tuple(memory_advice),
     )
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return [join_job(job, on_message)]
+    if (joined := current_job()) is not None:
+        return [join_job(job, joined, on_message)]
     with tempfile.TemporaryDirectory(prefix="bapipe-") as name:
         folder = Path(name)
         to_every_rank = job, str(folder / "store"), new_secret()

@@ -26,6 +26,7 @@ from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
+from bapipe.torchrun import Job, current_job
 
 _START = timedelta(days=1)
 """How long a rank on this machine waits for the others to start, whose parent notices one that does not."""
@@ -199,7 +200,7 @@ def _prepare(job: RankJob, index: int) -> torch.device:
         prepare_cpu(1)
         return torch.device("cpu")
     num_devices, place = torch.cuda.device_count(), job.places[index]
-    if num_devices == 1 and len(job.names) > 1 and "RANK" in os.environ:
+    if num_devices == 1 and len(job.names) > 1 and current_job() is not None:
         place = 0  # Slurm and containers may show each process its own device only
     if place >= num_devices:
         raise BapipeError(
@@ -237,14 +238,14 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
 
 
-def join_job(job: RankJob, on_message: Callable[[int, Any], None] | None) -> Any:
-    """Runs the worker as a rank of the job of torchrun that this process is part of; returns its result.
+def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] | None) -> Any:
+    """Runs the worker as a rank of the job of torchrun that this process is part of, `joined`; returns its result.
 
     Raises:
         BapipeError: the job has another number of processes.
         RunFailed: this process cannot join, the worker raised an error, or the job did not meet.
     """
-    index, size, names = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), job.names
+    index, size, names = joined.rank, joined.size, job.names
     if size != len(names):
         raise BapipeError(
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, on "

@@ -72,6 +72,7 @@ def test_a_process_that_sees_one_device_takes_it(
 ) -> None:
     cuda_devices(1)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert worker._prepare(job(("cuda0", "cuda1"), (0, 1)), 1) == torch.device("cuda", 0)
 
 
