@@ -236,6 +236,22 @@ def _pickled(job: object) -> tuple[bytes, bool]:
     return by_value, False
 
 
+class _Nowhere:
+    """A file that keeps nothing of what is written to it."""
+
+    def write(self, data: object) -> None:
+        pass
+
+
+def can_be_pickled(value: object) -> bool:
+    """Returns whether multiprocessing can send a value to a process: it cannot if its class is of a notebook."""
+    try:
+        pickle.Pickler(_Nowhere()).dump(value)
+    except Exception:  # whatever the value's own code raises
+        return False
+    return True
+
+
 def _has_script() -> bool:
     """Returns whether this process runs a script or module that another process can import."""
     main = sys.modules["__main__"]

@@ -26,7 +26,7 @@ class TrainConfig:
             `module.path:function` that returns a data set.
         data_workers: processes per rank that load data in the background; 0 loads it between steps. By default 0, or
             up to 4 (8 for a GPU) if the data is slow to load, as image files are (for GPUs images made up, too), and
-            this machine has cores to spare. It does not change results.
+            this machine has cores to spare; under torchrun 0. It does not change results.
         buckets: number of lengths that sentences are padded to, so that those of similar lengths are trained on
             together; the longest is the plan's.
         augment: train on random crops of a folder's images, mirrored half of the time.

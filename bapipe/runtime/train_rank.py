@@ -117,7 +117,7 @@ def _loader(
     plan, config, on_gpu = job.plan, job.config, rank.device.type == "cuda"
     num_workers = num_data_workers(
         config.data_workers,
-        is_slow_to_load=job.dataset.is_slow_for_gpu if on_gpu else job.dataset.is_slow_to_load,
+        job.dataset,
         on_gpu=on_gpu,
         num_ranks=rank.size,
         num_threads=plan.compute_settings.threads,

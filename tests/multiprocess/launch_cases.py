@@ -7,7 +7,7 @@ import struct
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -20,8 +20,10 @@ from bapipe.errors import BapipeError
 from bapipe.job import groups
 from bapipe.job.groups import _JOBS, init_proven_group, new_proven_group
 from bapipe.job.sockets import open_sockets
+from bapipe.runtime.data import workers
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
+from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 
 
@@ -133,6 +135,21 @@ def _ports() -> list[int]:
 def alone(rank: Rank) -> None:
     """Refused by every rank at once."""
     raise BapipeError(f"not on {rank.device}")
+
+
+@dataclass(frozen=True)
+class SlowData(Dataset[Tensor]):
+    """A data set that is slow to load."""
+
+    is_slow_to_load = True
+
+
+def default_workers(rank: Rank) -> int:
+    """Returns how many processes load data for a rank of a machine with 16 cores, by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "num_cores", lambda: 16)
+        data = as_pipeline_dataset(SlowData())
+        return workers.num_data_workers(None, data, on_gpu=False, num_ranks=1, num_threads=1, batch_bytes=1)
 
 
 def hang(rank: Rank, folder: str) -> None:

@@ -18,7 +18,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.store import JobStore
 from bapipe.runtime.launch.processes import launch
 from tests import ROOT
-from tests.multiprocess.launch_cases import alone, both, three_steps
+from tests.multiprocess.launch_cases import alone, both, default_workers, three_steps
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -191,6 +191,10 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.M
 def test_an_error_on_every_rank_is_reported_once() -> None:
     with pytest.raises(BapipeError, match=r"^not on cpu$"):
         launch(alone, NAMES, timeout_s=60)
+
+
+def test_workers_load_slow_data_for_a_rank_that_is_started_here() -> None:
+    assert launch(default_workers, ["cpu0"], timeout_s=60) == [4]
 
 
 def _parent(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:

@@ -154,15 +154,26 @@ def test_items_that_do_not_fit_are_named(index: int, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+@dataclass
+class Slow(Dataset[Any]):
+    """Data that says whether it is slow to load."""
+
+    is_slow_to_load: bool = True
+    hook: object = None
+
+    def __len__(self) -> int:
+        return 9
+
+
+SLOW, FAST = Slow(), Slow(is_slow_to_load=False)
+
+
 def test_the_default_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def default(
-        cores: int, free_bytes: float, *, is_slow: bool = True, on_gpu: bool = False, is_child: bool = True
-    ) -> int:
+    def default(cores: int, free_bytes: float, *, data: Dataset[Any] = SLOW, on_gpu: bool = False) -> int:
         monkeypatch.setattr("bapipe.runtime.data.workers.num_cores", lambda: cores)
         monkeypatch.setattr("bapipe.runtime.data.workers._free_shared_memory", lambda: free_bytes)
-        monkeypatch.setattr("multiprocessing.parent_process", lambda: object() if is_child else None)
         return num_data_workers(
-            None, is_slow_to_load=is_slow, on_gpu=on_gpu, num_ranks=2, num_threads=1, batch_bytes=100
+            None, as_pipeline_dataset(data), on_gpu=on_gpu, num_ranks=2, num_threads=1, batch_bytes=100
         )
 
     assert default(2, math.inf) == 0
@@ -171,9 +182,13 @@ def test_the_default_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default(32, math.inf) == 4
     assert default(32, math.inf, on_gpu=True) == 8
     assert default(16, 2 * 3 * 100 * 2) == 2  # each of two workers has up to three batches, for each of two ranks
-    assert default(16, math.inf, is_slow=False) == 0
-    assert default(16, math.inf, is_child=False) == 0  # a torchrun job
-    assert num_data_workers(7, is_slow_to_load=False, on_gpu=False, num_ranks=2, num_threads=1, batch_bytes=1) == 7
+    assert default(16, math.inf, data=FAST) == 0
+    assert default(16, math.inf, data=Slow(hook=lambda: 0)) == 0  # pickle has no place for it
+    assert num_data_workers(7, as_pipeline_dataset(FAST), on_gpu=False, num_ranks=2, num_threads=1, batch_bytes=1) == 7
+    monkeypatch.setenv("RANK", "0")
+    assert default(16, math.inf) == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert default(16, math.inf) == 0  # a job of torchrun
 
 
 @pytest.fixture
