@@ -39,10 +39,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def num_devices(kind: str) -> int:
-    """Returns the number of devices of a kind: CUDA devices, or the cores that this process may use."""
+    """Returns the number of devices of a kind that torch can use here; of `cpu` the cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    return num_cores()
+    return num_cores() if kind == "cpu" else 0
 
 
 def local_device(name: str) -> torch.device:

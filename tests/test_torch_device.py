@@ -15,6 +15,7 @@ def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None
     device = describe(torch.device("cpu"))
     assert (device.kind, device.memory_bytes) == ("cpu", memory_bytes())
     assert num_devices("cpu") == num_cores()
+    assert num_devices("v100") == 0
     assert framework_bytes(torch.device("cpu")) == 0
 
 

@@ -16,6 +16,7 @@ from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
+from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.train_config import TrainConfig
@@ -229,21 +230,19 @@ def _dtype(module: "nn.Module") -> str:
 
 def _check_devices(plan: Plan, num_threads: int) -> None:
     """Refuses a plan for more devices than this machine has; in a torchrun job the number of processes is checked."""
+    kind, num_used = device_kind(plan), len(plan.used_devices)
     if current_job() is not None:
         return
     from bapipe.torch_device import num_devices
 
-    used = set(plan.used_devices)
-    kinds = {device.kind for device in plan.cluster.devices if device.name in used}
-    for kind in sorted(kinds):
-        have = num_devices(kind)
-        if len(used) > have:
-            raise BapipeError(
-                f"the plan uses {len(used)} {kind} devices and this machine has {have}: plan with "
-                f"`num_devices` {have}, or start it on more machines with torchrun"
-            )
-        if kind == "cpu" and len(used) * num_threads > have:
-            raise BapipeError(
-                f"the plan uses {num_threads} threads on each of {len(used)} cpu devices and this machine has {have} "
-                f"cores: profile with `threads` {max(have // len(used), 1)}, and plan again"
-            )
+    have = num_devices(kind)
+    if num_used > have:
+        raise BapipeError(
+            f"the plan uses {num_used} {kind} devices and this machine has {have}: plan with "
+            f"`num_devices` {have}, or start it on more machines with torchrun"
+        )
+    if kind == "cpu" and num_used * num_threads > have:
+        raise BapipeError(
+            f"the plan uses {num_threads} threads on each of {num_used} cpu devices and this machine has {have} "
+            f"cores: profile with `threads` {max(have // num_used, 1)}, and plan again"
+        )

@@ -15,6 +15,7 @@ from bapipe.runtime.checkpoint.manifest import Position, check_model
 from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough
 from bapipe.runtime.data.validation_split import hold_out
+from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.evaluate.evaluate import check_scores
 from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.launch.processes import launch
@@ -65,12 +66,7 @@ def train(
         dataset, validation = hold_out(dataset, config.seed, config.evaluate_samples)
         check_scores(evaluation_data(example, validation))
     check_enough(plan, dataset)
-    devices = [plan.cluster.devices[rank] for rank in ranks]
-    kinds = sorted({device.kind for device in devices})
-    if len(kinds) != 1 or kinds[0] not in ("cpu", "cuda"):
-        raise BapipeError(
-            f"the plan's devices are of kind {', '.join(kinds)}; torch can run a plan of cpu or of cuda devices"
-        )
+    devices, kind = [plan.cluster.devices[rank] for rank in ranks], device_kind(plan)
     job = TrainJob(
         plan=plan,
         build=build,
@@ -100,7 +96,7 @@ def train(
             train_rank,
             job.devices,
             replace(job, resume_from=newest),
-            kind=kinds[0],
+            kind=kind,
             places=[_place(device, plan.cluster.devices) for device in devices],
             timeout_s=config.timeout_s,
             on_message=receive,
