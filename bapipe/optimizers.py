@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
 def rule_of(torch_class: str, momentum: object) -> str | None:
     """Returns the name that profiles use for a class of `torch.optim`; None if they do not support it.
 
-    `class_name` may be in upper or lower case. `momentum` distinguishes `sgd` from `sgd-momentum`.
+    `torch_class` may be in upper or lower case. `momentum` distinguishes `sgd` from `sgd-momentum`.
     """
     if torch_class.lower() == "sgd":
         return "sgd-momentum" if momentum else "sgd"

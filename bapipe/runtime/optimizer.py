@@ -34,9 +34,14 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
     """Returns a factory of optimizers of a class of `torch.optim`; the name's case does not matter.
 
     Raises:
-        BapipeError: there is no such class, or it does not take the arguments.
+        BapipeError: there is no such class, it is LBFGS, or it does not take the arguments.
     """
     kind = TORCH_OPTIMIZERS.get(name.lower())
+    if name.lower() == "lbfgs":
+        raise BapipeError(
+            f"optimizer '{name}' runs the model several times per step, which a pipeline does not: want one of "
+            f"{', '.join(sorted(TORCH_OPTIMIZERS))}"
+        )
     if kind is None:
         close = get_close_matches(name.lower(), TORCH_OPTIMIZERS, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"

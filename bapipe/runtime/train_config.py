@@ -36,7 +36,7 @@ class TrainConfig:
         learning_rate: learning rate after the warm-up; by default the model's own.
         learning_rate_schedule: learning rate after the warm-up: constant, linear or cosine.
         warmup_steps: steps in which the learning rate grows linearly to its full value.
-        optimizer: class of torch.optim, in any case; by default the optimizer that was profiled.
+        optimizer: class of torch.optim but LBFGS, in any case; by default the optimizer that was profiled.
         optimizer_arguments: arguments of the optimizer besides the learning rate; without any, SGD has momentum 0.9.
         clip_norm: maximum norm of all gradients of the model together; by default they are not clipped.
         seed: seed of the weights, of the order of the data, and of dropout.

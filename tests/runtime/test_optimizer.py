@@ -31,6 +31,11 @@ def test_sgd_has_momentum_unless_it_gets_arguments() -> None:
     ("name", "arguments", "message"),
     [
         ("adamm", {}, "torch.optim has no optimizer 'adamm'; did you mean 'adam'?"),
+        (
+            "LBFGS",
+            {},
+            "optimizer 'LBFGS' runs the model several times per step, which a pipeline does not: want one of adadelta, ",
+        ),
         ("adam", {"lr_decay": 1}, "adam cannot be made with lr=0.5 and lr_decay=1: "),
         ("sgd", {"momentum": -1}, "sgd cannot be made with lr=0.5 and momentum=-1: "),
     ],
