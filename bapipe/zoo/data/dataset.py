@@ -170,10 +170,7 @@ class DatasetSubset(WrappedDataset):
 
 
 class _Adapted(PipelineDataset[Any]):
-    """A data set of a user's own class; the one place that looks for optional methods by name.
-
-    `forms` and `form(index)` are former names of `bucket_shapes` and `bucket_of(index)`.
-    """
+    """A data set of a user's own class; the one place that looks for optional methods by name."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -196,12 +193,10 @@ class _Adapted(PipelineDataset[Any]):
 
     @property
     def bucket_shapes(self) -> tuple[BucketShape, ...]:
-        shapes: Sequence[BucketShape] = getattr(self.dataset, "bucket_shapes", getattr(self.dataset, "forms", ()))
-        return tuple(shapes)
+        return tuple(getattr(self.dataset, "bucket_shapes", ()))
 
     def bucket_of(self, index: int) -> int:
-        number: int = (self.dataset.bucket_of if self.provides("bucket_of") else self.dataset.form)(index)
-        return number
+        return int(self.dataset.bucket_of(index)) if self.provides("bucket_of") else super().bucket_of(index)
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.dataset.text(tokens))
@@ -210,10 +205,12 @@ class _Adapted(PipelineDataset[Any]):
         return str(self.dataset.reference(index))
 
     def augmented(self) -> PipelineDataset[Any] | None:
-        return as_pipeline_dataset(self.dataset.augmented()) if self.provides("augmented") else None
+        found = self.dataset.augmented() if self.provides("augmented") else None
+        return None if found is None else as_pipeline_dataset(found)
 
     def readable(self) -> PipelineDataset[Any] | None:
-        return as_pipeline_dataset(self.dataset.readable()) if self.provides("readable") else None
+        found = self.dataset.readable() if self.provides("readable") else None
+        return None if found is None else as_pipeline_dataset(found)
 
     @property
     def is_slow_to_load(self) -> bool:
@@ -224,11 +221,12 @@ class _Adapted(PipelineDataset[Any]):
         return bool(getattr(self.dataset, "is_slow_for_gpu", self.is_slow_to_load))
 
     def provides(self, name: str) -> bool:
-        return hasattr(self.dataset, name)
+        # A method of its class: data sets keep values of their own under names as common as `part` and `text`.
+        return callable(getattr(type(self.dataset), name, None))
 
 
 def as_pipeline_dataset(dataset: object) -> PipelineDataset[Any]:
-    """Returns `data` itself if it is a `PipelineDataset`, else an adapter; it needs `__len__` and `__getitem__`."""
+    """Returns `dataset` itself if it is a `PipelineDataset`, else an adapter; it needs `__len__` and `__getitem__`."""
     return dataset if isinstance(dataset, PipelineDataset) else _Adapted(dataset)
 
 
