@@ -85,13 +85,6 @@ class JobStore(Store):
                 raise RuntimeError(f"Timed out waiting for the keys {', '.join(keys)}")
             time.sleep(_ASK_AGAIN_S)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self._timeout_s)
-
     def _ask(self, *request: object) -> Any:
         with self._lock:
             self._channel.send(msgspec.msgpack.encode(request))
