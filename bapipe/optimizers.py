@@ -15,6 +15,12 @@ def default_arguments(name: str) -> dict[str, object]:
     return {"momentum": MOMENTUM} if name.lower() == "sgd" else {}
 
 
+def check_clip_norm(value: float | None) -> None:
+    """Raises BapipeError if gradients cannot be clipped to a norm; None is no clipping."""
+    if value is not None and not value > 0:
+        raise BapipeError(f"gradients cannot be clipped to a norm of {value}: want more than 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRule:
     """An update rule.

@@ -59,6 +59,16 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
     return make
 
 
+def check_optimizer_factory(make: object) -> None:
+    """Raises BapipeError if a value cannot make the optimizers of stages, as an optimizer itself cannot."""
+    if not callable(make):
+        given = f"'{make}'" if isinstance(make, str) else f"an object of type {type(make).__name__}"
+        raise BapipeError(
+            f"`optimizer` is {given}; want a function that makes the optimizer of a stage's parameters, such as "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
     """What optimizers keep of parameters: tensors and plain numbers, each by `name of the parameter:key`."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
+from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
 from bapipe.runtime.data.batch_check import BatchSpec
@@ -19,7 +20,14 @@ from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
-from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, clip_grad_norm, sgd
+from bapipe.runtime.optimizer import (
+    OptimizerFactory,
+    OptimizerState,
+    StageOptimizers,
+    check_optimizer_factory,
+    clip_grad_norm,
+    sgd,
+)
 from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_channels, connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
@@ -62,7 +70,8 @@ class Pipeline:
 
     Raises:
         BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
-            run; its stages would not train as the module does.
+            run; its stages would not train as the module does; there is no process group; or `optimizer` makes none,
+            or `clip_norm` is not more than 0.
     """
 
     def __init__(
@@ -102,6 +111,9 @@ class Pipeline:
             group: the processes; None is the default group.
         """
         check_no_groups(plan)
+        check_clip_norm(clip_norm)
+        optimizer = sgd() if optimizer is None else optimizer
+        check_optimizer_factory(optimizer)
         self._plan, self._device = plan, current_device(device)
         self._layout = layout_of(plan, self._device, group)
         check_settings(plan, module, self._device, autocast)
@@ -170,7 +182,7 @@ class Pipeline:
         self._executor = self._executors[0]  # of the last step
         self._forward_executor = None if evaluated is None else executors.evaluation(evaluated)
 
-        self._optimizers = StageOptimizers(self._modules, optimizer or sgd(), self._clock)
+        self._optimizers = StageOptimizers(self._modules, optimizer, self._clock)
         check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
         self._expected = [
@@ -235,7 +247,7 @@ class Pipeline:
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
-                example's shape and type.
+                example's shape and type; or there is no such bucket.
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
         loss = self.start_step(*inputs, target=target, bucket=bucket)
@@ -245,6 +257,12 @@ class Pipeline:
         self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
         """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does."""
+        num_buckets = len(self._executors) - 1
+        if bucket is not None and not 0 <= bucket < num_buckets:
+            raise BapipeError(
+                f"`bucket` is {bucket}: this pipeline was made with {num_buckets} `buckets`, numbered from 0; None is "
+                "for inputs of the planned size"
+            )
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]
         with copying_beside(self._device, self._copy_stream) as copied:

@@ -50,8 +50,13 @@ def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None)
     """Returns which process of the group runs which rank of a plan, seen from this process.
 
     Raises:
-        BapipeError: the plan cannot run, or not with this number of processes.
+        BapipeError: there is no process group, or the plan cannot run, or not with this number of processes.
     """
+    if group is None and not dist.is_initialized():
+        raise BapipeError(
+            "there is no process group: call torch.distributed.init_process_group in every process before, or train "
+            "with bapipe.run, which starts the processes"
+        )
     ranks, num_processes = check_runnable(plan), dist.get_world_size(group)
     if num_processes != len(ranks):
         raise BapipeError(

@@ -1,0 +1,68 @@
+"""What a pipeline is given that it cannot use, in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.pipeline import Pipeline
+from tests.multiprocess.runtime_cases import make_plan
+
+X, Y = torch.randn(4, 3), torch.randn(4, 3)
+
+
+def pipelined(**options: Any) -> Pipeline:
+    plan = make_plan(["0", "1"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    return Pipeline(module, plan, loss=mse_loss, inputs=(X,), **options)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip_norm": -1.0}, "gradients cannot be clipped to a norm of -1.0: want more than 0"),
+        ({"clip_norm": float("nan")}, "gradients cannot be clipped to a norm of nan: want more than 0"),
+        (
+            {"optimizer": torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)},
+            "`optimizer` is an object of type SGD; want a function that makes the optimizer of a stage's parameters, such "
+            "as lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+        ),
+        (
+            {"optimizer": "sgd"},
+            "`optimizer` is 'sgd'; want a function that makes the optimizer of a stage's parameters, such as lambda "
+            "parameters: torch.optim.SGD(parameters, lr=0.1)",
+        ),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        pipelined(**options)
+    assert str(caught.value) == message
+
+
+def test_a_pipeline_needs_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(BapipeError) as caught:
+        pipelined()
+    assert str(caught.value) == (
+        "there is no process group: call torch.distributed.init_process_group in every process before, or train with "
+        "bapipe.run, which starts the processes"
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_buckets_are_numbered_from_zero() -> None:
+    plain, bucketed = pipelined(), pipelined(buckets=[(X,)])
+    for pipeline, bucket, num in ((plain, 0, 0), (bucketed, 1, 1), (bucketed, -1, 1), (bucketed, -2, 1)):
+        with pytest.raises(BapipeError) as caught:
+            pipeline.step(X, target=Y, bucket=bucket)
+        assert str(caught.value) == (
+            f"`bucket` is {bucket}: this pipeline was made with {num} `buckets`, numbered from 0; None is for inputs of "
+            "the planned size"
+        )
+    assert bucketed.step(X, target=Y, bucket=0) is not None
