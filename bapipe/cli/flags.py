@@ -52,6 +52,7 @@ FLAGS = {
     "tensorboard": "--tensorboard",
     "threads": "--threads",
     "time_limit_s": "--time-limit",
+    "timeout_s": "--timeout",
     "trace": "--trace",
     "trust_factory": "--trust-factory",
     "warmup_steps": "--warmup",

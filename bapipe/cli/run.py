@@ -16,13 +16,12 @@ from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
 from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
-from bapipe.errors import BapipeError
 from bapipe.formats.codec import check_writable, read, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs import Profiles
-from bapipe.runtime.run import check_training
+from bapipe.runtime.run import check_profiles_used, check_training
 from bapipe.runtime.run import convert_checkpoint as convert
 from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
@@ -86,12 +85,6 @@ def run(
     with refusals_told():
         if trace is not None:
             check_writable(trace)
-        if resume and checkpoint is None:
-            raise BapipeError("--resume needs --checkpoint FOLDER, the folder to continue from")
-        if eval_samples is not None and eval_every is None:
-            raise BapipeError("--eval-samples needs --eval-every STEPS, which sets when to evaluate")
-        if profile and not replan:
-            raise BapipeError(f"--profile {profile[0]} goes with --replan; a plan runs without its profile")
         config = TrainConfig(
             trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
             data=data,
@@ -120,6 +113,7 @@ def run(
             report_every=report_every,
             tensorboard=tensorboard,
         )
+        check_profiles_used(profile or None, config)
         if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
             check_training(resolve(source), key_values(arg), config)
         plan = read_or_make_plan(source, arg, device)

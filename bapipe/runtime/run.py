@@ -57,6 +57,7 @@ def run(
     """
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
+    check_profiles_used(profiles, config)
     with refusals_told():
         if config.resume:
             config = _resumed(config, given)
@@ -121,6 +122,12 @@ def _run(
             resume=config.resume,
             on_replan=on_replan or (lambda reason, new_plan: None),
         )
+
+
+def check_profiles_used(profiles: object, config: TrainConfig) -> None:
+    """Raises BapipeError if there are profiles that a run does not use; None are none."""
+    if profiles is not None and not config.replan:
+        raise BapipeError("`profiles` goes with `replan`: a plan runs without its profile")
 
 
 def _set_in(config: TrainConfig) -> set[str]:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.optimizers import OPTIMIZERS, default_arguments
+from bapipe.optimizers import OPTIMIZERS, check_clip_norm, default_arguments
+
+_MAX_TIMEOUT_S = 1e9
+"""About 30 years, which timeouts of torch can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,8 @@ class TrainConfig:
         for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as texts
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.without, str):  # whose letters are no names
+            raise BapipeError(f"`without` is '{self.without}': want a list of names, such as ['{self.without}']")
         object.__setattr__(self, "without", tuple(self.without))
         object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
         if self.steps < 1:
@@ -118,8 +123,13 @@ class TrainConfig:
             raise BapipeError(f"{self.data_workers} processes to load data: want 0 or more")
         if self.report_every is not None and self.report_every < 1:
             raise BapipeError(f"a report every {self.report_every} steps: want 1 or more")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise BapipeError(f"gradients cannot be clipped to a norm of {self.clip_norm}: want more than 0")
+        if self.buckets < 1:
+            raise BapipeError(f"{self.buckets} buckets of lengths: want 1 or more")
+        if self.learning_rate is not None and not self.learning_rate >= 0:
+            raise BapipeError(f"a learning rate of {self.learning_rate}: want 0 or more")
+        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
+            raise BapipeError(f"`timeout_s` is {self.timeout_s}: want more than 0, at most {_MAX_TIMEOUT_S:g}")
+        check_clip_norm(self.clip_norm)
         self._check_evaluation()
         self._check_checkpoints()
 
@@ -128,14 +138,17 @@ class TrainConfig:
             raise BapipeError(f"evaluation every {self.evaluate_every} steps: want 1 or more")
         if self.evaluate_samples is not None and self.evaluate_samples < 1:
             raise BapipeError(f"evaluation of {self.evaluate_samples} samples: want 1 or more")
+        if self.evaluate_samples is not None and self.evaluate_every is None:
+            raise BapipeError("`evaluate_samples` needs `evaluate_every`, the steps between two evaluations")
 
     def _check_checkpoints(self) -> None:
         if self.checkpoint_every < 1 or self.keep < 1:
             raise BapipeError(
                 f"a checkpoint every {self.checkpoint_every} steps, {self.keep} kept: want 1 or more of each"
             )
-        if self.replan and self.checkpoint is None:
-            raise BapipeError("`replan` needs `checkpoint`, the folder to continue from")
+        for name in ("resume", "replan"):
+            if getattr(self, name) and self.checkpoint is None:
+                raise BapipeError(f"`{name}` needs `checkpoint`, the folder to continue from")
         if self.without and not self.replan:
             raise BapipeError(f"`without` {', '.join(self.without)} goes with `replan`")
 

@@ -128,6 +128,18 @@ def test_what_the_data_cannot_give_is_refused(
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resume",), "--resume needs --checkpoint, the folder to continue from"),
+        (("--eval-samples", "5"), "--eval-samples needs --eval-every, the steps between two evaluations"),
+        (("--profile", "profile.json"), "--profile goes with --replan: a plan runs without its profile"),
+    ],
+)
+def test_options_that_lack_another_are_refused(folder: Path, options: tuple[str, ...], message: str) -> None:
+    assert refused(folder, "run", "plan.json", *options) == f"error: {message}\n"
+
+
 def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:
     done = bapipe(folder, "run", "tiny:tiny", "--steps", "2")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,43 @@
+"""Options of training that are out of range, or lack another one."""
+
+from typing import Any
+
+import pytest
+
+import bapipe
+from bapipe.errors import BapipeError
+from bapipe.runtime.train_config import TrainConfig
+from tests.builders import chain, devices
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": True}, "`resume` needs `checkpoint`, the folder to continue from"),
+        ({"replan": True}, "`replan` needs `checkpoint`, the folder to continue from"),
+        ({"evaluate_samples": 5}, "`evaluate_samples` needs `evaluate_every`, the steps between two evaluations"),
+        ({"timeout_s": 0}, "`timeout_s` is 0: want more than 0, at most 1e+09"),
+        ({"timeout_s": -1.5}, "`timeout_s` is -1.5: want more than 0, at most 1e+09"),
+        ({"timeout_s": float("nan")}, "`timeout_s` is nan: want more than 0, at most 1e+09"),
+        ({"timeout_s": float("inf")}, "`timeout_s` is inf: want more than 0, at most 1e+09"),
+        ({"buckets": 0}, "0 buckets of lengths: want 1 or more"),
+        ({"learning_rate": -1.0}, "a learning rate of -1.0: want 0 or more"),
+        ({"learning_rate": float("nan")}, "a learning rate of nan: want 0 or more"),
+        (
+            {"without": "cpu0", "replan": True, "checkpoint": "kept"},
+            "`without` is 'cpu0': want a list of names, such as ['cpu0']",
+        ),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        TrainConfig(**options)
+    assert str(caught.value) == message
+
+
+def test_profiles_that_a_run_does_not_use_are_refused() -> None:
+    profile = chain([1, 2])
+    plan = bapipe.plan(profile, devices(2), minibatch_size=4)
+    with pytest.raises(BapipeError) as caught:
+        bapipe.run(plan, profiles=profile)
+    assert str(caught.value) == "`profiles` goes with `replan`: a plan runs without its profile"
