@@ -176,6 +176,10 @@ def _check_has_layers(module: nn.Module) -> None:
                 f"the module is {how}, so it has no layers to cut between: give the module that it was made from"
             )
     for path, part in module.named_modules():
+        if "#" in path:
+            raise InvalidModel(
+                f"module '{path}' has a '#' in its name, which marks the later calls of a module: rename it"
+            )
         if isinstance(part, torch.jit.ScriptModule) and (*part.parameters(), *part.buffers()):
             raise InvalidModel(
                 f"module '{path}' is scripted by torch.jit, so its parameters and buffers cannot be given to one "

@@ -103,7 +103,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def call_name(path: str, call: int) -> str:
-    """Returns the name of the layer of a module's n-th call, counted from 1."""
+    """Returns the name of the layer of a module's n-th call, counted from 1; no path has a `#` itself."""
     return path if call == 1 else f"{path}#{call}"
 
 

@@ -1,5 +1,6 @@
 """The three ways to capture a graph."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,14 @@ def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     activation = torch.jit.script(nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 2), activation)
     torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
+
+
+def test_a_module_named_as_a_later_call_is_refused() -> None:
+    module = nn.Sequential(OrderedDict([("a", nn.Linear(2, 2)), ("a#2", nn.Linear(2, 2))]))
+    with pytest.raises(
+        InvalidModel, match=r"^module 'a#2' has a '#' in its name, which marks the later calls of a module: rename it$"
+    ):
+        capture(module, (torch.zeros(1, 2),), ())
 
 
 def _branch_on_rows(self: Any, x: Tensor) -> Tensor:
