@@ -25,7 +25,7 @@ LOSS = "loss"
 """Name of the last layer of every profile and plan; its inputs are the model's outputs and `TARGET`."""
 
 TARGET = "target"
-"""Name of the tensor that the loss compares with."""
+"""Name of the tensor that the loss compares with; `input:target` in a model that has a layer of this name."""
 
 EQUIVALENCE = "equivalence"
 """Key in `environment`: how the split model was compared with the original, or why it was not."""

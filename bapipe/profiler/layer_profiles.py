@@ -15,7 +15,7 @@ from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.layer_memory import LayerMemory
 from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
-from bapipe.tracing import TracedModel
+from bapipe.tracing import TracedModel, input_name
 from bapipe.tracing.changing_state import layers_with_same_changing_buffer
 from bapipe.tracing.reached import reached
 
@@ -117,7 +117,7 @@ def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) 
     return LayerProfile(
         name=LOSS,
         kind=getattr(function, "__name__", type(function).__name__),
-        inputs=(*model.outputs, TARGET),
+        inputs=(*model.outputs, input_name(TARGET, [layer.name for layer in model.layers])),
         outputs=(LOSS,),
         param_bytes=0,
         optimizer_state_bytes=0,

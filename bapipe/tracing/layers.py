@@ -20,7 +20,7 @@ from bapipe.tracing.aliasing import (
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, autocast_of_training, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, node_state
+from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, input_name, node_state
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.reached import reached
@@ -299,8 +299,7 @@ class _TensorNames:
         self.of: dict[fx.Node, str] = {}
         for node in captured.module.graph.nodes:
             if node.op == "placeholder":
-                name = str(node.target)
-                self.of[node] = f"input:{name}" if name in members else name
+                self.of[node] = input_name(str(node.target), members)
         returned = {leaf for leaf in captured.returned if isinstance(leaf, fx.Node)}
         for name, inside in members.items():
             leaving = [node for node in inside if node in returned or self._leaves(node, name)]

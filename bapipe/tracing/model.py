@@ -1,6 +1,6 @@
 """A model as named layers and tensors over a graph of operators."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +93,11 @@ class TracedModel:
     writes: tuple[tuple[fx.Node, fx.Node], ...]
     hazards: tuple[Hazard, ...]
     leaf_reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def input_name(name: str, layers: Container[str]) -> str:
+    """Returns the name among the tensors of one that no layer makes: another name if a layer has its own."""
+    return f"input:{name}" if name in layers else name
 
 
 def state_names(root: nn.Module) -> dict[int, tuple[str, ...]]:
