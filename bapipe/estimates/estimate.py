@@ -101,12 +101,17 @@ def _links(cluster: Cluster, kind: str, num_members: int) -> tuple[Bandwidth, ..
 
 
 def _layer(layer: LayerProfile, member: MemberLayer, shared: Fraction) -> LayerProfile:
-    """What a member holds of a layer's parameters; `shared` is its share of those that another layer counts."""
+    """What a member holds of a layer's parameters and buffers; `shared`: its share of what another layer counts."""
     gradient_bytes = _part(layer.gradient_bytes, member.weight_share)
+    param_bytes = _part(layer.param_bytes - member.whole_bytes, member.weight_share) + member.whole_bytes
     return replace(
         layer,
-        param_bytes=_part(layer.param_bytes, member.weight_share),
+        param_bytes=param_bytes,
         trained_bytes=_part_if_set(layer.trained_bytes, member.weight_share),
+        # What is left beside the parameters, so that parts that are rounded up are no more than their sum.
+        buffer_bytes=UNSET
+        if layer.buffer_bytes is UNSET
+        else param_bytes - _part(layer.param_bytes - layer.buffer_bytes, member.weight_share),
         optimizer_state_bytes=_part(layer.optimizer_state_bytes, member.weight_share),
         update_ns=round_half_up(layer.update_ns * member.weight_share),
         shared_bytes=_part(layer.shared_bytes, shared),

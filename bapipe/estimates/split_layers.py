@@ -85,15 +85,20 @@ def tightest_limit(layers: Sequence[LayerProfile], split: Split, whole: Collecti
 
 
 def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
-    """Each member computes its samples, and keeps its part of the parameters between the times that all need them."""
-    weights = Exchange(part="forward", how="gather", num_bytes=layer.param_bytes)
+    """Each member computes its samples, and keeps its part of the parameters between the times that all need them.
+
+    Buffers are whole on each.
+    """
+    buffer_bytes = layer.buffer_bytes or 0
+    weights = Exchange(part="forward", how="gather", num_bytes=layer.param_bytes - buffer_bytes)
     own = Fraction(1, num_members)
     return MemberLayer(
         share=own,
         weight_share=own,
         stash_share=own,
         output_share=own,
-        gathered_bytes=layer.param_bytes,
+        whole_bytes=buffer_bytes,
+        gathered_bytes=layer.param_bytes - buffer_bytes,
         exchanges=exchanges_of(
             weights,
             replace(weights, part="input_grad"),

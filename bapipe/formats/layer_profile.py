@@ -12,8 +12,9 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Attributes:
         inputs, outputs: names of tensors; an input that is no layer's output is an input of the model.
-        param_bytes: bytes of the parameters that no earlier layer uses.
+        param_bytes: bytes of the parameters and buffers that no earlier layer uses.
         trained_bytes: how many of `param_bytes` are trained and have gradients. If left out, all.
+        buffer_bytes: how many of `param_bytes` are buffers, which are not trained. If left out, none.
         update_ns: time of the optimizer's update of this layer.
         shares: names of the layers that share parameters with this one.
         shared_bytes: bytes of the parameters that another layer's `param_bytes` counts: the first layer of `shares`
@@ -33,6 +34,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     outputs: tuple[str, ...]
     param_bytes: NonNegative
     trained_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
+    buffer_bytes: NonNegative | msgspec.UnsetType = msgspec.UNSET
     optimizer_state_bytes: NonNegative
     update_ns: NonNegative = 0
     shares: tuple[str, ...] = ()
@@ -112,9 +114,13 @@ def check_layers(layers: tuple[LayerProfile, ...]) -> None:
 
 
 def _check_bytes(layer: LayerProfile, owner: LayerProfile | None, where: str) -> None:
-    """Raises InvalidFile if a layer has more trained or shared bytes than there are; `owner` counts the shared ones."""
+    """Raises InvalidFile if a layer has more bytes of a kind than there are; `owner` counts the shared ones."""
     if layer.gradient_bytes > layer.param_bytes:
         raise InvalidFile(f"{layer.gradient_bytes} is more than `param_bytes`", f"{where}.trained_bytes")
+    if (layer.buffer_bytes or 0) > layer.param_bytes - layer.gradient_bytes:
+        raise InvalidFile(
+            f"{layer.buffer_bytes} is more than what is not trained of `param_bytes`", f"{where}.buffer_bytes"
+        )
     if layer.shared_gradient_bytes > layer.shared_bytes:
         raise InvalidFile(f"{layer.shared_gradient_bytes} is more than `shared_bytes`", f"{where}.shared_trained_bytes")
     if not layer.shared_bytes:

@@ -12,10 +12,11 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import LOSS, TARGET
 from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
+from bapipe.profiler.layer_calls import callable_layers
 from bapipe.profiler.layer_memory import LayerMemory
 from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
-from bapipe.tracing import TracedModel, input_name
+from bapipe.tracing import TracedModel, input_name, unused_state
 from bapipe.tracing.changing_state import layers_with_same_changing_buffer
 from bapipe.tracing.reached import reached
 
@@ -28,9 +29,9 @@ def layer_profiles(
     *,
     all_on_device: bool,
 ) -> tuple[LayerProfile, ...]:
-    """Returns names, tensors, parameters and optimizer of each layer, the loss last.
+    """Returns names, tensors, parameters, buffers and optimizer of each layer, the loss last.
 
-    A shared parameter counts for its first layer.
+    What several layers share counts for the first of them.
 
     Args:
         keep_values: the layers in which a forward leaves values that the next one may read.
@@ -38,14 +39,15 @@ def layer_profiles(
     """
     model = training_pass.model
     parameters = parameters_of(model)  # of each layer
-    first_layer: dict[int, int] = {}  # that uses a parameter, by the parameter's id
-    for index, used in enumerate(parameters):
-        for parameter in used:
-            first_layer.setdefault(id(parameter), index)
-    counted = [[p for p in used if first_layer[id(p)] == index] for index, used in enumerate(parameters)]
-    trained = [[p for p in used if p.requires_grad] for used in counted]
+    held = [(*used, *buffers) for used, buffers in zip(parameters, _buffers(training_pass), strict=True)]
+    first_layer: dict[int, int] = {}  # that holds a parameter or buffer, by its id
+    for index, tensors in enumerate(held):
+        for tensor in tensors:
+            first_layer.setdefault(id(tensor), index)
+    counted = [[t for t in tensors if first_layer[id(t)] == index] for index, tensors in enumerate(held)]
+    # Buffers do not tie layers: a mask that all of them read would tie all.
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
-    updates = _optimizer_steps(training_pass, trained, optimizer, all_on_device)
+    updates = _optimizer_steps(training_pass, [_trained(tensors) for tensors in counted], optimizer, all_on_device)
     shapes = layer_shapes(training_pass)
     inseparable = [*layers_with_same_changing_buffer(model), *_chains(model, parameters, first_layer)]
     made = []
@@ -59,6 +61,7 @@ def layer_profiles(
             outputs=layer.outputs,
             param_bytes=_num_bytes(counted[index]),
             trained_bytes=_trained_bytes(counted[index]),
+            buffer_bytes=_num_bytes([t for t in counted[index] if not isinstance(t, nn.Parameter)]) or UNSET,
             optimizer_state_bytes=updates[index].state_bytes,
             update_ns=updates[index].ns,
             shares=tuple(
@@ -75,6 +78,18 @@ def layer_profiles(
         )
         made.append(profile)
     return (*made, _loss_profile(model, training_pass.loss))
+
+
+def _buffers(training_pass: TrainingPass) -> Iterator[tuple[Tensor, ...]]:
+    """Yields for each layer the buffers and constants that a stage with it holds, also for what every stage computes.
+
+    What no layer uses is in checkpoints all the same: the first stage holds it, without gradients.
+    """
+    unused = {id(tensor): tensor.detach() for tensor in unused_state(training_pass.model).values()}
+    for layer in callable_layers(training_pass):
+        if isinstance(layer.module, nn.Module):  # the loss is a function
+            yield (*layer.module.buffers(), *unused.values())
+            unused.clear()
 
 
 def _chains(
@@ -124,10 +139,14 @@ def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) 
     )
 
 
-def _trained_bytes(parameters: Sequence[nn.Parameter]) -> int | UnsetType:
-    """Returns the bytes of those parameters that are trained; UNSET if all are."""
-    trained = [p for p in parameters if p.requires_grad]
-    return UNSET if len(trained) == len(parameters) else _num_bytes(trained)
+def _trained(tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    return [tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+
+
+def _trained_bytes(tensors: Sequence[Tensor]) -> int | UnsetType:
+    """Returns the bytes of those parameters and buffers that are trained; UNSET if all are."""
+    trained = _trained(tensors)
+    return UNSET if len(trained) == len(tensors) else _num_bytes(trained)
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -75,11 +75,10 @@ class StageState:
         return tuple(counted.values())
 
     def memory(self, optimizer_bytes: int) -> Memory:
-        """Returns what parameters, gradients and optimizer state take; what lives only within a step counts as 0."""
-        parameters = self.parameters()
+        """Returns what parameters and buffers, gradients and optimizer state take; what lives within a step is 0."""
         return Memory(
-            params=sum(p.nbytes for p in parameters),
-            gradients=sum(p.grad.nbytes for p in parameters if p.grad is not None),
+            params=sum(tensor.nbytes for tensor in self.tensors()),
+            gradients=sum(p.grad.nbytes for p in self.parameters() if p.grad is not None),
             optimizer=optimizer_bytes,
             stash=0,
             workspace=0,

@@ -15,7 +15,8 @@ class StageCost:
             sends no gradient back, that is all of I, and W all the rest of a backward.
         whole_backward_ns: B, with a recomputed F; None if it is I + W.
         update_ns: the optimizer's update, once a step.
-        param_bytes, optimizer_bytes: they live all through the step, as gradients do.
+        param_bytes, optimizer_bytes: of parameters and buffers, and of optimizer state; they live all through the step,
+            as gradients do.
         frozen_bytes: those of `param_bytes` that are not trained, and have no gradients.
         stash_bytes: activations kept from F to the end of the backward of a micro-batch.
         recomputed_bytes: those of the stash that only live during the backward if some layers are recomputed.

@@ -131,6 +131,26 @@ def test_estimates_are_those_worked_out_by_hand(split: Split, axes: int) -> None
         assert m.output_bytes == (output_bytes,), layer.name
 
 
+@pytest.mark.parametrize(("split", "param_bytes", "buffer_bytes"), [("sharded", 300, 100), ("filter", 250, 50)])
+def test_buffers_of_members_that_share_samples_are_whole_and_not_gathered(
+    split: Split, param_bytes: int, buffer_bytes: int
+) -> None:
+    """Of 400 bytes of parameters and 100 of buffers over two members; as with 400 of parameters alone otherwise."""
+    profile = network(1)
+    first = replace(profile.layers[0], param_bytes=500, trained_bytes=400, buffer_bytes=100)
+    made = estimate(replace(profile, layers=(first, *profile.layers[1:])), split, 2, hosts())
+    assert (made.layers[0].param_bytes, made.layers[0].buffer_bytes) == (param_bytes, buffer_bytes)
+    assert made.layers[0].trained_bytes == 200
+    assert made.measurements == estimate(profile, split, 2, hosts()).measurements
+
+
+def test_parts_that_are_rounded_up_are_no_more_than_their_sum() -> None:
+    profile = network(1)
+    first = replace(profile.layers[0], param_bytes=5, trained_bytes=2, buffer_bytes=2)
+    made = estimate(replace(profile, layers=(first, *profile.layers[1:])), "filter", 4, hosts()).layers[0]
+    assert (made.param_bytes, made.trained_bytes, made.buffer_bytes) == (2, 1, 1)
+
+
 def test_members_between_two_others_send_to_one_after_the_other() -> None:
     wide = replace(SECOND, stride=1, out_planes=8)
     profile = network(1)

@@ -69,7 +69,7 @@ def test_batch_norm_keeps_its_input_and_two_figures_a_channel() -> None:
     }
     left = {name: m.gradient_stash_bytes for name, (_, m) in found.items()}
     assert left == {"0": 1280, "1": 1280, "2": 0, "3": 0, "4": 0, "loss": 0}
-    assert found["1"][0].param_bytes == 4 * 2 * 5  # running statistics are no parameters
+    assert found["1"][0].gradient_bytes == 4 * 2 * 5  # running statistics are not trained
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="other processors have other LSTMs")
