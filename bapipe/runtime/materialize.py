@@ -83,7 +83,7 @@ def _initialize_layer(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(layer_seed(seed, layer))
         for module in _owners(root, layer, unset):
-            with _unchanged(t for t in (*module.parameters(), *module.buffers()) if id(t) not in written):
+            with _unchanged(t for t in _may_be_reset(module, initialize) if id(t) not in written):
                 reset_layer(module, initialize)
     for name, tensor in unset.items():
         if _is_unset(tensor):
@@ -110,6 +110,13 @@ def _owners(root: nn.Module, layer: str, unset: Iterable[str]) -> list[nn.Module
     path = layer.partition("#")[0]
     outside = (name.rpartition(".")[0] for name in unset if not name.startswith(f"{path}."))
     return [modules[name] for name in dict.fromkeys((path, *outside)) if name in modules]
+
+
+def _may_be_reset(module: nn.Module, initialize: Callable[[nn.Module], None] | None) -> list[Tensor]:
+    """Returns the parameters and buffers that `reset_layer` may set, each once: not those of parts without a reset."""
+    return _all_tensors(
+        *(part for part in module.modules() if initialize is not None or reset_method(part) is not None)
+    )
 
 
 @contextmanager

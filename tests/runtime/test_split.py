@@ -283,6 +283,33 @@ def test_initialize_overrides_meta_weights_and_real_weights_are_kept() -> None:
     assert module[2].weight.is_meta
 
 
+def test_only_what_a_reset_may_set_is_copied_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the statistics of a norm, which its reset would set; a large table is not held twice."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(4, 4, device="meta"), nn.BatchNorm1d(4)
+            self.norm.weight = nn.Parameter(torch.empty(4, device="meta"))
+            self.register_buffer("table", torch.ones(1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(self.linear(x)) * self.get_buffer("table")[:4]
+            return y
+
+    module = nn.Sequential(Table(), nn.Linear(4, 4))
+    inputs = torch.zeros(1, 4)
+    parts = split(trace(module, [inputs], leaf_modules=["0"]), _plan(module, (1,), ["0", "1"]), [inputs])
+    mean = module[0].norm.running_mean.fill_(3.0)
+    copied: list[int] = []
+    clone = Tensor.clone
+    monkeypatch.setattr(Tensor, "clone", lambda tensor: (copied.append(tensor.numel()), clone(tensor))[1])
+    _materialize(parts, (0, 1))
+    assert max(copied) == 4
+    assert torch.equal(mean, torch.full((4,), 3.0))
+    assert torch.equal(module[0].norm.weight, torch.ones(4))
+
+
 def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:
