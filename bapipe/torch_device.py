@@ -4,7 +4,8 @@ import ctypes
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from bapipe.hardware import cpu_name, memory_bytes, num_cores
 
 CPU = torch.device("cpu")
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+_KEEPING_ALL = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1))
+_BY_DEFAULT = ((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**25), (_M_TRIM_THRESHOLD, 2**26))
+"""What glibc comes to by itself where large blocks are freed: once one of them was set, it changes none any more."""
 
 
 def prepare_cpu(num_threads: int = 1) -> None:
@@ -26,11 +30,29 @@ def prepare_cpu(num_threads: int = 1) -> None:
     faults per micro-batch.
     """
     torch.set_num_threads(num_threads)
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(_M_MMAP_MAX, 0)
-            libc.mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    _set_malloc(_KEEPING_ALL)
+
+
+@contextmanager
+def prepared_cpu(num_threads: int) -> Iterator[None]:
+    """Does as `prepare_cpu` in this context; afterwards threads are as before, and memory is returned by default."""
+    before = torch.get_num_threads()
+    prepare_cpu(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _set_malloc(_BY_DEFAULT)
+
+
+def _set_malloc(options: Iterable[tuple[int, int]]) -> None:
+    """Sets options of the C library's malloc, if that is glibc's."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for option, value in options:
+            libc.mallopt(option, value)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,12 +67,13 @@ def num_devices(kind: str) -> int:
     return num_cores() if kind == "cpu" else 0
 
 
-def local_device(name: str) -> torch.device:
+def local_device(device: torch.device | str) -> torch.device:
     """Returns the device of this machine with a name such as cpu, cuda or cuda:1.
 
     Raises:
         BapipeError: another kind of device, or one that this machine, or its torch, does not have.
     """
+    name = str(device)
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise BapipeError(f"`device` is '{name}': want cpu or cuda")
@@ -90,7 +113,7 @@ def current_device(device: torch.device | str) -> torch.device:
         BapipeError: another kind of device, or one that this machine, or its torch, does not have; or CUDA does not
             start, as with a driver that is too old.
     """
-    found = local_device(str(device))
+    found = local_device(device)
     if found.type != "cuda":
         return found
     _start_cuda()

@@ -6,9 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bapipe import torch_device
 from bapipe.errors import BapipeError
 from bapipe.hardware import memory_bytes, num_cores
-from bapipe.torch_device import current_device, describe, environment, framework_bytes, local_device, num_devices
+from bapipe.torch_device import (
+    current_device,
+    describe,
+    environment,
+    framework_bytes,
+    local_device,
+    num_devices,
+    prepared_cpu,
+)
 
 
 def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None:
@@ -30,6 +39,19 @@ def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None
 def test_a_device_that_is_not_there_is_refused_in_a_line(name: str, message: str) -> None:
     with pytest.raises(BapipeError, match=message):
         local_device(name)
+
+
+def test_threads_and_malloc_are_as_by_default_after_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[int, int] = {}
+    libc = SimpleNamespace(mallopt=options.__setitem__)
+    monkeypatch.setattr(torch_device, "ctypes", SimpleNamespace(CDLL=lambda _: libc))
+    monkeypatch.setattr(torch_device, "sys", SimpleNamespace(platform="linux"))
+    before = torch.get_num_threads()
+    with prepared_cpu(before + 1):
+        assert torch.get_num_threads() == before + 1
+        assert options == {-4: 0, -1: -1}  # no block is apart, and none is given back
+    assert torch.get_num_threads() == before
+    assert options == {-4: 65_536, -3: 32 * 2**20, -1: 64 * 2**20}
 
 
 def test_the_environment_names_versions() -> None:

@@ -1,6 +1,7 @@
 """Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_dev
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepare_cpu
+from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepared_cpu
 from bapipe.torch_settings import autocast_dtype, in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.python_random import generators_restored
@@ -61,7 +62,7 @@ def measure_model(
     """Returns the profile of a model in training, its last layer the loss.
 
     The model is measured on `data`, or else on the example inputs, repeated to each micro-batch size. The module's
-    parameters, buffers and mode are left as they were, its gradients as None.
+    parameters, buffers and mode are left as they were, its gradients as None, and so are torch's threads.
 
     Args:
         settings: how the model is computed; their `dtype` is replaced by the module's.
@@ -81,16 +82,16 @@ def measure_model(
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails or gives
             another layer a value that is not a tensor.
-        BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
+        BapipeError: no micro-batch size, one below 1, no thread, or an unknown optimizer.
     """
-    sizes = _checked_sizes(microbatch_sizes)
+    sizes = checked_sizes(microbatch_sizes)
+    if settings.threads < 1:
+        raise BapipeError(f"`threads` is {settings.threads}: want 1 or more")
     if settings.optimizer not in OPTIMIZERS:
         raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
     check_inputs(inputs)
     check_examples(tensor_inputs(inputs), target)
     check_trainable(module)
-    if device.type == "cpu":
-        prepare_cpu(settings.threads)
     settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
     profile = resume_from
     missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]
@@ -102,6 +103,7 @@ def measure_model(
     with generators_restored():
         made_up = None if data is None or layer_by_layer else data()
     with (
+        prepared_cpu(settings.threads) if device.type == "cpu" else nullcontext(),
         prepared(module, device, settings, move=not layer_by_layer),
         only_tensor_inputs(module, inputs) as tensors,
     ):
@@ -217,7 +219,14 @@ def _with_quality(profile: ModelProfile, size: int, times: LayerTimes) -> ModelP
     return structs.replace(profile, environment=profile.environment | notes)
 
 
-def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the micro-batch sizes, each once, ascending.
+
+    Raises:
+        BapipeError: there is none, one is below 1, or a number was given instead of several.
+    """
+    if isinstance(sizes, int):
+        raise BapipeError(f"`microbatch_sizes` is {sizes}: want a list of sizes, such as [{sizes}]")
     if not sizes:
         raise BapipeError("no micro-batch size to measure at: give one or more, such as 1,2,4,8")
     if min(sizes) < 1:

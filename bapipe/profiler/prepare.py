@@ -48,33 +48,36 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
     If `move`, it also is on the device meanwhile.
     """
     home = next(module.parameters()).device
-    if move:
-        module.to(device)
-    training = {submodule: submodule.training for submodule in module.modules()}
-    module.train()
-    if settings.channels_last:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     buffers = [
         (vars(part)["_buffers"], name, buffer, buffer.detach().clone())
         for part in module.modules()
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
     ]
+    strides = [(parameter, parameter.stride()) for parameter in module.parameters()]
+    training = {submodule: submodule.training for submodule in module.modules()}
+    if move:
+        module.to(device)
+    module.train()
+    if settings.channels_last:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     module.zero_grad()
     try:
         with tf32(settings.tf32), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
         module.zero_grad()
-        with torch.no_grad():
-            for registry, name, buffer, value in buffers:
-                registry[name] = buffer  # a forward may have assigned another
-                buffer.copy_(value)
-        if settings.channels_last:
-            module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        for submodule, mode in training.items():
-            submodule.training = mode
         if move:
             module.to(home)
+        with torch.no_grad():
+            for registry, name, buffer, value in buffers:
+                registry[name] = buffer  # a move, or a forward, may have put another one there
+                buffer.copy_(value)
+        for parameter, stride in strides:
+            if parameter.stride() != stride:
+                restored = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = restored.copy_(parameter.data)
+        for submodule, mode in training.items():
+            submodule.training = mode
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
 

@@ -1,6 +1,7 @@
 """Errors of models that cannot be measured: they name the layer, and a remedy."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -142,15 +143,20 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "optimizer", "message"),
+    ("sizes", "settings", "message"),
     [
-        ((), "sgd-momentum", "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
-        ((2, 0), "sgd-momentum", "micro-batch size 0 cannot be measured: want 1 or more"),
-        ((1,), "lion", "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
-        ((1,), "AdamW", "unknown optimizer 'AdamW'; want one of sgd, sgd-momentum, adam, adamw; did you mean 'adamw'?"),
+        ((), {}, "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
+        ((2, 0), {}, "micro-batch size 0 cannot be measured: want 1 or more"),
+        ((1,), {"threads": 0}, "`threads` is 0: want 1 or more"),
+        ((1,), {"optimizer": "lion"}, "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
+        (
+            (1,),
+            {"optimizer": "AdamW"},
+            "unknown optimizer 'AdamW'; want one of sgd, sgd-momentum, adam, adamw; did you mean 'adamw'?",
+        ),
     ],
 )
-def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -> None:
+def test_wrong_arguments(sizes: tuple[int, ...], settings: dict[str, Any], message: str) -> None:
     with pytest.raises(BapipeError) as error:
         measure_model(
             nn.Linear(2, 2),
@@ -159,7 +165,7 @@ def test_wrong_arguments(sizes: tuple[int, ...], optimizer: str, message: str) -
             functional.cross_entropy,
             microbatch_sizes=sizes,
             name="small",
-            settings=Settings(optimizer=optimizer),
+            settings=Settings(**settings),
         )
     assert str(error.value) == message
 

@@ -44,6 +44,20 @@ def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert moves == [torch.device("meta"), CPU]
 
 
+@pytest.mark.parametrize("before", [torch.contiguous_format, torch.channels_last])
+def test_tensors_keep_their_memory_format(before: torch.memory_format) -> None:
+    module = nn.Conv2d(3, 4, 3).to(memory_format=before)  # type: ignore[call-overload]
+    table = torch.randn(2, 3, 4, 4).contiguous(memory_format=before)
+    module.register_buffer("table", table)
+    weight, value = module.weight, module.weight.detach().clone()
+    with prepare.prepared(module, CPU, Settings(channels_last=True)):
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert module.weight is weight
+    assert weight.is_contiguous(memory_format=before)
+    assert torch.equal(weight, value)
+    assert module.table is table
+
+
 def test_a_module_fits_if_memory_exceeds_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(4, 4, bias=False)  # 64 bytes of parameters
     for memory_bytes, fits in ((128, False), (129, True)):

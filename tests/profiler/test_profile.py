@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from bapipe.formats import codec
 from bapipe.formats.profile import DeviceKind
+from bapipe.formats.settings import Settings
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.layer_times import group_means, spread
@@ -21,6 +22,7 @@ def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
     module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     torch.manual_seed(3)
+    threads = torch.get_num_threads()
     told: list[tuple[int, int, str]] = []
     made = measure_model(
         module,
@@ -31,6 +33,7 @@ def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
         name="small",
         factory="own:net",
         arguments={"width": 3},
+        settings=Settings(threads=threads + 1),
         seconds_per_size=0.0,
         progress=lambda done, total, what: told.append((done, total, what)),
     )
@@ -42,6 +45,7 @@ def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
     assert told[-1] == (5, 5, "done")
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not any(part.training for part in module.modules())
+    assert torch.get_num_threads() == threads
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
