@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import fingerprint, read, write, write_bytes
+from bapipe.formats.codec import encode, fingerprint, read, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.user_folders import user_folder
@@ -19,14 +19,8 @@ T = TypeVar("T", ModelProfile, Plan)
 
 
 def profile_path(key: Mapping[str, object]) -> Path:
-    """Returns the file of the profile that was measured under the conditions in `key`; creates its folder.
-
-    Raises:
-        BapipeError: the folder cannot be created.
-    """
-    path = _path(key, "profile")
-    _make(path.parent)
-    return path
+    """Returns the file of the profile that was measured under the conditions in `key`."""
+    return _path(key, "profile")
 
 
 def plan_path(key: Mapping[str, object]) -> Path:
@@ -44,11 +38,17 @@ def _code_digest() -> str:
 
 def store_plan(path: Path, plan: Plan) -> None:
     """Writes a plan where `load_plan` reads it; only warns if that fails."""
-    try:
-        _make(path.parent)
-        write(path, plan)
-    except BapipeError as error:
-        logging.getLogger(__name__).warning("the plan is not cached: %s", error)
+    _store(path, encode(plan), "the plan is not cached")
+
+
+def store_profile(path: Path, profile: ModelProfile) -> None:
+    """Writes a profile where `load_profile` reads it; only warns if that fails."""
+    _store(path, encode(profile), "the profile is not cached")
+
+
+def store_unfinished_profile(path: Path, profile: ModelProfile) -> bool:
+    """Returns whether a profile that lacks sizes was written where `load_profile` reads it; only warns if not."""
+    return _store(path, encode(profile), "measurements are lost if they are interrupted")
 
 
 def load_bytes(name: str) -> bytes | None:
@@ -61,23 +61,14 @@ def load_bytes(name: str) -> bytes | None:
 
 def store_bytes(name: str, content: bytes) -> None:
     """Writes bytes where `load_bytes` reads them; only warns if that fails."""
-    try:
-        _make(cache_folder())
-        write_bytes(cache_folder() / name, content)
-    except BapipeError as error:
-        logging.getLogger(__name__).warning("%s is not cached: %s", name, error)
+    _store(cache_folder() / name, content, f"{name} is not cached")
 
 
 def store_profile_by_fingerprint(profile: ModelProfile) -> None:
     """Writes a profile where `load_profile_by_fingerprint` reads it; only warns if that fails."""
     path = _path({"fingerprint": fingerprint(profile)}, "profile")
-    if path.exists():
-        return
-    try:
-        _make(path.parent)
-        write(path, profile)
-    except BapipeError as error:
-        logging.getLogger(__name__).warning("the profile is not cached, so a run cannot plan again with it: %s", error)
+    if not path.exists():
+        _store(path, encode(profile), "the profile is not cached, so a run cannot plan again with it")
 
 
 def load_profile_by_fingerprint(known_as: str) -> ModelProfile | None:
@@ -94,6 +85,17 @@ def _path(key: Mapping[str, object], kind: str) -> Path:
 def cache_folder() -> Path:
     """Returns the folder of the cache, which may not exist yet."""
     return user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _store(path: Path, content: bytes, loss: str) -> bool:
+    """Returns whether bytes were written, in a folder that is made if needed; else warns of the loss."""
+    try:
+        _make(path.parent)
+        write_bytes(path, content)
+    except BapipeError as error:
+        logging.getLogger(__name__).warning("%s: %s", loss, error)
+        return False
+    return True
 
 
 def _make(folder: Path) -> None:

@@ -1,15 +1,16 @@
 """The entry points: profiles of a module, and of a model by its name, with a cache on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.formats.cache import load_profile, profile_path
-from bapipe.formats.codec import write
+from bapipe.formats.cache import load_profile, profile_path, store_profile, store_unfinished_profile
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.processes import root_cause
@@ -18,10 +19,14 @@ from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from bapipe.tracing import Inputs
     from bapipe.zoo.factory import Factory
+
+_VERSION = 2
+"""Of what profiles say: cached ones of version 1 lack buffers."""
 
 
 @overload
@@ -33,7 +38,7 @@ def profile(
     *,
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
-    device: str = "cpu",
+    device: "torch.device | str" = "cpu",
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -48,7 +53,7 @@ def profile(
     num_co_runners: int = 0,
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
-    device: str = "cpu",
+    device: "torch.device | str" = "cpu",
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -65,7 +70,7 @@ def profile(
     num_co_runners: int = 0,
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
-    device: str = "cpu",
+    device: "torch.device | str" = "cpu",
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -111,6 +116,8 @@ def profile(
         "progress": progress,
     }
     if not isinstance(module, nn.Module):
+        if not (inputs is None and target is None and loss is None):
+            raise BapipeError("a factory gives its own `inputs`, `target` and `loss`: leave them out, or give a module")
         made = profile_model(module, arguments or {}, device=device, num_co_runners=num_co_runners, **measured)
         return made if name is None else msgspec.structs.replace(made, model=name)
     if inputs is None or target is None or loss is None:
@@ -135,7 +142,7 @@ def profile_model(
     model: "Factory",
     arguments: Mapping[str, object],
     *,
-    device: str = "cpu",
+    device: "torch.device | str" = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     settings: Settings = Settings(),  # noqa: B008
     layer_by_layer: bool = False,
@@ -156,11 +163,12 @@ def profile_model(
             share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
     """
     require_torch()
-    from bapipe.profiler.measure import measure_model
+    from bapipe.profiler.measure import checked_sizes, measure_model
     from bapipe.torch_device import local_device
     from bapipe.zoo.data.open_dataset import synthetic_data
     from bapipe.zoo.factory import build, factory_name, importable_name
 
+    sizes = checked_sizes(microbatch_sizes)
     factory: Factory = resolve(model) if isinstance(model, str) else model
     importable = importable_name(factory)
     example = build(factory, arguments)
@@ -174,13 +182,13 @@ def profile_model(
     kept = {"unfinished": True, "co_runners": num_co_runners} | layer_choice
     unfinished_path = None if key is None else profile_path(key | kept)
     try:
-        with co_runners(num_co_runners, factory, arguments, sorted(microbatch_sizes)[len(microbatch_sizes) // 2]):
+        with co_runners(num_co_runners, factory, arguments, sizes[len(sizes) // 2]):
             measured = measure_model(
                 example.module,
                 example.inputs,
                 example.target,
                 example.loss,
-                microbatch_sizes=microbatch_sizes,
+                microbatch_sizes=sizes,
                 name=factory_name(model).rpartition(":")[2].rpartition(".")[2],
                 device=local_device(device),
                 factory=importable,
@@ -193,20 +201,32 @@ def profile_model(
                 check=check,
                 data=partial(synthetic_data, example, factory_name(model)),
                 resume_from=None if unfinished_path is None else load_profile(unfinished_path),
-                save=None if unfinished_path is None else partial(write, unfinished_path),
+                save=None if unfinished_path is None else _saved_to(unfinished_path),
                 progress=progress,
             )
     except (BapipeError, KeyboardInterrupt) as error:
         unfinished = None if unfinished_path is None else load_profile(unfinished_path)
         if unfinished is None:
             raise
-        advice = _what_is_kept(unfinished, microbatch_sizes, error)
+        advice = _what_is_kept(unfinished, sizes, error)
         raise RunFailed(f"{str(error) or 'interrupted'}; {advice}") from error
     if unfinished_path is not None:
-        unfinished_path.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not be there, nor its folder
+            unfinished_path.unlink()
     if not num_co_runners:
         return measured
     return msgspec.structs.replace(measured, environment={**measured.environment, "co_runners": num_co_runners})
+
+
+def _saved_to(path: Path) -> Callable[[ModelProfile], None]:
+    """Returns a function that stores an unfinished profile, until that fails once."""
+    is_stored = True
+
+    def save(profile: ModelProfile) -> None:
+        nonlocal is_stored
+        is_stored = is_stored and store_unfinished_profile(path, profile)
+
+    return save
 
 
 def _what_is_kept(unfinished: ModelProfile, sizes: Sequence[int], error: BaseException) -> str:
@@ -237,7 +257,7 @@ def profile_model_cached(
     model: str,
     arguments: Mapping[str, object],
     *,
-    device: str = "cpu",
+    device: "torch.device | str" = "cpu",
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     settings: Settings = Settings(),  # noqa: B008
     progress: PartsProgress | None = None,
@@ -254,11 +274,13 @@ def profile_model_cached(
         cached = profile_model(
             model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
         )
-        write(path, cached)
+        store_profile(path, cached)
     return cached
 
 
-def _cache_key(factory: str, arguments: Mapping[str, object], device: str, settings: Settings) -> dict[str, object]:
+def _cache_key(
+    factory: str, arguments: Mapping[str, object], device: "torch.device | str", settings: Settings
+) -> dict[str, object]:
     """Returns the key of a cached profile: everything that it depends on."""
     require_torch()
     from bapipe.torch_device import describe, environment, local_device
@@ -266,6 +288,7 @@ def _cache_key(factory: str, arguments: Mapping[str, object], device: str, setti
 
     local = local_device(device)
     return {
+        "version": _VERSION,
         "factory": factory,
         "arguments": dict(arguments),
         "device": describe(local).name,

@@ -51,6 +51,23 @@ def test_what_belongs_to_a_module_and_to_a_factory_is_told_apart() -> None:
         bapipe.profile(nn.Linear(3, 3), [x], x, loss, arguments={"width": 3})  # type: ignore[call-overload]
 
 
+def test_a_factory_gives_its_own_inputs() -> None:
+    with pytest.raises(
+        BapipeError, match=r"^a factory gives its own `inputs`, `target` and `loss`: leave them out, or"
+    ):
+        bapipe.profile(tiny, (torch.zeros(2, 3),))  # type: ignore[call-overload]
+
+
+def test_a_device_may_be_one_of_torch() -> None:
+    assert profiled(tiny, device=torch.device("cpu")).device.kind == "cpu"
+
+
+@pytest.mark.parametrize("sizes", [4, []])
+def test_micro_batch_sizes_are_several(sizes: int | list[int]) -> None:
+    with pytest.raises(BapipeError, match=r"^`microbatch_sizes` is 4: want a list of sizes, such as \[4\]$|^no micro-"):
+        bapipe.profile(tiny, microbatch_sizes=sizes)  # type: ignore[call-overload]
+
+
 def test_a_cached_profile_depends_on_the_version_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     def key(factory: str, version: str) -> dict[str, object]:
         monkeypatch.setattr(factories, "version", lambda package: version)

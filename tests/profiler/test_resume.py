@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, RunFailed
-from bapipe.profiler.profile import profile_model
+from bapipe.profiler.profile import profile_model, profile_model_cached
 from bapipe.zoo.example import Example
 
 most_samples = 2
@@ -77,3 +77,17 @@ def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert sizes == (1, 4)
     assert list((tmp_path / "bapipe").iterdir()) == []  # a complete profile leaves no unfinished one
     assert profiled(1)[0][0] == "0/3 times at micro-batch size 1"
+
+
+def test_a_cache_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(no_folder))
+    assert profiled(1, 2)[1] == (1, 2)
+    cause = f"{no_folder}/bapipe: cannot be made: Not a directory; set XDG_CACHE_HOME to another folder"
+    assert caplog.messages == [f"measurements are lost if they are interrupted: {cause}"]
+    caplog.clear()
+    assert profile_model_cached(FACTORY, {}, microbatch_sizes=(1,)).microbatch_sizes == (1,)
+    assert caplog.messages[-1] == f"the profile is not cached: {cause}"
