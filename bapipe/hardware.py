@@ -7,6 +7,11 @@ NCCL_BYTES = 2**30
 """What NCCL's communicators and cuBLAS's workspaces may take of a GPU's memory; torch's allocator does not see it."""
 
 
+def bytes_for_tensors(memory_bytes: int, framework_bytes: int, num_devices: int) -> int:
+    """Returns what tensors can have of a GPU's memory: not what its framework takes and, of several GPUs, NCCL."""
+    return max(memory_bytes - framework_bytes - (NCCL_BYTES if num_devices > 1 else 0), 0)
+
+
 def num_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

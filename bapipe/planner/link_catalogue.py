@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
-from bapipe.hardware import NCCL_BYTES
+from bapipe.hardware import bytes_for_tensors
 
 ACHIEVED_SHARE = 0.85
 """The share of a datasheet's rate that messages of some megabytes are taken to achieve."""
@@ -111,14 +111,14 @@ def cluster_like(
     within = within or link_of_gpu(device.name)
     per_host = num_devices // num_hosts
     framework = profile.environment.get("framework_bytes", 0)
-    taken = (framework if isinstance(framework, int) else 0) + (NCCL_BYTES if num_devices > 1 else 0)
+    framework_bytes = framework if isinstance(framework, int) else 0
     return Cluster(
         devices=tuple(
             Device(
                 name=f"{device.kind}{i}",
                 host=f"host{i // per_host}",
                 kind=device.kind,
-                memory_bytes=max(device.memory_bytes - taken, 0),
+                memory_bytes=bytes_for_tensors(device.memory_bytes, framework_bytes, num_devices),
                 model=device.name,
             )
             for i in range(num_devices)

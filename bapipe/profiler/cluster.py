@@ -5,7 +5,7 @@ from msgspec import UNSET
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
-from bapipe.hardware import NCCL_BYTES
+from bapipe.hardware import bytes_for_tensors
 from bapipe.profiler.links import measure_link
 from bapipe.torch_device import describe, framework_bytes
 from bapipe.torch_device import num_devices as num_devices_here
@@ -16,10 +16,8 @@ KINDS = ("cpu", "cuda")
 def cluster(num_devices: int | None, kind: str) -> Cluster:
     """Returns the first devices of a kind on this machine, or all of them for None; a CPU device is one core.
 
-    The memory of a CUDA device is what tensors can have of it: not what the CUDA context, other processes and, if there
-    are several devices, NCCL take. CPU devices share the machine's memory evenly. One machine has no link between
-    hosts; the cluster says that it is equal to the link within the host. CPU devices sum gradients themselves, so the
-    cluster has a link for sums too.
+    One machine has no link between hosts; the cluster says that it is equal to the link within the host. CPU devices
+    sum gradients themselves, so the cluster has a link for sums too.
 
     Raises:
         BapipeError: an unknown kind, or a number of devices that this machine does not have.
@@ -29,13 +27,7 @@ def cluster(num_devices: int | None, kind: str) -> Cluster:
     link, host_sum_link = measure_link("cuda" if kind == "cuda" and num_devices_here(kind) > 1 else "cpu")
     return Cluster(
         devices=tuple(
-            Device(
-                name=f"{kind}{index}",
-                host="host0",
-                kind=kind,
-                memory_bytes=_memory_bytes(kind, index, count),
-                model=describe(torch.device("cuda", index)).name if kind == "cuda" else UNSET,
-            )
+            device_here(kind, index, name=f"{kind}{index}", host="host0", num_on_host=count, num_devices=count)
             for index in range(count)
         ),
         intra_host=link,
@@ -66,9 +58,15 @@ def check_devices(num_devices: int | None, kind: str) -> int:
     return count
 
 
-def _memory_bytes(kind: str, index: int, count: int) -> int:
-    if kind == "cuda":
-        device = torch.device("cuda", index)
-        for_messages = NCCL_BYTES if count > 1 else 0
-        return max(describe(device).memory_bytes - framework_bytes(device) - for_messages, 0)
-    return describe(torch.device("cpu")).memory_bytes // count
+def device_here(kind: str, index: int, *, name: str, host: str, num_on_host: int, num_devices: int) -> Device:
+    """Returns a device of this machine; `num_devices` in all are used, `num_on_host` of them here.
+
+    The memory of a CUDA device is what tensors can have of it: not what the CUDA context, other processes and, if there
+    are several devices, NCCL take. CPU devices share the machine's memory evenly.
+    """
+    device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+    found = describe(device)
+    if kind != "cuda":
+        return Device(name=name, host=host, kind=kind, memory_bytes=found.memory_bytes // num_on_host)
+    memory_bytes = bytes_for_tensors(found.memory_bytes, framework_bytes(device), num_devices)
+    return Device(name=name, host=host, kind=kind, memory_bytes=memory_bytes, model=found.name)

@@ -20,10 +20,10 @@ from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, 
 from bapipe.job.groups import barrier, init_proven_group
 from bapipe.job.rendezvous import open_store
 from bapipe.job.secret import job_secret
+from bapipe.profiler.cluster import device_here
 from bapipe.profiler.links import fit
 from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import describe
 from bapipe.torchrun import Job
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
@@ -71,7 +71,7 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
     One pair of ranks is measured after another. A link is the line through its one-way times, see
     `bapipe.profiler.links.fit`; the cluster's links within and between hosts are the median of theirs.
     """
-    size = dist.get_world_size()
+    size, device = dist.get_world_size(), _device(kind)  # before NCCL takes memory, for which there is a figure
     pairs = list(combinations(range(size), 2))
     results: list[dict[str, Any] | None] = []  # of each pair; None if this rank is not in it
     for index, pair in enumerate(pairs):
@@ -82,7 +82,7 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
     reductions = [AllReduce(num_bytes=n, ns=_all_reduce_ns(n, kind)) for n in MESSAGE_BYTES] if size > 1 else []
     progress(len(pairs) + 1, len(pairs) + 1, "done")
     gathered: list[Any] = [None] * size  # (device, results) of each rank
-    dist.all_gather_object(gathered, (_device(kind), results))
+    dist.all_gather_object(gathered, (device, results))
     by_pair = {pair: gathered[pair[0]][1][index] for index, pair in enumerate(pairs)}
     return _cluster([device for device, _ in gathered], by_pair, reductions)
 
@@ -90,13 +90,14 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
 def _device(kind: str) -> Device:
     rank, local_size = dist.get_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    memory_bytes = describe(torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")).memory_bytes
     host = socket.gethostname() + (f":{group}" if (group := os.environ.get("GROUP_RANK", "0")) != "0" else "")
-    return Device(
+    return device_here(
+        kind,
+        local_rank,
         name=f"{kind}{rank}",
         host=host,
-        kind=kind,
-        memory_bytes=memory_bytes if kind == "cuda" else memory_bytes // local_size,
+        num_on_host=local_size,
+        num_devices=dist.get_world_size(),
     )
 
 

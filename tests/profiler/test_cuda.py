@@ -9,7 +9,7 @@ import torch
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import DeviceKind
 from bapipe.profiler import cluster as cluster_module
-from bapipe.profiler import layer_times, optimizer_step, timers
+from bapipe.profiler import layer_times, optimizer_step, probe, timers
 from bapipe.profiler.layer_memory import allocated_bytes
 from bapipe.profiler.timers import CudaLayerTimer, instrumentation_overhead_ns
 from bapipe.torch_device import framework_bytes
@@ -153,8 +153,15 @@ def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch
     kind = DeviceKind(kind="cuda", name="small", memory_bytes=10 * 2**30)
     monkeypatch.setattr(cluster_module, "describe", lambda _: kind)
     monkeypatch.setattr(cluster_module, "framework_bytes", lambda _: 3 * 2**30)
-    assert cluster_module._memory_bytes("cuda", 0, 1) == 7 * 2**30
-    assert cluster_module._memory_bytes("cuda", 1, 2) == 6 * 2**30
+    for num_devices, gib in ((1, 7), (2, 6)):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda num_devices=num_devices: num_devices)
+        probed = probe._device("cuda")
+        assert (probed.memory_bytes, probed.model) == (gib * 2**30, "small")
+        listed = cluster_module.device_here(
+            "cuda", 0, name="cuda0", host=probed.host, num_on_host=num_devices, num_devices=num_devices
+        )
+        assert listed == probed
 
 
 def test_the_model_as_a_whole_is_timed_by_the_host_and_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
