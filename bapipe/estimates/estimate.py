@@ -111,7 +111,7 @@ def _layer(layer: LayerProfile, member: MemberLayer, shared: Fraction) -> LayerP
         # What is left beside the parameters, so that parts that are rounded up are no more than their sum.
         buffer_bytes=UNSET
         if layer.buffer_bytes is UNSET
-        else param_bytes - _part(layer.param_bytes - layer.buffer_bytes, member.weight_share),
+        else param_bytes - _part(layer.weight_bytes, member.weight_share),
         optimizer_state_bytes=_part(layer.optimizer_state_bytes, member.weight_share),
         update_ns=round_half_up(layer.update_ns * member.weight_share),
         shared_bytes=_part(layer.shared_bytes, shared),

@@ -89,16 +89,15 @@ def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Memb
 
     Buffers are whole on each.
     """
-    buffer_bytes = layer.buffer_bytes or 0
-    weights = Exchange(part="forward", how="gather", num_bytes=layer.param_bytes - buffer_bytes)
+    weights = Exchange(part="forward", how="gather", num_bytes=layer.weight_bytes)
     own = Fraction(1, num_members)
     return MemberLayer(
         share=own,
         weight_share=own,
         stash_share=own,
         output_share=own,
-        whole_bytes=buffer_bytes,
-        gathered_bytes=layer.param_bytes - buffer_bytes,
+        whole_bytes=layer.param_bytes - layer.weight_bytes,
+        gathered_bytes=layer.weight_bytes,
         exchanges=exchanges_of(
             weights,
             replace(weights, part="input_grad"),

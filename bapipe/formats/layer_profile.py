@@ -51,6 +51,11 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.no_replicas is not True
 
     @property
+    def weight_bytes(self) -> int:
+        """The bytes of the parameters, trained or not, without buffers."""
+        return self.param_bytes - (self.buffer_bytes or 0)
+
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients: those of the trained parameters."""
         return self.param_bytes if self.trained_bytes is msgspec.UNSET else self.trained_bytes
@@ -117,7 +122,7 @@ def _check_bytes(layer: LayerProfile, owner: LayerProfile | None, where: str) ->
     """Raises InvalidFile if a layer has more bytes of a kind than there are; `owner` counts the shared ones."""
     if layer.gradient_bytes > layer.param_bytes:
         raise InvalidFile(f"{layer.gradient_bytes} is more than `param_bytes`", f"{where}.trained_bytes")
-    if (layer.buffer_bytes or 0) > layer.param_bytes - layer.gradient_bytes:
+    if layer.gradient_bytes > layer.weight_bytes:
         raise InvalidFile(
             f"{layer.buffer_bytes} is more than what is not trained of `param_bytes`", f"{where}.buffer_bytes"
         )

@@ -10,7 +10,7 @@ from bapipe.formats.profile import ModelProfile
 _OF_MODEL = "no_gradient", "allows_replicas", "shares"
 """What profiles of one model agree on, of every layer, ..."""
 
-_OF_PARAMETERS = "param_bytes", "gradient_bytes", "group_gradient_bytes", "shared_bytes", "shared_gradient_bytes"
+_OF_PARAMETERS = "weight_bytes", "gradient_bytes", "group_gradient_bytes", "shared_bytes", "shared_gradient_bytes"
 """... and those of as many members, too."""
 
 

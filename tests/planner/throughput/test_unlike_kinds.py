@@ -94,6 +94,17 @@ def test_profiles_of_other_training_are_refused(change: dict[str, object], diffe
     assert plan(unlike, alone, minibatch_size=2).stages  # the other kind is not there
 
 
+def test_a_profile_from_before_buffers_counted_goes_with_one_of_today() -> None:
+    profiles = {kind: of_kind(chain([1, 1], param_bytes=8), kind) for kind in "ab"}
+    first, second = profiles["b"].layers
+    today = replace(second, param_bytes=12, trained_bytes=8, buffer_bytes=4)
+    both = profiles | {"b": replace(profiles["b"], layers=(first, today))}
+    named = tuple(Device(name=f"d{kind}", host="h", kind=kind, memory_bytes=10**10) for kind in "ab")
+    cluster = Cluster(devices=named, intra_host=FAST, inter_host=FAST)
+    made = make(both, cluster, minibatch_size=2, cuts=[], devices=[["da", "db"]])
+    assert [rank.memory.params for rank in made.prediction.ranks] == [8 + 8, 8 + 12]
+
+
 def test_members_that_sum_with_their_own_compute_take_as_long_as_the_simulator_says() -> None:
     """F + B of 3 ms for each of four micro-batches, and a ring of 10 MB over two members at 1 GB/s, not at the link's."""
     single = chain([1], param_bytes=10**7)
