@@ -297,17 +297,23 @@ def test_only_what_a_reset_may_set_is_copied_meanwhile(monkeypatch: pytest.Monke
             y: Tensor = self.norm(self.linear(x)) * self.get_buffer("table")[:4]
             return y
 
-    module = nn.Sequential(Table(), nn.Linear(4, 4))
+    table = Table()
+    module = nn.Sequential(table, nn.Linear(4, 4))
     inputs = torch.zeros(1, 4)
     parts = split(trace(module, [inputs], leaf_modules=["0"]), _plan(module, (1,), ["0", "1"]), [inputs])
-    mean = module[0].norm.running_mean.fill_(3.0)
+    mean = table.norm.get_buffer("running_mean").fill_(3.0)
     copied: list[int] = []
     clone = Tensor.clone
-    monkeypatch.setattr(Tensor, "clone", lambda tensor: (copied.append(tensor.numel()), clone(tensor))[1])
+
+    def cloned(tensor: Tensor) -> Tensor:
+        copied.append(tensor.numel())
+        return clone(tensor)
+
+    monkeypatch.setattr(Tensor, "clone", cloned)
     _materialize(parts, (0, 1))
     assert max(copied) == 4
     assert torch.equal(mean, torch.full((4,), 3.0))
-    assert torch.equal(module[0].norm.weight, torch.ones(4))
+    assert torch.equal(table.norm.weight, torch.ones(4))
 
 
 def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
