@@ -103,8 +103,8 @@ def memory(
     loss(module(*inputs), target).backward()  # the gradients that a second micro-batch adds to
     stash, _ = allocated(lambda: loss(module(*inputs), target), target.device)
     _, peak_bytes = allocated(lambda: loss(module(*inputs), target).backward(), target.device)
-    parameters = sum(p.nbytes for p in module.parameters())
-    state = parameters + sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) + cost.optimizer_bytes
+    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    state = held + sum(p.grad.nbytes for p in module.parameters() if p.grad is not None) + cost.optimizer_bytes
     fixed = cost.param_bytes + cost.gradient_bytes + cost.optimizer_bytes
     stashed = accumulate(m.stash_bytes for m in measured)
     peak = fixed + max(before + m.workspace_bytes for before, m in zip(stashed, measured, strict=True))
