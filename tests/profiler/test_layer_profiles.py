@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bapipe
 from bapipe.errors import InvalidFile
 from tests.models.small_modules import layers, profile
 
@@ -44,12 +45,17 @@ class Buffered(nn.Module):
 
 def test_buffers_count_once_and_are_not_trained() -> None:
     """The first layer also counts what only checkpoints have; nobody holds a buffer that is in neither."""
-    found = {name: layer for name, (layer, _) in layers(profile(Buffered(), 6)).items()}
+    made = profile(Buffered(), 6)
+    found = {name: layer for name, (layer, _) in layers(made).items()}
     first, linear = found["scaled"], found["linear"]
     assert (first.param_bytes, first.gradient_bytes) == (FLOAT * (6 + 100 + 50 + 30 + 7), FLOAT * 6)
     assert (first.buffer_bytes, first.optimizer_state_bytes) == (FLOAT * (100 + 50 + 30 + 7), FLOAT * 6)
     assert (linear.param_bytes, linear.trained_bytes, linear.buffer_bytes) == (FLOAT * 42, msgspec.UNSET, msgspec.UNSET)
     assert (linear.shares, linear.shared_bytes) == ((), 0)
+    plan = bapipe.make(made, 1, minibatch_size=4, microbatch_size=4)
+    memory = plan.prediction.ranks[0].memory
+    trained = FLOAT * (6 + 42 + 35)
+    assert (memory.params, memory.gradients) == (trained + FLOAT * 187, trained)
 
 
 @pytest.mark.parametrize("layer_by_layer", [False, True])
