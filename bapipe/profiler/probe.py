@@ -55,7 +55,7 @@ def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
     names = [f"{kind}{rank}" for rank in range(job.size)]
     torch.set_num_threads(1)
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(_local_rank(job.rank))
     timeout = timedelta(seconds=_JOIN_S)
     store = open_store(job.rank, names, _JOIN_S)
     init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
@@ -89,16 +89,20 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
 
 def _device(kind: str) -> Device:
     rank, local_size = dist.get_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
     host = socket.gethostname() + (f":{group}" if (group := os.environ.get("GROUP_RANK", "0")) != "0" else "")
     return device_here(
         kind,
-        local_rank,
+        _local_rank(rank) if kind == "cuda" else 0,
         name=f"{kind}{rank}",
         host=host,
         num_on_host=local_size,
         num_devices=dist.get_world_size(),
     )
+
+
+def _local_rank(rank: int) -> int:
+    """Returns which of its host's GPUs a rank has; where a job does not say so, ranks of a host follow one another."""
+    return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
 
 
 def _measure_pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:

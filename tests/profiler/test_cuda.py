@@ -149,10 +149,19 @@ def test_a_gpu_warms_up_until_two_passes_agree(monkeypatch: pytest.MonkeyPatch) 
         assert len(list(times)) == 6 - num_passes
 
 
+def test_ranks_without_a_local_rank_have_the_gpus_of_their_host_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert [probe._local_rank(rank) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert probe._local_rank(7) == 2
+
+
 def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = DeviceKind(kind="cuda", name="small", memory_bytes=10 * 2**30)
     monkeypatch.setattr(cluster_module, "describe", lambda _: kind)
     monkeypatch.setattr(cluster_module, "framework_bytes", lambda _: 3 * 2**30)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     for num_devices, gib in ((1, 7), (2, 6)):
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda num_devices=num_devices: num_devices)

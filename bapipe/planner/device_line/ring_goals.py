@@ -57,8 +57,8 @@ REST, REST_OF_STAGE = 2.0, 0.1
 open is left: where cuts are counted, for each stage of the best plan."""
 
 HALF, ALMOST_ALL, MOST = 2.0, 10 / 9, 4 / 3
-"""The second look and that question have one part in so many of what is left, and so have the first two goals, or
-each of them where `trip_bound.py` is asked about what rings leave: where they are out of reach, lower ones are of use."""
+"""The second look and that question have one part in so many of what is left, and so have the first two goals, or each
+of them where `trip_bound.py` is asked about what rings leave: where they are out of reach, lower ones are of use."""
 
 SLOWER, MAX_HALVED = 4, 0.01
 """From one of these goals to the next a question takes up to so many times as long. If too little is left for that, the
