@@ -19,7 +19,7 @@ from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, tree_of
 
 LAYERS = [
     {"errors", "torchrun"},
-    {"stop_signals"},
+    {"stop_signals", "field_types"},
     {"units", "options", "optimizers", "hardware", "printable", "progress", "processes", "user_folders", "_optional"},
     {"tables"},
     {"schedules"},

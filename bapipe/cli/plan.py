@@ -147,7 +147,6 @@ def plan(
     check_writable(output)
     if pin is not None and output.resolve() == pin.resolve():
         raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
-    measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     options = PlanOptions(
         minibatch_size=minibatch_size or DEFAULT_MINIBATCH_SIZE,
         microbatch_size=microbatch_size,
@@ -163,6 +162,7 @@ def plan(
         group=group,
         goal=goal,
     )
+    measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     pinned = None if pin is None else read(pin, Plan)
     devices_to_use = (
         read_or_assume_cluster(profiles_with_fewest_threads(measured), cluster, devices) if pinned is None else None

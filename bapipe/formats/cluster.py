@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from bapipe.errors import InvalidFile
+from bapipe.field_types import check_fields
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
 
@@ -22,6 +23,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         side_by_side: whether it can run a forward and a backward at the same time, each on a share of its compute; in
             a plan, whether it does. docs/simulator.md defines what that means.
         members: of a group, the names of the devices in it, all on one host. Left out for a single device.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
     """
 
     name: str
@@ -34,6 +38,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     side_by_side: bool = False
     members: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @property
     def num_members(self) -> int:
         """The number of devices that it stands for."""
@@ -41,10 +48,17 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cost of a message: latency plus bytes divided by bandwidth."""
+    """The cost of a message: latency plus bytes divided by bandwidth.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
+    """
 
     bytes_per_s: Positive
     latency_ns: NonNegative
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def transfer_ns(self, num_bytes: int) -> int:
         """Returns the time of one message; bytes divided by bandwidth is rounded up to a nanosecond."""
@@ -55,12 +69,18 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A one-way link between two named devices, or two members of a group, that differs from the links of their hosts.
 
     A link between groups is that from each member of one to its partner in the other.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
     """
 
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
     bytes_per_s: Positive
     latency_ns: NonNegative
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,6 +127,7 @@ class Cluster(
     Raises:
         InvalidFile: no device, a name used twice, a group of fewer than two members, or a link that joins neither two
             devices nor two members of a group.
+        BapipeError: a value of another type.
     """
 
     devices: tuple[Device, ...]
@@ -118,6 +139,7 @@ class Cluster(
     assumed_links: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.devices:
             raise InvalidFile("a cluster needs at least one device", "$.devices")
         names: set[str] = set()

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from bapipe.errors import BapipeError
+from bapipe.field_types import check_fields
 from bapipe.units import Positive
 
 
@@ -18,6 +19,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         autocast: the data type of `torch.autocast`; None without it.
         channels_last: whether images use torch's channels-last memory format.
         tf32: whether CUDA devices may multiply float32 matrices in TF32 precision.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
     """
 
     dtype: str = "float32"
@@ -26,6 +30,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     autocast: Literal["bfloat16", "float16"] | None = None
     channels_last: bool = False
     tf32: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def check_same(planned: Settings, run: Settings) -> None:

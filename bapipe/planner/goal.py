@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bapipe.errors import BapipeError
+from bapipe.field_types import check_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class Goal:
 
     Raises:
         BapipeError: not exactly one of `least` and `largest`, both of `within` and `min_throughput`, or a value that is
-            out of range.
+            of another type or out of range.
     """
 
     least: Literal["memory", "devices"] | None = None
@@ -29,6 +30,7 @@ class Goal:
     min_throughput: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if (self.least is None) == (self.largest is None):
             raise BapipeError("a goal is either `least` memory or devices, or `largest` with a block: give one of them")
         if self.within is not None and self.min_throughput is not None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from bapipe.field_types import check_fields
 from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Objective
 from bapipe.planner.goal import Goal
 from bapipe.schedules import ALL, SIDE_BY_SIDE
+from bapipe.units import NonNegative, NonNegativeFloat, Positive, Share
 
 RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
 """The schedules that torch can run."""
@@ -36,7 +38,7 @@ class PlanOptions:
         memory_margin: the fraction of each device's memory to leave free.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
-        constraints: such as `conv1 with conv2`; see `bapipe.planner.constraints`.
+        constraints: such as `conv1 with conv2`, or a single one; see `bapipe.planner.constraints`.
         objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
         time_limit_s: how long planning may take, all its searches together; the result then depends on the machine.
             Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
@@ -44,26 +46,32 @@ class PlanOptions:
         group: how many members each device has, of the profiles given: 1 for single devices. None for any.
         goal: the least memory or devices, or the largest model, in place of the shortest step; see `planner.goal`.
         search_effort: how much work the search for an order does: about so many seconds of it.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
     """
 
-    minibatch_size: int
+    minibatch_size: Positive
     schedules: Sequence[str] = ("1f1b", "gpipe")
-    num_stages: int | None = None
-    microbatch_size: int | None = None
-    memory_limit_bytes: int | None = None
-    memory_margin: float = 0.0
+    num_stages: Positive | None = None
+    microbatch_size: Positive | None = None
+    memory_limit_bytes: NonNegative | None = None
+    memory_margin: Share = 0.0
     replicas: bool = True
     recompute: bool = True
     constraints: Sequence[str] = ()
     objective: Objective = "step"
-    time_limit_s: float | None = None
-    search_effort: float = 10.0
-    group: int | None = None
+    time_limit_s: NonNegativeFloat | None = None
+    search_effort: NonNegativeFloat = 10.0
+    group: Positive | None = None
     goal: Goal | None = None
 
     def __post_init__(self) -> None:
-        given = (self.schedules,) if isinstance(self.schedules, str) else self.schedules
-        names = [name for one in given for name in (RUNNABLE if one == EVERY_SCHEDULE else (one,))]
+        for name in ("schedules", "constraints"):  # of which a single one may be given as a text
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        check_fields(self)
+        names = [name for one in self.schedules for name in (RUNNABLE if one == EVERY_SCHEDULE else (one,))]
         object.__setattr__(self, "schedules", tuple(dict.fromkeys(names)))
 
     def limits(self, cluster: Cluster) -> list[int]:

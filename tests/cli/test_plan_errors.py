@@ -215,6 +215,7 @@ def test_constraints_that_no_plan_satisfies_are_named(
             "no plan with --stages 1 keeps the constraints 'l0 without l1': drop 'l0 without l1', or allow more stages or "
             "devices",
         ),
+        (["--memory-limit", "10000000000TB"], f"--memory-limit is {10**22}: want at most {MAX}"),
         (["--minibatch-size", str(10**12)], "a mini-batch of 1,000,000,000,000: want at most 2,147,483,648 samples"),
         (
             ["--minibatch-size", str(2**31 - 1)],

@@ -1,10 +1,14 @@
-"""The links of a cluster."""
+"""Devices of a cluster, and its links."""
 
+from collections.abc import Callable
 from itertools import permutations
 
 import msgspec
+import pytest
 
-from bapipe.formats.cluster import Bandwidth, Cluster, Link
+from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.formats.codec import decode_as, encode
 from tests.builders import devices
 
 SLOW = Bandwidth(bytes_per_s=5, latency_ns=7)
@@ -35,3 +39,34 @@ def test_a_listed_link_is_one_way() -> None:
     cluster = msgspec.structs.replace(devices(2), links=(own,))
     assert cluster.link(1, 0) == Bandwidth(bytes_per_s=3, latency_ns=1)
     assert cluster.link(0, 1) == cluster.intra_host
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Bandwidth(bytes_per_s=0, latency_ns=0), "`bytes_per_s` is 0: want at least 1"),
+        (lambda: Link(source="a", target="b", bytes_per_s=1, latency_ns=-1), "`latency_ns` is -1: want at least 0"),
+        (
+            lambda: Device(name="d", host="h", kind="a", memory_bytes=1, speed=0.0),
+            "`speed` is 0.0: want more than 0",
+        ),
+        (
+            lambda: Device(name="d", host="h", kind="a", memory_bytes="8GB"),  # type: ignore[arg-type]
+            "`memory_bytes` is '8GB': want int",
+        ),
+        (lambda: msgspec.structs.replace(devices(1), devices=3), "`devices` is 3: want a list of Device"),
+    ],
+)
+def test_what_no_device_or_link_has_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        make()
+    assert str(caught.value) == message
+
+
+def test_sizes_and_rates_may_be_whole_floats() -> None:
+    """25 Gbit/s are 3,125,000,000 bytes per second."""
+    device = Device(name="d0", host="h", kind="a", memory_bytes=16e9)  # type: ignore[arg-type]
+    link = Bandwidth(bytes_per_s=25e9 / 8, latency_ns=0)  # type: ignore[arg-type]
+    cluster = Cluster(devices=[device], intra_host=link, inter_host=link)  # type: ignore[arg-type]
+    assert decode_as(encode(cluster), Cluster) == cluster
+    assert (cluster.devices[0].memory_bytes, cluster.intra_host.bytes_per_s) == (16_000_000_000, 3_125_000_000)

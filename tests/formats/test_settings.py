@@ -1,6 +1,7 @@
 """How a model was computed goes with its profile and its plan, and a run that computes otherwise is refused."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -40,6 +41,19 @@ def test_profiles_of_different_settings_make_no_plan() -> None:
     assert str(error.value) == (
         "the profile of a was measured with tf32 false, that of b with tf32 true: profile both with the same settings"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"autocast": "int8"}, "`autocast` is 'int8': want 'bfloat16' or 'float16' or None"),
+        ({"threads": 0}, "`threads` is 0: want at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError) as error:
+        Settings(**settings)
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(

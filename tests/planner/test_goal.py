@@ -264,6 +264,7 @@ def test_of_too_many_choices_the_fastest_devices_are_tried() -> None:
         (lambda: Goal(least="memory", within=0.1, min_throughput=3), "`within` and `min_throughput`"),
         (lambda: Goal(largest="l1", within=0.1), "use `min_throughput`"),
         (lambda: Goal(least="memory", within=-1), "`within` -1: want a share from 0 to 100"),
+        (lambda: Goal(least="foo"), "`least` is 'foo': want 'memory' or 'devices' or None"),  # type: ignore[arg-type]
         (lambda: Goal(least="memory", min_throughput=0), "`min_throughput` 0: want a positive number"),
         (lambda: block_layers(chain([1, 2]), "x"), "no layers of chain have this name"),
         (lambda: block_layers(chain([1, 2]), "l0..x"), "no layer of chain is named 'x', and no name begins with it"),

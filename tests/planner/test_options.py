@@ -467,3 +467,41 @@ def test_schedules_are_given_by_one_name_or_all_at_once(tmp_path: Path) -> None:
     plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, schedules="gpipe")
     bapipe.write(str(tmp_path / "plan.json"), plan)
     assert bapipe.read(str(tmp_path / "plan.json"), Plan) == plan
+
+
+def test_a_single_constraint_may_be_given_as_a_text() -> None:
+    assert PlanOptions(minibatch_size=4, constraints="l0 with l1").constraints == ("l0 with l1",)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"minibatch_size": 0}, "`minibatch_size` is 0: want at least 1"),
+        ({"minibatch_size": 4.5}, "`minibatch_size` is 4.5: want int"),
+        ({"microbatch_size": 0}, "`microbatch_size` is 0: want at least 1"),
+        ({"num_stages": 0}, "`num_stages` is 0: want at least 1"),
+        ({"num_stages": -1}, "`num_stages` is -1: want at least 1"),
+        ({"group": 0}, "`group` is 0: want at least 1"),
+        ({"memory_limit_bytes": -1}, "`memory_limit_bytes` is -1: want at least 0"),
+        ({"memory_limit_bytes": 2**63}, f"`memory_limit_bytes` is {2**63}: want at most {2**63 - 1}"),
+        ({"memory_margin": -1.0}, "`memory_margin` is -1.0: want at least 0"),
+        ({"memory_margin": 1.0}, "`memory_margin` is 1.0: want less than 1"),
+        ({"time_limit_s": -1}, "`time_limit_s` is -1: want at least 0"),
+        ({"search_effort": -1}, "`search_effort` is -1: want at least 0"),
+        ({"objective": "thruput"}, "`objective` is 'thruput': want 'step' or 'throughput'"),
+        ({"goal": "memory"}, "`goal` is 'memory': want Goal or None"),
+        ({"schedules": [1]}, "`schedules` is [1]: want a list of str"),
+        ({"replicas": "no"}, "`replicas` is 'no': want bool"),
+    ],
+)
+def test_options_out_of_range_are_refused(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError) as caught:
+        bapipe.plan(chain([1, 2]), devices(2), **({"minibatch_size": 4} | option))
+    assert str(caught.value) == message
+
+
+def test_a_memory_limit_may_be_a_whole_float(tmp_path: Path) -> None:
+    plan = bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, memory_limit_bytes=2e9)
+    bapipe.write(tmp_path / "plan.json", plan)
+    assert bapipe.read(tmp_path / "plan.json", Plan) == plan
+    assert plan == bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, memory_limit_bytes=2 * 10**9)

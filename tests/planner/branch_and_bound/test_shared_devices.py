@@ -58,7 +58,7 @@ def tight(seed: int, schedule: str, *, host_times: bool = False) -> list[Problem
     every = [(problem, layout) for problem in plenty for layout in layouts(problem)]
     needed = min(_largest_peak(problem, layout) for problem, layout in every)
     least = min(_largest_peak(problem, _recomputed(layout)) for problem, layout in every)
-    limit = int(needed + (min(least, needed) - needed) * random.uniform(0.0, 1.3))
+    limit = max(0, int(needed + (min(least, needed) - needed) * random.uniform(0.0, 1.3)))
     options = dataclasses.replace(options, memory_limit_bytes=limit)
     return [each for each in build_space({"a": profile}, cluster, options, sizes=[1]).problems if each.roots]
 

@@ -1,0 +1,75 @@
+"""Checks of what Python code builds: every field of its annotated type and within its limits, as in files."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from numbers import Integral, Real
+from reprlib import repr as shortened
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from bapipe.errors import BapipeError
+
+_LIMITS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def check_fields(value: Any) -> None:
+    """Checks the fields of a struct or a dataclass; called where it is built, in its `__post_init__`.
+
+    Whole numbers of another type, such as 16e9 or those of numpy, become an `int` where one is wanted, and lists become
+    tuples.
+
+    Raises:
+        BapipeError: a field is of another type, or out of range.
+    """
+    for name, want in _types(value.__class__).items():
+        given = getattr(value, name)
+        if given is msgspec.UNSET:
+            continue
+        found = _converted(name, given, want)
+        if is_dataclass(value):
+            object.__setattr__(value, name, found)
+        else:
+            msgspec.structs.force_setattr(value, name, found)
+
+
+@cache
+def _types(cls: type) -> Mapping[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _converted(name: str, given: object, want: Any) -> object:
+    try:
+        found = msgspec.convert(_plain(given), want)
+    except msgspec.ValidationError as error:
+        limit = re.match(r"Expected `\w+` ([<>]=?) (\S+)", str(error))
+        wanted = f"{_LIMITS[limit[1]]} {limit[2].removesuffix('.0')}" if limit else _in_words(want)
+        raise BapipeError(f"`{name}` is {shortened(given)}: want {wanted}") from None
+    return tuple(found) if isinstance(found, list) else found
+
+
+def _plain(value: object) -> object:
+    """Returns a number as an `int` if it is whole, else as a `float`; any other value as it is."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    number = float(value)
+    return int(number) if number.is_integer() else number
+
+
+def _in_words(want: Any) -> str:
+    origin, inner = get_origin(want), get_args(want)
+    if origin is Annotated:
+        return _in_words(inner[0])
+    if origin in (Union, UnionType):
+        return " or ".join(_in_words(one) for one in inner if one is not msgspec.UnsetType)
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin is not None:
+        num = f"{len(inner)} " if origin is tuple and inner[-1] is not Ellipsis else ""
+        return f"a list of {num}{_in_words(inner[0])}"
+    return "None" if want is NoneType else want.__name__
