@@ -134,8 +134,21 @@ def read_text(path: Path) -> str:
 
 
 def write(path: Path | str, value: File) -> None:
-    """Writes `value` to `path`; if that fails, leaves the old file unchanged."""
-    write_bytes(Path(path), encode(value))
+    """Writes `value` to `path`; if that fails, leaves the old file unchanged.
+
+    Raises:
+        InvalidFile: the file could not be read again: a value is of another type or out of range, or it is too large.
+        BapipeError: `value` is of another type, or as `write_bytes`.
+    """
+    if not isinstance(value, File):
+        raise BapipeError(f"{path}: not written: {type(value).__name__} is no ModelProfile, Cluster or Plan")
+    text = encode(value)
+    try:
+        decode_json(text, type(value))
+    except InvalidFile as error:
+        why = f"not written, as it could not be read again: {error.message}"
+        raise InvalidFile(f"{path}: {why}", error.where) from None
+    write_bytes(Path(path), text)
 
 
 def check_writable(path: Path) -> None:

@@ -238,6 +238,23 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, clu
         write(tmp_path / "missing" / "c.json", cluster)
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, profile: ModelProfile) -> None:
+    path = tmp_path / "p.json"
+    write(path, profile)
+    written = path.read_bytes()
+    device = replace(profile.device, memory_bytes=1.5)
+    unreadable = f"{path}: not written, as it could not be read again: "
+    for value, message in (
+        (replace(profile, device=device), f"{unreadable}Expected `int`, got `float` - at `$.device.memory_bytes`"),
+        (replace(profile, environment={"note": "," * 2**25}), f"{unreadable}33,5"),
+        ({"a": 1}, f"{path}: not written: dict is no ModelProfile, Cluster or Plan"),
+    ):
+        with pytest.raises(BapipeError) as caught:
+            write(path, value)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(message)
+        assert path.read_bytes() == written
+
+
 def test_side_by_side_needs_transfers_that_overlap(cluster: Cluster) -> None:
     tree = json.loads(encode(cluster))
     tree["devices"][0] |= {"overlaps_transfers": False, "side_by_side": True}
