@@ -11,7 +11,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
 from bapipe.planner.baselines import BASELINES, Baselines, baseline_alternatives
 from bapipe.planner.deadline import Deadline, deadline_of
-from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
+from bapipe.planner.inputs import Profiles, as_cluster, by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
 from bapipe.planner.solution import sort_alternatives
@@ -100,8 +100,7 @@ def compare(
     options, profiles = options_from(PlanOptions, options, keywords), by_kind(profiles)
     if options.goal is not None:
         raise BapipeError("a comparison is of the fastest plans: leave `goal` out")
-    if isinstance(cluster, int):
-        cluster = homogeneous_cluster(profiles, cluster)
+    cluster = as_cluster(cluster, profiles)
     searches = {name: replace(options, schedules=[name]) for name in options.schedules or named_schedules(options)}
     plans: dict[str, Plan] = {}
     was_ended: dict[str, bool] = {}

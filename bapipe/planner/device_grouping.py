@@ -88,8 +88,6 @@ def _by_size(profiles: Iterable[ModelProfile]) -> dict[str, dict[_Size, ModelPro
             raise BapipeError(f"two profiles are of device kind '{profile.device.kind}'; give one for each kind")
         if size not in known or is_estimate(known[size]):
             known[size] = profile
-    if not of_kind:
-        raise BapipeError("no profile given")
     return of_kind
 
 

@@ -1,6 +1,7 @@
 """Inputs of planning: profiles by kind of device, and clusters of this machine, with assumed or measured links."""
 
 from collections.abc import Iterable, Mapping
+from reprlib import repr as shortened
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
@@ -17,29 +18,66 @@ ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
 """For plans without a measured link: roughly gloo over loopback with messages of 1 to 10 MB, on a small machine."""
 
 
+def collected(profiles: Profiles) -> tuple[ModelProfile, ...] | Mapping[str, ModelProfile]:
+    """Returns profiles by kind as they are, and others as a tuple: an iterator can be read only once.
+
+    Raises:
+        BapipeError: there is none, or something else is among them.
+    """
+    if isinstance(profiles, Mapping):
+        found = tuple(profiles.values())
+    elif isinstance(profiles, ModelProfile | str) or not isinstance(profiles, Iterable):
+        found = (profiles,)
+    else:
+        found = tuple(profiles)
+    for one in found:
+        if not isinstance(one, ModelProfile):
+            raise BapipeError(
+                f"{shortened(one)} is no profile: want what `bapipe.profile`, or `bapipe.read(path, "
+                "bapipe.ModelProfile)`, returns"
+            )
+    if not found:
+        raise BapipeError("no profile given")
+    return profiles if isinstance(profiles, Mapping) else found
+
+
 def listed(profiles: Profiles) -> tuple[ModelProfile, ...]:
-    """Returns the profiles as a tuple."""
-    if isinstance(profiles, ModelProfile):
-        return (profiles,)
-    return tuple(profiles.values() if isinstance(profiles, Mapping) else profiles)
+    """Returns the profiles as a tuple; raises BapipeError as `collected` does."""
+    found = collected(profiles)
+    return tuple(found.values()) if isinstance(found, Mapping) else found
 
 
 def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     """Returns profiles by device kind.
 
     Raises:
-        BapipeError: there is none, or two are of the same kind.
+        BapipeError: there is none, something else is among them, or two are of the same kind.
     """
-    if isinstance(profiles, Mapping):
-        return dict(profiles)
+    found = collected(profiles)
+    if isinstance(found, Mapping):
+        return dict(found)
     known: dict[str, ModelProfile] = {}
-    for one in listed(profiles):
+    for one in found:
         if one.device.kind in known:
             raise BapipeError(f"two profiles are of device kind '{one.device.kind}'; give one for each kind")
         known[one.device.kind] = one
-    if not known:
-        raise BapipeError("no profile given")
     return known
+
+
+def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> Cluster:
+    """Returns a cluster as it is, and in place of a number so many devices, as `homogeneous_cluster` does.
+
+    Raises:
+        BapipeError: neither a cluster nor a positive number.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, bool) or not isinstance(cluster, int) or cluster < 1:
+        raise BapipeError(
+            f"`cluster` is {shortened(cluster)}: want a number of devices, at least 1, or what "
+            "`bapipe.read(path, bapipe.Cluster)` returns"
+        )
+    return homogeneous_cluster(profiles, cluster)
 
 
 def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:

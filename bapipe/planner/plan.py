@@ -18,7 +18,7 @@ from bapipe.options import options_from
 from bapipe.planner.best_grouping import best_grouping, search_order
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import Grouping, groupings, profiles_with_fewest_threads
-from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster, listed
+from bapipe.planner.inputs import Profiles, as_cluster, by_kind, collected, listed
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
 from bapipe.planner.repeat_block import profiles_of_copies
@@ -61,8 +61,8 @@ def plan(
         TypeError: an unknown option.
     """
     options = options_from(PlanOptions, options, keywords)
-    if isinstance(cluster, int):
-        cluster = homogeneous_cluster(profiles_with_fewest_threads(profiles), cluster)
+    profiles = collected(profiles)
+    cluster = as_cluster(cluster, profiles_with_fewest_threads(profiles))
     deadline = deadline or deadline_of(options.time_limit_s)
     if options.goal is not None:
         from bapipe.planner.goal_search import reach_goal
@@ -141,6 +141,7 @@ def plan_cached(
     With a time limit the result depends on the machine, so the plan is always made anew and never stored. Nor is one
     stored whose search a deadline ended.
     """
+    profiles = collected(profiles)
     path, is_cached = cached_plan_path(profiles, cluster, options), options.time_limit_s is None
     deadline = deadline or deadline_of(options.time_limit_s)
     made = load_plan(path) if is_cached else None

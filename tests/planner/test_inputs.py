@@ -1,0 +1,67 @@
+"""Profiles and devices as a caller may give them: one or several, once readable or not, and what is none."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bapipe
+from bapipe.errors import BapipeError
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import plan_cached
+from tests.builders import chain, devices
+
+PROFILE = chain([1, 2], output_bytes=1000)
+CLUSTER = devices(2)
+MADE = bapipe.make(PROFILE, CLUSTER, minibatch_size=4)
+
+FUNCTIONS: dict[str, Callable[[Any, Any], object]] = {
+    "plan": lambda profiles, cluster: bapipe.plan(profiles, cluster, minibatch_size=4),
+    "least devices": lambda profiles, cluster: bapipe.plan(
+        profiles, cluster, minibatch_size=4, goal=bapipe.Goal(least="devices")
+    ),
+    "make": lambda profiles, cluster: bapipe.make(profiles, cluster, minibatch_size=4),
+    "compare": lambda profiles, cluster: bapipe.compare(profiles, cluster, minibatch_size=4),
+    "edit": lambda profiles, cluster: bapipe.edit(MADE, profiles, schedule="gpipe"),
+    "simulate": lambda profiles, cluster: bapipe.simulate(MADE, profiles),
+}
+WITH_CLUSTER = "plan", "least devices", "make", "compare"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_profiles_may_come_from_an_iterator(name: str) -> None:
+    for cluster in (2, CLUSTER):
+        assert FUNCTIONS[name](iter([PROFILE]), cluster) == FUNCTIONS[name](PROFILE, cluster)
+
+
+def test_profiles_of_a_plan_in_the_cache_may_come_from_an_iterator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = PlanOptions(minibatch_size=4)
+    for _ in range(2):
+        assert plan_cached(iter([PROFILE]), CLUSTER, options) == bapipe.plan(PROFILE, CLUSTER, options)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("profiles", ["p.json", Path("p.json"), [PROFILE, "p.json"], {"a": "p.json"}, None, CLUSTER])
+def test_what_is_no_profile_is_refused(name: str, profiles: object) -> None:
+    with pytest.raises(BapipeError, match=r" is no profile: want what `bapipe\.profile`, or `bapipe\.read\(path, "):
+        FUNCTIONS[name](profiles, CLUSTER)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("profiles", [(), {}])
+def test_no_profile_is_refused(name: str, profiles: object) -> None:
+    for cluster in (2, CLUSTER):
+        with pytest.raises(BapipeError, match=r"^no profile given$"):
+            FUNCTIONS[name](profiles, cluster)
+
+
+@pytest.mark.parametrize("name", WITH_CLUSTER)
+@pytest.mark.parametrize("cluster", [0, -1, 2.5, True, "c.json", None])
+def test_what_is_neither_a_cluster_nor_a_number_of_devices_is_refused(name: str, cluster: object) -> None:
+    with pytest.raises(BapipeError) as caught:
+        FUNCTIONS[name](PROFILE, cluster)
+    assert str(caught.value).startswith(f"`cluster` is {cluster!r}: want a number of devices, at least 1, or what ")
