@@ -22,6 +22,7 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.codec import encode
 from bapipe.formats.strict_json import decode_json
+from bapipe.units import Positive
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 4 * 2**20
@@ -47,7 +48,7 @@ class Stages(msgspec.Struct, forbid_unknown_fields=True):
     """A request for a number of stages, None for as many as the schedule has on all devices."""
 
     state: State
-    num_stages: int | None = None
+    num_stages: Positive | None = None
 
 
 class Begin(msgspec.Struct, forbid_unknown_fields=True):

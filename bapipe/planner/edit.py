@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from bapipe.errors import BapipeError
+from bapipe.field_types import check_fields
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.options import options_from
@@ -15,6 +16,7 @@ from bapipe.planner.inputs import Profiles, by_kind
 from bapipe.planner.make import check_memory, default_devices, plan_of, with_recomputation
 from bapipe.planner.validation import unknown_schedule
 from bapipe.schedules import ALL
+from bapipe.units import Positive
 
 MOVE = re.compile(r"stage (\d+) ([+-]\d+)(?: layers?)?")
 PLACE = re.compile(r"stage (\d+) on (.+)")
@@ -33,18 +35,24 @@ class Changes:
             stage: the last three of the one before it); `-3` gives as many away.
         recompute, keep: the numbers of stages that recompute their whole forward, and that keep all their stashes.
         recompute_layers: layers to recompute besides, where the rest of the stage keeps its stash.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
     """
 
     cuts: Sequence[str] | None = None
     schedule: str | None = None
-    minibatch_size: int | None = None
-    microbatch_size: int | None = None
+    minibatch_size: Positive | None = None
+    microbatch_size: Positive | None = None
     place: Sequence[str] = ()
     swap: tuple[str, str] | None = None
     moves: Sequence[str] = ()
     recompute: Sequence[int] = ()
     keep: Sequence[int] = ()
     recompute_layers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 def edit(plan: Plan, profiles: Profiles, changes: Changes | None = None, **keywords: Any) -> Plan:
@@ -164,5 +172,5 @@ def _moved(decision: Decision, text: str) -> Decision:
 
 
 def _check_stage(stage: int, decision: Decision) -> None:
-    if stage >= len(decision.devices):
+    if stage not in range(len(decision.devices)):
         raise BapipeError(f"there is no stage {stage}: the plan has stages 0 to {len(decision.devices) - 1}")

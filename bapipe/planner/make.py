@@ -22,7 +22,7 @@ from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile, common_settings
 from bapipe.planner.decision import Decision, check_devices, simulate_decision
-from bapipe.planner.inputs import Profiles, by_kind, homogeneous_cluster
+from bapipe.planner.inputs import Profiles, as_cluster, by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import is_of_stages
 from bapipe.planner.validation import check_inputs, microbatch_sizes
@@ -66,12 +66,13 @@ def make(
         BapipeError: the arguments do not match.
     """
     profiles = by_kind(profiles)
-    if isinstance(cluster, int):
-        cluster = homogeneous_cluster(profiles, cluster)
-    check_inputs(profiles, cluster, PlanOptions(minibatch_size=minibatch_size, schedules=[schedule]))
+    cluster = as_cluster(cluster, profiles)
+    options = PlanOptions(
+        minibatch_size=minibatch_size, microbatch_size=microbatch_size, num_stages=num_stages, schedules=[schedule]
+    )
+    check_inputs(profiles, cluster, options)
     layers = next(iter(profiles.values())).layers
     at = None if cuts is None else _cut_positions(cuts, [layer.name for layer in layers])
-    options = PlanOptions(minibatch_size=minibatch_size, microbatch_size=microbatch_size)
     judged = []
     for size in _sizes(profiles, cluster, options):
         groups = _device_groups(
@@ -211,6 +212,8 @@ def _cut_positions(cuts: Sequence[str | int], names: Sequence[str]) -> tuple[int
         raise BapipeError(f"`cuts` is the text '{cuts}': want a list of layers, such as ['{names[len(names) // 2]}']")
     index = {name: i for i, name in enumerate(names)}
     for cut in cuts:
+        if isinstance(cut, bool) or not isinstance(cut, str | int):
+            raise BapipeError(f"`cuts` has {cut!r}: want the name of a layer, or how many layers are before the cut")
         if isinstance(cut, str) and cut not in index:
             raise BapipeError(
                 f"no layer is named '{cut}': cut before one of the {len(names)} layers, '{names[0]}' to '{names[-1]}'"
@@ -235,6 +238,8 @@ def _device_groups(
     """Returns the names of the devices of each stage."""
     if given is not None:
         groups = tuple((group,) if isinstance(group, str) else tuple(group) for group in given)
+        if not groups:
+            raise BapipeError("`devices` is empty: name the device of each stage, or leave it out")
         check_devices(groups, cluster)
         if num_stages not in (None, len(groups)):
             raise BapipeError(f"{len(groups)} `devices` for {num_stages} stages: want one, or a list of replicas, each")
@@ -269,7 +274,7 @@ def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_l
     num_stages = len(decision.devices)
     stage_of = {name: s for s, stage in enumerate(decision.stages) for name in stage.layers}
     for stage in recompute:
-        if isinstance(stage, bool) or not 0 <= stage < num_stages:
+        if isinstance(stage, bool) or stage not in range(num_stages):
             raise BapipeError(f"`recompute` names stage {stage}; there are stages 0 to {num_stages - 1}")
     for name in recompute_layers:
         if name not in stage_of or name == LOSS:

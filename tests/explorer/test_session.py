@@ -346,6 +346,8 @@ def test_the_server_answers_its_page(server: Server) -> None:
     assert json.loads(ask(server, "POST", "sizes", {"state": state})[1]) == [1]
     assert json.loads(ask(server, "POST", "layers", {"microbatch_size": 1})[1])["measured"]
     assert len(json.loads(ask(server, "POST", "stages", {"state": state, "num_stages": 2})[1])["cuts"]) == 1
+    refused = ask(server, "POST", "stages", {"state": state, "num_stages": 0})
+    assert (refused[0], json.loads(refused[1])) == (200, {"error": "Expected int >= 1 - at $.num_stages"})
     compared = {"before": state, "after": state}
     assert json.loads(ask(server, "POST", "compare", compared)[1]) == ["no difference"]
     for kind, begin in (("html", "<!DOCTYPE html>"), ("cluster", "{")):
