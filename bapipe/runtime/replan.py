@@ -7,6 +7,7 @@ import msgspec
 
 from bapipe.errors import BapipeError, Infeasible, RunFailed
 from bapipe.formats.cache import load_profile_by_fingerprint
+from bapipe.formats.certificate import Certificate, MemoryLimit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -114,19 +115,39 @@ def num_available_devices(plan: Plan) -> int:
 def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
     """Returns the best plan of the same mini-batch for the devices that are not lost.
 
-    It keeps the micro-batch size if that fits, so that training continues as before. Each of `num_processes` gets a
-    stage: those are the processes of a job that runs already.
+    It keeps the micro-batch size if that fits, so that training continues as before, and the memory that the plan was
+    to leave free. Each of `num_processes` gets a stage: those are the processes of a job that runs already.
 
     Raises:
         Infeasible: nothing fits the remaining devices.
     """
     cluster = _remaining_cluster(plan.cluster, lost)
     schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_reproducible(plan.schedule))))
-    options = PlanOptions(minibatch_size=plan.minibatch_size, microbatch_size=plan.microbatch_size, schedules=schedules)
+    memory = _memory_limit(plan.certificate)
+    options = PlanOptions(
+        minibatch_size=plan.minibatch_size,
+        microbatch_size=plan.microbatch_size,
+        schedules=schedules,
+        memory_limit_bytes=None if memory.bytes_per_device is msgspec.UNSET else memory.bytes_per_device,
+        memory_margin=memory.margin,
+    )
     new_plan = _plan_any_size(profiles, cluster, options)
     if num_processes is not None and len(new_plan.used_devices) < num_processes:
         new_plan = _plan_any_size(profiles, cluster, replace(options, num_stages=num_processes, replicas=False))
     return msgspec.structs.replace(new_plan, factory=plan.factory, arguments=plan.arguments)
+
+
+def _memory_limit(certificate: Certificate) -> MemoryLimit:
+    """Returns what a plan was to use of each device's memory.
+
+    The limit of a plan with the least memory is what it needs itself: fewer devices need more.
+    """
+    memory, goal = certificate.memory, certificate.goal
+    if memory is msgspec.UNSET:
+        return MemoryLimit()
+    if goal is not msgspec.UNSET and goal.quantity == "memory":
+        return MemoryLimit(margin=memory.margin)
+    return memory
 
 
 def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:

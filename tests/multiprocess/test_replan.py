@@ -8,6 +8,7 @@ from msgspec import structs
 
 import bapipe
 from bapipe.errors import BapipeError
+from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.plan import Plan
@@ -143,6 +144,28 @@ def test_each_process_of_a_job_gets_a_stage() -> None:
     assert {name for stage in made.stages for name in stage.devices} == {"cpu0", "cpu2"}
     assert [device.name for device in made.cluster.devices] == ["cpu0", "cpu2"]
     assert (made.factory, made.model) == (slow.factory, "test")
+
+
+@pytest.mark.parametrize(("limit", "margin"), [(2000, 0.0), (3000, 1 / 3), (None, 0.5)])
+def test_the_memory_that_a_plan_may_use_stays_the_same(limit: int | None, margin: float) -> None:
+    """Each may use 2,000 of the 4,000 bytes of a device; the fastest plan on two devices would need 2,170."""
+    known, where = {"cpu": profile()}, devices(3, 3).cluster
+    where = structs.replace(where, devices=[structs.replace(device, memory_bytes=4000) for device in where.devices])
+    options = PlanOptions(minibatch_size=12, memory_limit_bytes=limit, memory_margin=margin)
+    again = replan(plan_once(known, where, options), ["cpu2"], known, None)
+    assert again.certificate.memory == options.memory
+    assert again.prediction.peak_bytes <= 2000
+    free = replan(plan_once(known, where, PlanOptions(minibatch_size=12)), ["cpu2"], known, None)
+    assert free.prediction.peak_bytes == 2170
+
+
+def test_fewer_devices_may_use_more_than_a_plan_of_the_least_memory_needs() -> None:
+    known, where = {"cpu": profile()}, devices(3, 3).cluster
+    options = PlanOptions(minibatch_size=12, replicas=False, memory_margin=0.25, goal=bapipe.Goal(least="memory"))
+    least = bapipe.plan(known, where, options)
+    again = replan(least, ["cpu2"], known, None)
+    assert again.prediction.peak_bytes > least.prediction.peak_bytes
+    assert again.certificate.memory == MemoryLimit(margin=0.25)
 
 
 def test_cached_profiles_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
