@@ -23,6 +23,7 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
         if chosen[stage] and not deadline.is_over:
             kind = line.cluster.devices[sum(plan.counts[:stage])].kind
+            # If a stage does not fit with all of its layers, neither does the plan below, if nothing better is found.
             best = choice.best(begin, end, limits[stage], kind, whole_fits=True)
             chosen[stage] = chosen[stage] if best is None else best.layers
     return min(timed, line.time_with(plan, chosen) or timed, key=lambda each: each.step_ns)

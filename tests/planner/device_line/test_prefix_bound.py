@@ -250,15 +250,18 @@ def tight_line(seed: int) -> DeviceLine:
 
 
 def timed_with_any_recomputed(line: DeviceLine, plan: LinePlan) -> Iterator[TimedPlan]:
-    """A plan with all choices of layers that are recomputed, of the stages that do not fit without: first all layers."""
+    """A plan with all choices of layers that are recomputed, of the stages that do not fit without.
+
+    First all layers, if they fit so: a part of them may need less, as what a stage receives is not kept then.
+    """
     timed = line.time(plan)
     if timed is None:
         return
     stages = zip(pairwise(plan.cuts), timed.recompute, strict=True)
     every = [list(range(*layers)) if recomputed else [] for layers, recomputed in stages]
     whole = line.time_with(plan, [frozenset(layers) for layers in every])
-    assert whole is not None
-    yield whole
+    if whole is not None:
+        yield whole
     if any(every):
         chosen = [powerset(layers) for layers in every]
         others = (line.time_with(plan, [frozenset(layers) for layers in each]) for each in product(*chosen))
