@@ -82,11 +82,9 @@ def measure_model(
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails or gives
             another layer a value that is not a tensor.
-        BapipeError: no micro-batch size, one below 1, no thread, or an unknown optimizer.
+        BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
     """
     sizes = checked_sizes(microbatch_sizes)
-    if settings.threads < 1:
-        raise BapipeError(f"`threads` is {settings.threads}: want 1 or more")
     if settings.optimizer not in OPTIMIZERS:
         raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
     check_inputs(inputs)
