@@ -20,7 +20,7 @@ def check_fields(value: Any) -> None:
     """Checks the fields of a struct or a dataclass; called where it is built, in its `__post_init__`.
 
     Whole numbers of another type, such as 16e9 or those of numpy, become an `int` where one is wanted, and lists become
-    tuples.
+    tuples. What msgspec does not know, as unions with functions, is not checked.
 
     Raises:
         BapipeError: a field is of another type, or out of range.
@@ -44,6 +44,8 @@ def _types(cls: type) -> Mapping[str, Any]:
 def _converted(name: str, given: object, want: Any) -> object:
     try:
         found = msgspec.convert(_plain(given), want)
+    except TypeError:
+        return given
     except msgspec.ValidationError as error:
         limit = re.match(r"Expected `\w+` ([<>]=?) (\S+)", str(error))
         wanted = f"{_LIMITS[limit[1]]} {limit[2].removesuffix('.0')}" if limit else _in_words(want)

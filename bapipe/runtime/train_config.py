@@ -4,13 +4,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from bapipe.errors import BapipeError
+from bapipe.field_types import check_fields
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS, check_clip_norm, default_arguments
+from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
-_MAX_TIMEOUT_S = 1e9
-"""About 30 years, which timeouts of torch can hold."""
+Timeout = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+"""Seconds, up to about 30 years, which timeouts of torch can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class TrainConfig:
         tensorboard: folder for TensorBoard's scalars of every step and evaluation.
 
     Raises:
-        BapipeError: a value is out of range, or an option lacks another that it needs.
+        BapipeError: a value is of another type or out of range, or an option lacks another that it needs.
     """
 
     factory: str | Callable[..., object] | None = None
@@ -73,79 +78,50 @@ class TrainConfig:
     trust_factory: str | None = None
 
     data: str = "synthetic"
-    data_workers: int | None = None
-    buckets: int = 1
+    data_workers: NonNegative | None = None
+    buckets: Positive = 1
     augment: bool = False
     skip_unreadable: bool = False
 
-    steps: int = 20
-    learning_rate: float | None = None
+    steps: Positive = 20
+    learning_rate: NonNegativeFloat | None = None
     learning_rate_schedule: str = "constant"
-    warmup_steps: int = 0
+    warmup_steps: NonNegative = 0
     optimizer: str | None = None
     optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
     clip_norm: float | None = None
     seed: int = 0
     weights: Path | None = None
 
-    evaluate_every: int | None = None
-    evaluate_samples: int | None = None
+    evaluate_every: Positive | None = None
+    evaluate_samples: Positive | None = None
 
     checkpoint: Path | None = None
-    checkpoint_every: int = 100
-    keep: int = 3
+    checkpoint_every: Positive = 100
+    keep: Positive = 3
     resume: bool = False
 
     replan: bool = False
     without: tuple[str, ...] = ()
-    timeout_s: float = 600.0
+    timeout_s: Timeout = 600.0
 
-    report_every: int | None = None
+    report_every: Positive | None = None
     tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as texts
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
-        if isinstance(self.without, str):  # whose letters are no names
-            raise BapipeError(f"`without` is '{self.without}': want a list of names, such as ['{self.without}']")
-        object.__setattr__(self, "without", tuple(self.without))
-        object.__setattr__(self, "optimizer_arguments", dict(self.optimizer_arguments or {}))
-        if self.steps < 1:
-            raise BapipeError(f"`steps` is {self.steps}: want at least 1")
+        if self.optimizer_arguments is None:
+            object.__setattr__(self, "optimizer_arguments", {})
+        check_fields(self)
         if self.learning_rate_schedule not in LR_SCHEDULES:
             raise BapipeError(
                 f"no schedule of the learning rate '{self.learning_rate_schedule}': want {', '.join(LR_SCHEDULES)}"
             )
-        if self.warmup_steps < 0:
-            raise BapipeError(f"a warm-up of {self.warmup_steps} steps: want 0 or more")
-        if self.data_workers is not None and self.data_workers < 0:
-            raise BapipeError(f"{self.data_workers} processes to load data: want 0 or more")
-        if self.report_every is not None and self.report_every < 1:
-            raise BapipeError(f"a report every {self.report_every} steps: want 1 or more")
-        if self.buckets < 1:
-            raise BapipeError(f"{self.buckets} buckets of lengths: want 1 or more")
-        if self.learning_rate is not None and not self.learning_rate >= 0:
-            raise BapipeError(f"a learning rate of {self.learning_rate}: want 0 or more")
-        if not 0 < self.timeout_s <= _MAX_TIMEOUT_S:
-            raise BapipeError(f"`timeout_s` is {self.timeout_s}: want more than 0, at most {_MAX_TIMEOUT_S:g}")
         check_clip_norm(self.clip_norm)
-        self._check_evaluation()
-        self._check_checkpoints()
-
-    def _check_evaluation(self) -> None:
-        if self.evaluate_every is not None and self.evaluate_every < 1:
-            raise BapipeError(f"evaluation every {self.evaluate_every} steps: want 1 or more")
-        if self.evaluate_samples is not None and self.evaluate_samples < 1:
-            raise BapipeError(f"evaluation of {self.evaluate_samples} samples: want 1 or more")
         if self.evaluate_samples is not None and self.evaluate_every is None:
             raise BapipeError("`evaluate_samples` needs `evaluate_every`, the steps between two evaluations")
-
-    def _check_checkpoints(self) -> None:
-        if self.checkpoint_every < 1 or self.keep < 1:
-            raise BapipeError(
-                f"a checkpoint every {self.checkpoint_every} steps, {self.keep} kept: want 1 or more of each"
-            )
         for name in ("resume", "replan"):
             if getattr(self, name) and self.checkpoint is None:
                 raise BapipeError(f"`{name}` needs `checkpoint`, the folder to continue from")

@@ -107,8 +107,8 @@ def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
     [
         ({"augment": True}, "data 'tiny:own' is no folder of images, so `augment` cannot draw pieces of them"),
         ({"buckets": 2}, "data 'tiny:own' are no sentences, so they cannot be put into 2 buckets by length"),
-        ({"evaluate_every": 0}, "evaluation every 0 steps: want 1 or more"),
-        ({"evaluate_every": 1, "evaluate_samples": 0}, "evaluation of 0 samples: want 1 or more"),
+        ({"evaluate_every": 0}, "`evaluate_every` is 0: want at least 1"),
+        ({"evaluate_every": 1, "evaluate_samples": 0}, "`evaluate_samples` is 0: want at least 1"),
         (
             {"evaluate_every": 1, "evaluate_samples": 64},
             "the data has 64 samples, and evaluation takes 64 of them away: give more data, or a smaller `evaluate_samples`",

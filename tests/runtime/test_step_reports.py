@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_is_of_its_own_step_and_data(monkeypatch: pyte
 
 
 def test_reports_lie_a_step_apart_at_least() -> None:
-    with pytest.raises(BapipeError, match=r"^a report every 0 steps: want 1 or more$"):
+    with pytest.raises(BapipeError, match=r"^`report_every` is 0: want at least 1$"):
         TrainConfig(report_every=0)
     config = TrainConfig(steps=10, evaluate_every=4)
     assert [steps for steps in range(1, 11) if config.pauses_after(steps)] == [4, 8, 10]
