@@ -119,7 +119,13 @@ def read_any(path: Path) -> File:
 
 
 def read(path: Path | str, want: type[T]) -> T:
-    """Returns the value of type `want` in the file at `path`; errors begin with the path."""
+    """Returns the value of type `want` in the file at `path`; errors begin with the path.
+
+    Args:
+        want: ModelProfile, Cluster or Plan.
+    """
+    if want not in KINDS.values():
+        raise BapipeError(f"{want!r} is no kind of file: want ModelProfile, Cluster or Plan")
     path = Path(path)
     with naming_file(path):
         return decode_as(read_limited(path), want)

@@ -400,3 +400,8 @@ def test_a_file_that_cannot_keep_its_group_is_not_for_another_one(
     monkeypatch.setattr(os, "fchown", refuse)
     write_bytes(path, b"text")
     assert path.stat().st_mode & 0o777 == 0o604
+
+
+def test_another_type_is_no_kind_of_file(tmp_path: Path) -> None:
+    with pytest.raises(BapipeError, match=r"^<class 'dict'> is no kind of file: want ModelProfile, Cluster or Plan$"):
+        read(tmp_path / "plan.json", dict)  # type: ignore[type-var]

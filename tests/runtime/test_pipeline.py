@@ -66,3 +66,13 @@ def test_buckets_are_numbered_from_zero() -> None:
             "the planned size"
         )
     assert bucketed.step(X, target=Y, bucket=0) is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
+    pipeline = pipelined()
+    with pytest.raises(BapipeError, match=r"^'target' is of type list: want a tensor$"):
+        pipeline.step(X, target=Y.tolist())  # type: ignore[arg-type]
+    for rate in (-0.1, float("nan")):
+        with pytest.raises(BapipeError, match=f"^a learning rate of {rate}: want at least 0$"):
+            pipeline.set_learning_rate(rate)

@@ -48,6 +48,8 @@ class BatchSpec:
         """Returns a tensor on the device, when it is there and like the example."""
         if tensor is None:
             raise BapipeError(f"this rank runs a stage that needs '{name}', which is missing")
+        if not isinstance(tensor, Tensor):
+            raise BapipeError(f"'{name}' is of type {type(tensor).__name__}: want a tensor")
         size = tensor.shape[0] if tensor.dim() else 0
         if size != num_samples:
             if num_samples != self.minibatch_size:
