@@ -30,6 +30,8 @@ def by_channels(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> M
 
 def by_both(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
     """A layer of own filters, then one of own channels whose outputs all members sum."""
+    if layer.kind.endswith("Embedding"):  # torch's, and classes derived from it, such as OPTLearnedPositionalEmbedding
+        return _channel_layer(layer, inputs, num_members, _own_rows)
     is_second = bool(inputs.to_gather(inputs.elementwise)) and set(inputs.whole) <= inputs.elementwise
     return _channel_layer(layer, inputs, num_members, _own_channels_summed if is_second else _own_filters)
 
@@ -69,6 +71,20 @@ def _own_filters(
     _check_channels(layer.name, "filters", out_channels, num_members)
     # Of what is added to the outputs, or multiplied by them, a member needs its own channels.
     return _own_outputs(inputs, largest_share(out_channels, num_members), inputs.elementwise)
+
+
+def _own_rows(
+    layer: LayerProfile, inputs: LayerInputs, in_channels: int, out_channels: int, num_members: int
+) -> MemberLayer:
+    """Each member looks up the rows of the table that it has, and all sum: Megatron-LM's vocabulary-parallel embedding.
+
+    The hidden states are then whole from the start, and a last layer that shares the table splits it the same way, as
+    its filters. An embedding that is added to another one, of positions or segments, is computed whole, without a sum.
+    """
+    is_added = any(tensor in inputs.elementwise for tensor in (*inputs.whole, *inputs.in_parts))
+    if is_added or in_channels < num_members:
+        return computed_whole(inputs)
+    return _own_channels_summed(layer, inputs, in_channels, out_channels, num_members)
 
 
 def _own_heads(layer: LayerProfile, inputs: LayerInputs, shape: LayerShape, num_members: int) -> MemberLayer:

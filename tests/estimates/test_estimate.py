@@ -341,6 +341,88 @@ def test_a_block_of_a_transformer_worked_out_by_hand() -> None:
     }
 
 
+ACT = LayerShape(in_channels=16, out_channels=16, mixes_channels=False)
+
+
+def gpt2(num_blocks: int) -> ModelProfile:
+    """GPT-2 with 16 hidden channels, 40 words and 8 positions; every tensor has 64 bytes but the scores, 160."""
+    times = 40, 40, 40
+    rows: list[tuple[str, tuple[str, ...], LayerShape | UnsetType, tuple[int, int, int], int, int, int]] = [
+        ("words", ("tokens",), LayerShape(in_channels=40, out_channels=16), times, 2560, 0, 64),
+        ("positions", ("words", "tokens"), linear(8, 16, "words", "tokens"), times, 512, 0, 64),
+        ("x0", ("positions",), ACT, times, 0, 0, 64),
+    ]
+    for i in range(num_blocks):
+        x, attention, up, norm = f"x{i}", f"attention{i}", f"up{i}", f"norm{i}"
+        rows += [
+            (norm, (x,), NORM, times, 8, 0, 64),
+            (attention, (norm,), replace(linear(16, 16), heads=4, attends=True), times, 192, 0, 64),
+            (f"projection{i}", (attention,), linear(16, 16), times, 64, 0, 64),
+            (f"middle{i}", (f"projection{i}", x), replace(ACT, elementwise_inputs=(x,)), times, 0, 0, 64),
+            (f"dense_{norm}", (f"middle{i}",), NORM, times, 8, 0, 64),
+            (up, (f"dense_{norm}",), linear(16, 16), times, 256, 0, 64),
+            (f"down{i}", (up,), linear(16, 16), times, 256, 0, 64),
+            (
+                f"x{i + 1}",
+                (f"down{i}", f"middle{i}"),
+                replace(ACT, elementwise_inputs=(f"middle{i}",)),
+                times,
+                0,
+                0,
+                64,
+            ),
+        ]
+    rows += [
+        ("norm", (f"x{num_blocks}",), NORM, times, 8, 0, 64),
+        ("head", ("norm",), linear(16, 40), times, 0, 0, 160),
+        ("loss", ("head", "target"), UNSET, times, 0, 0, 0),
+    ]
+    profile = rows_of(*rows)
+    words, positions, *others, head, loss = profile.layers
+    tied = replace(head, shares=("words",), shared_bytes=2560)
+    words, positions = (replace(each, kind="Embedding") for each in (words, positions))
+    return replace(profile, layers=(replace(words, shares=("head",)), positions, *others, tied, loss))
+
+
+@pytest.mark.parametrize("members", [2, 4])
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_transformer_exchanges_what_megatron_lm_does(num_blocks: int, members: int) -> None:
+    """Shoeybi et al. 2019 (arXiv:1909.08053), section 3: two sums of the hidden states in F and in B for each block.
+
+    Besides them one for the embedding and one for the last layer, whose scores are gathered for a loss of any kind.
+    """
+    group = estimate(gpt2(num_blocks), "tensor", members, hosts())
+    measured = dict(zip((layer.name for layer in group.layers), group.measurements[0].layers, strict=True))
+
+    def ring_ns(num_bytes: int) -> int:
+        return (members - 1) * (100 + num_bytes // members)
+
+    hidden_ns = 2 * ring_ns(64)
+    in_forward = {"words", *(f"{name}{i}" for name in ("projection", "down") for i in range(num_blocks))}
+    in_backward = {"head", *(f"{name}{i}" for name in ("attention", "up") for i in range(num_blocks))}
+    assert {name: m.forward_exchange_ns for name, m in measured.items()} == {
+        name: ring_ns(160) if name == "loss" else hidden_ns * (name in in_forward) for name in measured
+    }
+    assert {name: m.backward_exchange_ns for name, m in measured.items()} == {
+        name: hidden_ns * (name in in_backward) for name in measured
+    }
+    words, positions = group.layers[:2]
+    assert (words.param_bytes, group.layers[-2].shared_bytes) == (2560 // members, 2560 // members)
+    assert positions.param_bytes == 512  # whole, as in Megatron-LM: a part of it would need a sum of its own
+    assert measured["words"].output_bytes == (64,)
+
+
+def test_a_table_with_fewer_rows_than_members_is_whole() -> None:
+    profile = rows_of(
+        ("kinds", ("x",), LayerShape(in_channels=3, out_channels=16), (40, 0, 40), 192, 0, 64),
+        ("head", ("kinds",), linear(16, 16), (40, 40, 40), 64, 0, 64),
+    )
+    table = replace(profile.layers[0], kind="Embedding")
+    group = estimate(replace(profile, layers=(table, profile.layers[1])), "tensor", 4, hosts())
+    kinds = group.measurements[0].layers[0]
+    assert (group.layers[0].param_bytes, kinds.forward_ns, kinds.forward_exchange_ns) == (192, 40, 0)
+
+
 def test_queries_keys_and_gates_of_own_layers_stay_apart() -> None:
     """Llama's: queries and keys are read by the layer that attends, and one half of the dense layer by the other.
 
