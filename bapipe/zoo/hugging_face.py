@@ -2,6 +2,7 @@
 
 Every class of the package that ends in one of `_HEADS` is a factory here: `hf:LlamaForCausalLM` on the command line is
 `bapipe.zoo.hugging_face:LlamaForCausalLM`, which takes what `LlamaConfig` takes, and `length`, the words of a text.
+What a config ignores, or uses only to generate texts, is refused: it would be a typing error, or do nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bapipe.errors import InvalidModel
+from bapipe.zoo.checks import check_sizes
 from bapipe.zoo.data.language_modeling import next_token_texts
 from bapipe.zoo.example import Example
 
@@ -32,7 +34,9 @@ def _model(architecture: str, length: int | None = None, **settings: object) -> 
     """Returns a model with fresh weights; `settings` are those of its config.
 
     Raises:
-        InvalidModel: transformers is missing, has no such class, or its config has no such setting.
+        InvalidModel: transformers is missing, has no such class, its config has no such setting, or `length` is given
+            for a model of images.
+        ValueError: `length` or `num_labels` is no integer of at least 1.
     """
     try:
         transformers = import_module("transformers")
@@ -46,7 +50,9 @@ def _model(architecture: str, length: int | None = None, **settings: object) -> 
         close = get_close_matches(architecture, dir(transformers), n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         raise InvalidModel(f"transformers {transformers.__version__} has no class '{architecture}'{hint}")
-    config = _config(model_class.config_class, settings)
+    sizes = {"length": length, "num_labels": settings.get("num_labels")}
+    check_sizes(**{name: size for name, size in sizes.items() if size is not None})
+    config = _config(transformers, model_class.config_class, settings)
     inputs, target = _HEADS[head](config, length)
     return Example(
         module=model_class(config),
@@ -57,11 +63,14 @@ def _model(architecture: str, length: int | None = None, **settings: object) -> 
     )
 
 
-def _config(config_class: Any, settings: Mapping[str, object]) -> Any:
+def _config(transformers: Any, config_class: Any, settings: Mapping[str, object]) -> Any:
     default = config_class()
-    known = {*default.to_dict(), *default.attribute_map}
-    for name in settings:
-        if name not in known:
+    known = {*default.to_dict(), *default.attribute_map, "num_labels"}
+    for name, value in settings.items():
+        if name in known:
+            continue
+        # A config keeps what it does not know as an attribute of that name, and drops what is for generating texts.
+        if name in vars(config_class(**{name: value})) or hasattr(transformers.GenerationConfig(), name):
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise InvalidModel(f"{config_class.__name__} has no setting '{name}'{hint}")
@@ -89,7 +98,8 @@ _Given = tuple[dict[str, Tensor], Tensor]
 
 
 def _words(config: Any, length: int | None) -> Tensor:
-    length = length or min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    if length is None:
+        length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise InvalidModel(
             f"{type(config).__name__} has no `vocab_size`, so no example inputs can be made: write a function that "
@@ -113,6 +123,8 @@ def _label_of_text(config: Any, length: int | None) -> _Given:
 
 
 def _label_of_image(config: Any, length: int | None) -> _Given:
+    if length is not None:
+        raise InvalidModel(f"length is {length}, and images have none: leave it out; some configs have an `image_size`")
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     images = torch.randn(_BATCH_SIZE, config.num_channels, height, width)
