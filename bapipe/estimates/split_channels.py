@@ -79,10 +79,10 @@ def _own_rows(
     """Each member looks up the rows of the table that it has, and all sum: Megatron-LM's vocabulary-parallel embedding.
 
     The hidden states are then whole from the start, and a last layer that shares the table splits it the same way, as
-    its filters. An embedding that is added to another one, of positions or segments, is computed whole, without a sum.
+    its filters. Positions or segments, added to another embedding, are computed whole, which saves a sum.
     """
     is_added = any(tensor in inputs.elementwise for tensor in (*inputs.whole, *inputs.in_parts))
-    if is_added or in_channels < num_members:
+    if (is_added and not layer.shares) or in_channels < num_members:
         return computed_whole(inputs)
     return _own_channels_summed(layer, inputs, in_channels, out_channels, num_members)
 

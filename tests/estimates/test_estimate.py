@@ -412,6 +412,23 @@ def test_a_transformer_exchanges_what_megatron_lm_does(num_blocks: int, members:
     assert measured["words"].output_bytes == (64,)
 
 
+def test_a_shared_table_is_split_as_the_last_layer_is_also_if_it_is_added_to_another() -> None:
+    profile = rows_of(
+        ("positions", ("tokens",), linear(8, 16, "tokens"), (40, 0, 40), 512, 0, 64),
+        ("words", ("tokens", "positions"), linear(40, 16, "positions"), (40, 0, 40), 2560, 0, 64),
+        ("head", ("words",), linear(16, 40), (40, 40, 40), 0, 0, 160),
+    )
+    positions, words, head = profile.layers
+    layers = (
+        replace(positions, kind="Embedding"),
+        replace(words, kind="Embedding", shares=("head",)),
+        replace(head, shares=("words",), shared_bytes=2560),
+    )
+    group = estimate(replace(profile, layers=layers), "tensor", 2, hosts())
+    assert [layer.param_bytes + layer.shared_bytes for layer in group.layers] == [256, 1280, 1280]
+    assert [m.forward_exchange_ns for m in group.measurements[0].layers] == [SUM_64, SUM_64, 0]
+
+
 def test_a_table_with_fewer_rows_than_members_is_whole() -> None:
     profile = rows_of(
         ("kinds", ("x",), LayerShape(in_channels=3, out_channels=16), (40, 0, 40), 192, 0, 64),
