@@ -129,11 +129,13 @@ def import_(
         str | None,
         typer.Option(
             "--microbatch-size",
-            help="Micro-batch sizes of the profile, in samples, scaled in proportion. Default: the measured size.",
+            help="Micro-batch sizes of the profile, in samples. Default: the measured ones. Others than --batch-size "
+            "are scaled in proportion; with --layers there are the measured ones only.",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="Name of the model. Default: the name of the file.")
+        str | None,
+        typer.Option("--model", help="Name of the model. Default: the name of the file, or of graph.txt's folder."),
     ] = None,
     source: Annotated[
         str | None, typer.Option("--source", help="Where the figures come from. Default: the name of the file.")
@@ -161,12 +163,14 @@ def import_(
     is one of Sailor: its profile.json, or a folder with its tables for Metis.
     """
     check_writable(output)
-    if (batch_size is None) == (layers is None):
+    if batch_size is None and layers is None:
         raise BapipeError("want --batch-size (PipeDream's graph.txt or a table), or --layers (a profile of Sailor)")
+    if batch_size is not None and layers is not None:
+        raise BapipeError("--batch-size does not go with --layers: a profile of Sailor says its sizes; leave it out")
     if members > 1 and layers is None:
         raise BapipeError("--members is for a profile of Sailor: add --layers llm_info.json")
     origin = ImportMetadata(
-        model=model or (file.parent.name if file.name == "graph.txt" else file.stem),
+        model=model or (file.name == "graph.txt" and file.parent.resolve().name) or file.stem,
         source=source or file.name,
         kind=device,
         device_name=device_name,

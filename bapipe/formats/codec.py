@@ -132,9 +132,9 @@ def read(path: Path | str, want: type[T]) -> T:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file of another kind; raises BapipeError if it cannot be read."""
+    """Returns the text of a file of another kind, without a byte-order mark; raises BapipeError if there is none."""
     try:
-        return read_limited(path).decode()
+        return read_limited(path).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise BapipeError(f"{path}: not a text file") from None
 

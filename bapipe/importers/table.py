@@ -22,6 +22,9 @@ _COLUMNS = {
     "output": r"act|activation|activations|output",
     "params": r"param|params|parameter|parameters|weight|weights",
 }
+_MICRO = str.maketrans("µμ", "uu")
+"""The micro sign and the Greek letter, which look alike."""
+
 _TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 _SIZES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, each with its unit"
@@ -37,7 +40,7 @@ def parse_table(text: str) -> tuple[ImportedLayer, ...]:
     if not rows:
         return ()
     delimiter = max(",;\t|", key=rows[0][1].count)
-    header = [cell.lower() for cell in _cells(*rows[0], delimiter)]
+    header = [cell.lower().translate(_MICRO) for cell in _cells(*rows[0], delimiter)]
     columns = {column: _find(column, header) for column in _COLUMNS}
     layers: list[ImportedLayer] = []
     for number, line in rows[1:]:
@@ -59,7 +62,7 @@ def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
     """Returns the position of a column and the factor of its unit."""
     units: Mapping[str, int] = {"name": {}, "forward": _TIMES, "backward": _TIMES}.get(column, _SIZES)
     for position, title in enumerate(header):
-        words = [word for word in re.split(r"[^a-z]+", title) if word]
+        words = re.findall(r"[^\W\d_]+", title)  # of letters of any script: a unit is known whole, or not at all
         if not words or not re.fullmatch(_COLUMNS[column], words[0]):
             continue
         if not units:

@@ -256,6 +256,18 @@ def test_an_imported_profile_is_printed_as_json(folder: Path) -> None:
     assert json.loads(done.stdout) == json.loads((folder / "imported.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("path", "model"), [("graph.txt", "folder"), ("../folder/graph.txt", "folder"), ("a.csv", "a")]
+)
+def test_an_imported_model_has_the_name_of_its_file(folder: Path, path: str, model: str) -> None:
+    where = folder / "folder"
+    where.mkdir()
+    for name in ("graph.txt", "a.csv"):
+        (where / name).write_text("layer,forward_ms,backward_ms,param_bytes,output_bytes\na,1,2,3,4\n")
+    done = bapipe(where, "import", path, "--batch-size", "4", "--json")
+    assert json.loads(done.stdout)["model"] == model
+
+
 def test_a_plan_changed_by_hand_is_shown_without_proof(folder: Path) -> None:
     planned(folder, "--stages", "2", "--no-replicas")
     content = json.loads((folder / "plan.json").read_text())

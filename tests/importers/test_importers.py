@@ -115,6 +115,25 @@ def test_a_table_is_a_chain(delimiter: str) -> None:
     assert (at_a.output_bytes, at_a.stash_bytes, at_b.stash_bytes) == ((2 * 2**20,), 2 * 2**20, 2**19)
 
 
+@pytest.mark.parametrize("unit", ["us", "µs", "\N{GREEK SMALL LETTER MU}s", "\N{GREEK CAPITAL LETTER MU}S"])
+def test_microseconds_have_three_spellings(unit: str) -> None:
+    profile = import_profile(f"layer,forward ({unit}),bwd_{unit},act bytes,param_bytes\na,1,2,3,4\n", origin())
+    ((_, at),) = layers(profile).values()
+    assert (at.forward_ns, at.input_grad_ns + at.weight_grad_ns) == (1000, 2000)
+
+
+@pytest.mark.parametrize("format_", ["table", "pipedream", "paradl"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, format_: str) -> None:
+    text = {
+        "table": HEADER + "a,1,2,3,4\n",
+        "pipedream": f"node1 -- ReLU() -- {times(1, 2, '4.0', 0)}\n",
+        "paradl": "Dataset|ImageNet\nCONV1_1|3x8x8|3x4x3x3|4x8x8|0.5\n",
+    }[format_]
+    (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "marked.txt").write_text(text, encoding="utf-8-sig")
+    assert import_file(tmp_path / "marked.txt", origin()) == import_file(tmp_path / "plain.txt", origin())
+
+
 HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
 
 
@@ -137,6 +156,10 @@ HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
             "layer,forward_ms\n",
             "no column for backward in the header layer, forward_ms; want layer, forward_ms, backward_ms, "
             "activation_bytes, parameter_bytes, each with its unit",
+        ),
+        (
+            "layer,forward (мs)\n",  # a Cyrillic letter
+            "column 'forward (мs)' has no unit; want one of ns, us, ms, s, such as forward_s",
         ),
         ("layer,forward\n", "column 'forward' has no unit; want one of ns, us, ms, s, such as forward_s"),
         (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),

@@ -153,6 +153,14 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     profile = read(output, ModelProfile)
     assert (profile.device.kind, profile.microbatch_sizes, profile.model) == ("GPUx2", (8,), "small")
-    for wrong in ([], ["--layers", str(models), "--batch-size", "8"], ["--batch-size", "8", "--members", "2"]):
+    for wrong, message in (
+        ([], "want --batch-size (PipeDream's graph.txt or a table), or --layers (a profile of Sailor)"),
+        (
+            ["--layers", str(models), "--batch-size", "8"],
+            "--batch-size does not go with --layers: a profile of Sailor says its sizes; leave it out",
+        ),
+        (["--batch-size", "8", "--members", "2"], "--members is for a profile of Sailor: add --layers llm_info.json"),
+    ):
         failed = CliRunner().invoke(app, [*command, *wrong])
-        assert failed.exit_code != 0
+        assert isinstance(failed.exception, BapipeError)
+        assert str(failed.exception) == message
