@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -75,7 +76,7 @@ def local_device(device: torch.device | str) -> torch.device:
     """
     name = str(device)
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if kind not in ("cpu", "cuda") or not re.fullmatch("[0-9]{0,9}", index):
         raise BapipeError(f"`device` is '{name}': want cpu or cuda")
     if kind == "cuda" and torch.cuda.device_count() <= int(index or 0):
         raise BapipeError(f"torch finds no device '{name}' on this machine: choose `device` cpu, or {_cuda_advice()}")

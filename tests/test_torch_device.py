@@ -33,6 +33,7 @@ def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None
     [
         ("gpu", "`device` is 'gpu': want cpu or cuda"),
         ("cuda:x", "want cpu or cuda"),
+        ("cuda:²", "want cpu or cuda"),
         ("cuda:99", "torch finds no device 'cuda:99' on this machine: choose `device` cpu"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from bapipe.cli.environment import forget_wrong_sizes, open_closed_streams
 from bapipe.cli.flags import with_flags
 from bapipe.cli.lazy_group import LazyGroup
 from bapipe.cli.system_errors import system_error_text
@@ -63,6 +64,8 @@ def main() -> None:
     A signal ends it with one line and exit code 130, 143 or 129.
     """
     raise_on_signals()
+    open_closed_streams()
+    forget_wrong_sizes()
     gc.set_threshold(50_000)  # a file of many layers is many objects, none of them garbage
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

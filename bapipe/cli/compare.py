@@ -23,10 +23,10 @@ from bapipe.cli.options import (
     TimeLimit,
     schedule_names,
 )
+from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
 from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import check_writable, write_bytes
 from bapipe.planner.compare import compare as compare_schedules
 from bapipe.planner.deadline import deadline_of
 from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
@@ -84,7 +84,7 @@ def compare(
         time_limit_s=time_limit,
     )
     if html is not None:
-        check_writable(html)
+        check_output(html, *map(Path, sources), *([cluster] if cluster else []))
     if strategies:
         measured = all_profiles(sources, arg, (1,), device)
         layout = "json" if as_json else "markdown" if as_markdown else "table"
@@ -106,7 +106,7 @@ def compare(
         from bapipe.explorer.pages import plans_page
 
         fastest_first = sorted(compared.plans.items(), key=lambda named: named[1].prediction.step_ns)
-        write_bytes(html, plans_page(fastest_first, profiles))
+        write_output_bytes(html, plans_page(fastest_first, profiles))
     if as_json:
         show_json(report.comparison_json(compared.plans, compared.others, failed))
         return

@@ -8,9 +8,9 @@ import typer
 import bapipe
 from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
-from bapipe.cli.outputs import write_output
+from bapipe.cli.outputs import check_output, write_output
 from bapipe.cli.progress import note, out, show_json, show_written
-from bapipe.formats.codec import check_writable, read
+from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.planner.edit import Changes
 from bapipe.planner.make import judge
@@ -63,7 +63,7 @@ def edit(
 ) -> None:
     """Change a plan by hand, and see what that changes."""
     if output is not None:
-        check_writable(output)
+        check_output(output, *(profile or ()))  # the plan may be changed in its place
     before = read(plan, Plan)
     profiles = profiles_of_plan(before, profile or ())
     before = judge(before, profiles, bapipe.simulate(before, profiles))

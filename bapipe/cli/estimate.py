@@ -1,5 +1,6 @@
 """The command that estimates the profile of a group: estimate."""
 
+import re
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -7,11 +8,11 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import AsJson, Output
-from bapipe.cli.outputs import write_and_show
+from bapipe.cli.outputs import check_output, write_and_show
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate as estimate_group
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, read
+from bapipe.formats.codec import read
 from bapipe.formats.profile import ModelProfile, Split
 
 
@@ -37,9 +38,9 @@ def estimate(
     output: Output = Path("group.json"),
 ) -> None:
     """Estimate the profile of a group of devices from that of a single one."""
-    check_writable(output)
+    check_output(output, profile, cluster)
     how, _, members = split.partition(":")
-    if how not in get_args(Split) or not members.isdecimal():
+    if how not in get_args(Split) or not re.fullmatch("[0-9]{1,9}", members):
         raise BapipeError(f"--split {split}: want one of {', '.join(get_args(Split))}, and members, such as spatial:4")
     estimated = estimate_group(
         read(profile, ModelProfile),

@@ -54,7 +54,7 @@ UNITS = {"": 1, "b": 1} | {
 
 def num_bytes(text: str) -> int:
     """Returns the bytes in a text such as 2000000000, 2GB or 1.5 GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]i?b|b?)", text.strip(), flags=re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) *([kmgt]i?b|b?)", text.strip(), flags=re.IGNORECASE)
     size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2].lower()])
     if size < 1:
         units = "KB, MB, GB, TB, KiB, MiB, GiB or TiB"

@@ -1,5 +1,6 @@
 """Writing the file that a command makes, without losing another one of the same name."""
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -7,22 +8,45 @@ from typing import TypeVar
 from rich.table import Table
 
 from bapipe.cli.progress import note, show_json, show_parts, show_written
+from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import copy_file, encode, write, written_file
+from bapipe.formats.codec import check_writable, copy_file, encode, write, write_bytes, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 
 Measured = TypeVar("Measured", ModelProfile, Cluster)
 
 
+def check_output(path: Path, *inputs: Path) -> None:
+    """Raises BapipeError, before hours of work are lost, if `path` cannot be written, or is a file that is read."""
+    if str(path) == "-":
+        raise BapipeError("-: nothing is written to stdout by this name: name a file, or /dev/stdout")
+    check_writable(path)
+    if path.is_file() and any(each.is_file() and path.samefile(each) for each in inputs):
+        raise BapipeError(f"{path} would be overwritten, and is an input of this command: name another file to write")
+
+
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
     """Writes a file; one with another content that was there is kept beside it, as `NAME~`, and a remark says so."""
-    file = written_file(path)
-    if file is not None and file.is_file() and file.read_bytes() != encode(value):
-        kept = file.with_name(f"{file.name}~")
-        copy_file(file, kept)
-        note(f"{path} was there already, with another content: it is kept as {kept}")
+    _keep_previous(path, encode(value))
     write(path, value)
+
+
+def write_output_bytes(path: Path, content: bytes) -> None:
+    """Writes a file of another kind, such as a page or a trace, as `write_output` does."""
+    _keep_previous(path, content)
+    write_bytes(path, content)
+
+
+def _keep_previous(path: Path, content: bytes) -> None:
+    """Copies the file that `content` will replace, if it has another one, to `NAME~`, in place of an older copy."""
+    file = written_file(path)
+    if file is None or not file.is_file() or file.read_bytes() == content:
+        return
+    kept = file.with_name(f"{file.name}~")
+    instead = ", in place of the older file of that name" if os.path.lexists(kept) else ""
+    copy_file(file, kept)
+    note(f"{path} was there already, with another content: it is kept as {kept}{instead}")
 
 
 def write_and_show(

@@ -34,7 +34,7 @@ from bapipe.cli.options import (
     TimeLimit,
     schedule_names,
 )
-from bapipe.cli.outputs import write_output
+from bapipe.cli.outputs import check_output, write_output
 from bapipe.cli.progress import (
     note,
     planning_status,
@@ -47,7 +47,7 @@ from bapipe.cli.progress import (
     stops_on_interrupt,
 )
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import check_writable, read
+from bapipe.formats.codec import read
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
@@ -144,9 +144,7 @@ def plan(
         raise BapipeError("--pin, --explain and --pareto need --objective step: leave out either them or --objective")
     if goal is not None and (pin is not None or explain or pareto):
         raise BapipeError("--least and --largest do not go with --pin, --explain and --pareto: leave out either")
-    check_writable(output)
-    if pin is not None and output.resolve() == pin.resolve():
-        raise BapipeError(f"{output} would be overwritten, and is the pinned plan: name another file with --output")
+    check_output(output, *map(Path, sources), *(path for path in (cluster, pin) if path is not None))
     options = PlanOptions(
         minibatch_size=minibatch_size or DEFAULT_MINIBATCH_SIZE,
         microbatch_size=microbatch_size,

@@ -7,10 +7,10 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Devices, Kind, Output, Sizes, integers, key_values
-from bapipe.cli.outputs import write_and_show
+from bapipe.cli.outputs import check_output, write_and_show
 from bapipe.cli.progress import parts_bar, status
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import check_writable, read
+from bapipe.formats.codec import read
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, import_group
@@ -84,7 +84,7 @@ def profile(
 ) -> None:
     """Measure the time and memory of each layer of a model."""
     sizes = integers(microbatch_size)
-    check_writable(output)
+    check_output(output)
     if autocast not in (None, "bfloat16", "float16"):
         raise BapipeError(f"--autocast {autocast}: want bfloat16 or float16")
     settings = Settings(
@@ -162,7 +162,7 @@ def import_(
     The file is PipeDream's graph.txt, ParaDL's table of a network, or a table with one row per layer. With --layers it
     is one of Sailor: its profile.json, or a folder with its tables for Metis.
     """
-    check_writable(output)
+    check_output(output, file, *([layers] if layers else []))
     if batch_size is None and layers is None:
         raise BapipeError("want --batch-size (PipeDream's graph.txt or a table), or --layers (a profile of Sailor)")
     if batch_size is not None and layers is not None:
@@ -215,7 +215,7 @@ def cluster(
 
     With --like it describes devices that one does not have, with links of a catalogue.
     """
-    check_writable(output)
+    check_output(output, *([like] if like else []))
     for option, value in (("--hosts", hosts), ("--within", within), ("--between", between)):
         if like is None and value is not None:
             raise BapipeError(

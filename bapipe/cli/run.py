@@ -15,8 +15,9 @@ from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
+from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
-from bapipe.formats.codec import check_writable, read, write_bytes
+from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
@@ -84,7 +85,7 @@ def run(
     """Train a model exactly as its plan says, with one process per device."""
     with refusals_told():
         if trace is not None:
-            check_writable(trace)
+            check_output(trace, Path(source), *(profile or ()), *([weights] if weights else []))
         config = TrainConfig(
             trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
             data=data,
@@ -123,7 +124,7 @@ def run(
     if not is_first_rank():  # of a torchrun job: rank 0 reports
         return
     if trace is not None:
-        write_bytes(trace, report.encode_trace([("measured", result.timeline)]))
+        write_output_bytes(trace, report.encode_trace([("measured", result.timeline)]))
     if as_json:
         show_json(report.run_json(plan, result))
         return
@@ -140,8 +141,8 @@ def export(
 
     Tensors have their names in the original module.
     """
-    check_writable(output)
-    num_tensors = export_checkpoint(checkpoint, output)
+    check_output(output)
+    num_tensors = export_checkpoint(checkpoint, output, write_output_bytes)
     if as_json:
         show_json({"file": str(output), "num_tensors": num_tensors})
         return

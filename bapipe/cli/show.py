@@ -1,4 +1,7 @@
-"""The command that shows files as tables and as pages: show."""
+"""The command that shows files as tables and as pages: show.
+
+Pages are written before anything is printed, of which a reader such as `head` may want only a part.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,10 +12,11 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import AsJson
+from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import note, out, show_json, show_line, show_parts, show_timeline, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, read, read_any, write_bytes
+from bapipe.formats.codec import read, read_any
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.report.chrome_trace import recorded_timelines
@@ -58,19 +62,17 @@ def show(
             raise BapipeError(f"--html goes with a plan or a profile; {file} is {_in_words(content)}")
         if other is not None and not isinstance(content, Plan):
             raise BapipeError("--html goes with two plans, not with two profiles")
-        check_writable(html)
+        check_output(html, file, *([other] if other else []), *(trace or []), *(profile or []))
     if other is not None:
         _show_two(content, file, other, html, profile or [])
     elif isinstance(content, Cluster):
         show_parts(report.render_cluster(content))
     elif isinstance(content, ModelProfile):
-        show_parts(report.render_profile(content))
-        if html is not None:
-            from bapipe.explorer.pages import profile_page
-
-            _write_html(html, profile_page(content))
+        _show_profile(content, html)
     else:
         _show_plan(content, html, trace or [], profile or [])
+    if html is not None:
+        show_written(html)
 
 
 def _in_words(content: Plan | ModelProfile | Cluster) -> str:
@@ -97,27 +99,37 @@ def _show_two(
         show_parts(render_profile_diff(content, read(other, ModelProfile)))
         return
     after = read(other, Plan)
-    for line in render_changes(content, after):
-        out.print(line, highlight=False, soft_wrap=True, markup=False)
+    changes = list(render_changes(content, after))
     if html is not None:
         from bapipe.explorer.pages import two_plans_page
 
         of_kind = _known_profiles(content, profiles)
-        _write_html(html, two_plans_page((file.name, content), (other.name, after), of_kind))
+        write_output_bytes(html, two_plans_page((file.name, content), (other.name, after), of_kind))
+    for line in changes:
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _show_profile(profile: ModelProfile, html: Path | None) -> None:
+    """Prints a profile."""
+    if html is not None:
+        from bapipe.explorer.pages import profile_page
+
+        write_output_bytes(html, profile_page(profile))
+    show_parts(report.render_profile(profile))
 
 
 def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: list[Path]) -> None:
     """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
     recorded = recorded_timelines(plan, traces)
+    if html is not None:
+        from bapipe.explorer.pages import plan_page
+
+        write_output_bytes(html, plan_page(plan, _known_profiles(plan, profiles), recorded))
     show_parts(report.render_plan(plan))
     order = ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(plan))
     for title, timeline in recorded or [order]:
         show_line(f"{title}:")
         show_timeline(timeline)
-    if html is not None:
-        from bapipe.explorer.pages import plan_page
-
-        _write_html(html, plan_page(plan, _known_profiles(plan, profiles), recorded))
 
 
 def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
@@ -130,8 +142,3 @@ def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
         return profiles_of_plan(plan, [])
     note("the profile of the plan is not at hand, so the page has no times of its layers: name its file with --profile")
     return {}
-
-
-def _write_html(path: Path, text: bytes) -> None:
-    write_bytes(path, text)
-    show_written(path)

@@ -8,8 +8,9 @@ import typer
 import bapipe
 from bapipe import report
 from bapipe.cli.options import AsJson
+from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import note, show_json, show_parts, show_timeline
-from bapipe.formats.codec import fingerprint, read, write_bytes
+from bapipe.formats.codec import fingerprint, read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs import by_kind
@@ -25,6 +26,8 @@ def simulate(
     ] = None,
 ) -> None:
     """Predict the time and memory of one step of a plan."""
+    if trace is not None:
+        check_output(trace, plan, *profiles)
     to_simulate = read(plan, Plan)
     of_kind = by_kind([read(path, ModelProfile) for path in profiles])
     timeline = bapipe.simulate(to_simulate, of_kind)
@@ -33,7 +36,7 @@ def simulate(
             note(f"the plan was made from another {kind} profile of {to_simulate.model}")
     judged = judge(to_simulate, of_kind, timeline)
     if trace is not None:
-        write_bytes(trace, report.encode_trace([("predicted", timeline)]))
+        write_output_bytes(trace, report.encode_trace([("predicted", timeline)]))
     if as_json:
         show_json(judged.prediction)
         return

@@ -7,8 +7,8 @@ from pathlib import Path
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import read_or_assume_cluster
 from bapipe.cli.markdown import write_markdown
+from bapipe.cli.outputs import write_output_bytes
 from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
-from bapipe.formats.codec import write_bytes
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import deadline_of
 from bapipe.planner.device_grouping import profiles_with_fewest_threads
@@ -44,7 +44,7 @@ def show_strategies(
         minibatch_size=options.minibatch_size,
     )
     if html is not None:
-        write_bytes(html, strategies_page(table).encode())
+        write_output_bytes(html, strategies_page(table).encode())
     rows = table.rows()
     if layout == "json":
         show_json(rows)

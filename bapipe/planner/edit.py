@@ -18,8 +18,8 @@ from bapipe.planner.validation import unknown_schedule
 from bapipe.schedules import ALL
 from bapipe.units import Positive
 
-MOVE = re.compile(r"stage (\d+) ([+-]\d+)(?: layers?)?")
-PLACE = re.compile(r"stage (\d+) on (.+)")
+MOVE = re.compile(r"stage ([0-9]{1,9}) ([+-][0-9]{1,9})(?: layers?)?")
+PLACE = re.compile(r"stage ([0-9]{1,9}) on (.+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import msgspec
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
+from bapipe.formats.codec import write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings, check_same
 from bapipe.job.refusal import refusals_told
@@ -201,10 +202,13 @@ def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
     check_same(settings, msgspec.structs.replace(settings, optimizer=rule))
 
 
-def export(checkpoint: Path, output: Path) -> int:
+def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:
     """Writes the model's tensors of a checkpoint, or of the newest in a folder, as safetensors; returns how many.
 
     They have the names of the original module's `state_dict()`.
+
+    Args:
+        write: writes bytes to a file.
 
     Raises:
         BapipeError: there is no checkpoint, it is damaged, or the file cannot be written.
@@ -212,7 +216,7 @@ def export(checkpoint: Path, output: Path) -> int:
     require_torch()
     from bapipe.runtime.checkpoint.export import export as write_state
 
-    return write_state(checkpoint, output)
+    return write_state(checkpoint, output, write)
 
 
 def convert_checkpoint(folder: Path) -> tuple[Path, ...]:

@@ -351,6 +351,9 @@ def test_every_command_has_help(folder: Path) -> None:
     assert f"One of {', '.join(ZOO)}; a factory of your own, as module.path:function; or hf:CLASS" in shown
 
 
+OVERWRITTEN = "would be overwritten, and is an input of this command: name another file to write"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -414,6 +417,16 @@ def test_every_command_has_help(folder: Path) -> None:
         (("show", "cluster.json", "--html", "x.html"), 1, "--html goes with a plan or a profile; cluster.json is a cluster"),
         (("show", "profile.json", "--profile", "profile.json"), 1, "--profile goes with --html: the page shows the times of its layers; add --html FILE"),
         (("show", "profile.json", "--trace", "t.json"), 1, "--trace goes with a plan; profile.json is a profile"),
+        (("show", "profile.json", "--html", "./profile.json"), 1, f"profile.json {OVERWRITTEN}"),
+        (("simulate", "none.json", "profile.json", "--trace", "profile.json"), 1, f"profile.json {OVERWRITTEN}"),
+        (("compare", "profile.json", "--cluster", "cluster.json", "--html", "cluster.json"), 1, f"cluster.json {OVERWRITTEN}"),
+        (("plan", "profile.json", "--devices", "2", "-o", "profile.json"), 1, f"profile.json {OVERWRITTEN}"),
+        (("estimate", "profile.json", "--split", "spatial:2", "--cluster", "cluster.json", "-o", "cluster.json"), 1, f"cluster.json {OVERWRITTEN}"),
+        (("cluster", "--like", "profile.json", "-o", "profile.json"), 1, f"profile.json {OVERWRITTEN}"),
+        (("import", "profile.json", "--batch-size", "1"), 1, f"profile.json {OVERWRITTEN}"),
+        (("run", "profile.json", "--trace", "profile.json"), 1, f"profile.json {OVERWRITTEN}"),
+        (("plan", "profile.json", "-o", "-"), 1, "-: nothing is written to stdout by this name: name a file, or /dev/stdout"),
+        (("estimate", "profile.json", "--split", "spatial:" + "9" * 5000, "--cluster", "cluster.json"), 1, "9: want one of tensor, filter, channel, spatial, sharded, and members, such as spatial:4"),
         (("run", "none.json"), 1, "none.json: no such file"),
         (("plan", "vgg16", "--device", "cuda:99"), 1, "torch finds no device 'cuda:99' on this machine: choose --device cpu, or install torch for CUDA"),
         (("compare", "profile.json", "--device", "cuda"), 1, "--device cuda goes with a model; a profile says where it was measured"),
@@ -435,7 +448,14 @@ def test_a_user_error_is_one_line(folder: Path, arguments: tuple[str, ...], code
 
 
 @pytest.mark.parametrize(
-    "arguments", [("plan",), ("nothing",), ("plan", "profile.json", "--minibatch-size", "x"), ("show", "--x")]
+    "arguments",
+    [
+        ("plan",),
+        ("nothing",),
+        ("plan", "profile.json", "--minibatch-size", "x"),
+        ("show", "--x"),
+        ("plan", "profile.json", "--memory-limit", "9" * 5000),
+    ],
 )
 def test_wrong_usage_exits_with_2(folder: Path, arguments: tuple[str, ...]) -> None:
     assert bapipe(folder, *arguments).returncode == 2

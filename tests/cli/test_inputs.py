@@ -112,3 +112,21 @@ def test_arguments_of_a_model_beside_a_file_are_refused(tmp_path: Path) -> None:
         write(path, content)
         with pytest.raises(BapipeError, match=f"^--arg goes with a model; a {holder} holds its arguments already"):
             explore._session([str(path)], None, None, None, [], [], ["depth=3"])
+
+
+@pytest.mark.parametrize("what", ["profile", "plan", "two plans"])
+def test_a_page_is_written_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    plan = bapipe.plan(PROFILE, devices(2), minibatch_size=2)
+    page, file = tmp_path / "page.html", tmp_path / "file.json"
+    write(file, PROFILE if what == "profile" else plan)
+
+    def nobody_reads(*texts: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("bapipe.cli.show.show_parts", nobody_reads)
+    monkeypatch.setattr("bapipe.cli.show.out.print", nobody_reads)
+    with pytest.raises(BrokenPipeError):
+        show(file, file if what == "two plans" else None, html=page)
+    assert page.read_bytes().startswith(b"<!DOCTYPE html>")

@@ -1,13 +1,16 @@
 """What happens to a file that has the name of a command's output."""
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from bapipe.cli import outputs
-from bapipe.cli.outputs import write_output
+from bapipe.cli import outputs, run
+from bapipe.cli.outputs import check_output, write_output, write_output_bytes
+from bapipe.errors import BapipeError
 from bapipe.formats.codec import encode
 from bapipe.formats.profile import ModelProfile
 from tests.builders import chain
@@ -65,3 +68,39 @@ def test_the_copy_of_what_a_link_points_to_is_beside_that(tmp_path: Path, notes:
     assert (path.read_bytes(), kept.read_bytes()) == (encode(AFTER), encode(BEFORE))
     assert os.readlink(link) == "folder/profile.json"
     assert notes == [f"{link} was there already, with another content: it is kept as {kept}"]
+
+
+def test_pages_and_traces_keep_what_they_replace_and_an_older_copy_is_not_lost_unsaid(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    path, kept = tmp_path / "page.html", tmp_path / "page.html~"
+    for content in (b"1", b"1", b"2", b"3"):
+        write_output_bytes(path, content)
+    assert (path.read_bytes(), kept.read_bytes()) == (b"3", b"2")
+    first = f"{path} was there already, with another content: it is kept as {kept}"
+    assert notes == [first, f"{first}, in place of the older file of that name"]
+
+
+def test_an_input_is_no_output_by_whatever_name(tmp_path: Path) -> None:
+    path, link = tmp_path / "plan.json", tmp_path / "link.json"
+    path.write_bytes(b"plan")
+    link.symlink_to(path)
+    check_output(tmp_path / "new.json", path, link)
+    check_output(path, tmp_path / "none.json")
+    for output in (path, link, tmp_path / "." / "plan.json"):
+        with pytest.raises(BapipeError, match=rf"^{re.escape(str(output))} would be overwritten, and is an input of"):
+            check_output(output, tmp_path / "none.json", path)
+
+
+def test_exported_weights_keep_what_they_replace(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exported(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None]) -> int:
+        write(output, b"new")
+        return 1
+
+    monkeypatch.setattr(run, "export_checkpoint", exported)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"old")
+    run.export(tmp_path, output=path)
+    assert (path.read_bytes(), path.with_name("model.safetensors~").read_bytes()) == (b"new", b"old")

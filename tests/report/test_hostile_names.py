@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from bapipe.cli import progress
+from bapipe.cli.markdown import write_markdown
 from bapipe.cli.vary import csv_cell
 from bapipe.explorer.pages import plan_page, profile_page
 from bapipe.formats.cluster import Cluster
@@ -164,3 +165,11 @@ def test_remarks_and_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_text_in_csv_is_no_formula(text: str) -> None:
     assert csv_cell(text) == f"'{text}"
     assert [csv_cell(value) for value in ("1f1b", -1, 2.5, None)] == ["1f1b", -1, 2.5, None]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_one_cell_of_a_table_in_markdown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_markdown(["plan", "why_not"], [{"plan": 1, "why_not": f"no layer of {name}|x"}])
+    text = capsys.readouterr().out
+    assert harmful(text) == set()
+    assert [line.count("|") for line in text.splitlines()] == [3, 3, 3]

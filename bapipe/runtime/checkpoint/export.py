@@ -1,6 +1,6 @@
 """A trained model as one safetensors file, which needs no bapipe to read."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,8 +16,11 @@ from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.torch_device import dtype_name
 
 
-def export(checkpoint: Path, output: Path) -> int:
+def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:
     """Writes the model's tensors of a checkpoint, or of the newest whole one in a folder; returns how many.
+
+    Args:
+        write: writes bytes to a file.
 
     Raises:
         BapipeError: there is no checkpoint, or a tensor is of a dtype that safetensors has not.
@@ -30,7 +33,7 @@ def export(checkpoint: Path, output: Path) -> int:
         path = newest.path
     state = full_state_dict(path)
     _check_dtypes(state)
-    write_bytes(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
+    write(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
     return len(state)
 
 
