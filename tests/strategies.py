@@ -17,7 +17,6 @@ from hypothesis.internal.constants_ast import Constants
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from tests.oracles.random_plans import case_of
-from tests.random_graphs import branching_profile
 from tests.random_pipelines import Pipeline, random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 
@@ -47,11 +46,6 @@ def drawn(build: Callable[[Random], T]) -> st.SearchStrategy[T]:
 def profiles(max_layers: int, **options: Any) -> st.SearchStrategy[ModelProfile]:
     """Chains of 1 to `max_layers` layers, some with skip connections."""
     return drawn(lambda random: random_profile(random, random.randint(1, max_layers), **options))
-
-
-def branching_profiles(max_layers: int) -> st.SearchStrategy[ModelProfile]:
-    """Graphs of 1 to `max_layers` layers that branch and join."""
-    return drawn(lambda random: branching_profile(random, random.randint(1, max_layers)))
 
 
 def clusters(max_devices: int, kinds: tuple[str, ...] = ("a",)) -> st.SearchStrategy[Cluster]:

@@ -52,7 +52,9 @@ def compare(
     strategies: Annotated[
         bool,
         typer.Option(
-            "--strategies", help="Compare data, spatial, filter, channel and pipeline parallelism and their mixes."
+            "--strategies",
+            help="Compare data, spatial, filter, channel and pipeline parallelism, data with spatial or filter, "
+            "sharded data (ZeRO-3, FSDP), and the best plan of all.",
         ),
     ] = False,
     whole: Annotated[
@@ -69,11 +71,14 @@ def compare(
     Plans may have replicas unless --no-replicas says otherwise: each row is what `bapipe plan --schedule` finds.
 
     The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
-    With --strategies, those of the Oracle instead (arXiv:2104.09075): what their steps consist of, and how far they go.
+    With --strategies, those of ParaDL instead (arXiv:2104.09075): what their steps consist of, and how many devices
+    each can use. --schedule is then for the pipeline and the best plan: the others have one stage.
     """
     check_one_source_of_devices(cluster, devices)
     if not strategies and (whole or as_markdown):
         raise BapipeError("--whole and --markdown go with --strategies")
+    if as_json and as_markdown:
+        raise BapipeError("--json and --markdown are two formats: give one of them")
     options = PlanOptions(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,

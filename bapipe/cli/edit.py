@@ -39,7 +39,10 @@ def edit(
         list[str] | None,
         typer.Option("--place", help="Run a stage elsewhere: 'stage 1 on gpu2,gpu3'. May be repeated."),
     ] = None,
-    swap: Annotated[tuple[str, str] | None, typer.Option("--swap", help="Exchange the stages of two devices.")] = None,
+    swap: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--swap", metavar="DEVICE DEVICE", help="Exchange the stages of two devices: --swap gpu0 gpu3."),
+    ] = None,
     recompute: Annotated[
         list[int] | None,
         typer.Option("--recompute", min=0, help="The number of a stage that recomputes its forward. May be repeated."),

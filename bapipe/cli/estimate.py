@@ -23,7 +23,10 @@ def estimate(
         typer.Option(
             "--split",
             metavar="HOW:MEMBERS",
-            help=f"How the members share layers ({', '.join(get_args(Split))}), and how many they are.",
+            help="How the members share layers, and how many they are, such as spatial:4. "
+            "tensor: output channels of one layer, input channels of the next (Megatron-LM); filter: output channels; "
+            "channel: input channels; spatial: planes of images, places of texts; sharded: samples and parameters "
+            "(ZeRO-3, FSDP).",
         ),
     ],
     cluster: Annotated[Path, typer.Option("--cluster", help="Cluster file, for the links among the members.")],

@@ -83,9 +83,9 @@ def check_one_source_of_devices(cluster: Path | None, num_devices: int | None) -
 def read_or_assume_cluster(
     profiles: Mapping[str, ModelProfile], cluster: Path | None, num_devices: int | None
 ) -> Cluster:
-    """Returns the cluster of a file, or of devices of this machine with an assumed link."""
+    """Returns the cluster of a file, or of devices like the profiled one with an assumed link."""
     if cluster is None:
-        return _this_machine(profiles, num_devices)
+        return _like_profiled(profiles, num_devices)
     found = read(cluster, Cluster)
     for kind, profile in profiles.items():
         models = {d.model for d in found.devices if d.kind == kind and d.model is not UNSET} - {profile.device.name}
@@ -97,7 +97,7 @@ def read_or_assume_cluster(
     return found
 
 
-def _this_machine(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
+def _like_profiled(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
     """Returns devices like the profiled one: `num_devices` of them, or one per core of this machine."""
     if num_devices is None:
         if set(profiles) != {"cpu"}:

@@ -11,9 +11,17 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.strict_json import json_or_text
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
+MAX_DEVICES = 4096
+"""Most devices that are planned for."""
+
 Devices = Annotated[
     int | None,
-    typer.Option("--devices", min=1, max=4096, help="Number of devices of this machine to use, all of the same kind."),
+    typer.Option(
+        "--devices",
+        min=1,
+        max=MAX_DEVICES,
+        help="Number of devices like the profiled one, with an assumed link. Default on a CPU: this machine's cores.",
+    ),
 ]
 Kind = Annotated[str, typer.Option("--device", help="Kind of device: cpu or cuda.")]
 ModelDevice = Annotated[str, typer.Option("--device", help="Where to measure a named model: cpu or cuda.")]
@@ -39,7 +47,8 @@ Sources = Annotated[
     typer.Argument(metavar="PROFILE...|MODEL", help="One profile per kind of device, or a model to profile."),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Cluster file. Without it, the devices of this machine are used.")
+    Path | None,
+    typer.Option("--cluster", help="Cluster file, for devices and links that are known. Default: see --devices."),
 ]
 Microbatch = Annotated[
     int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size, in samples.")
@@ -58,7 +67,7 @@ def num_bytes(text: str) -> int:
     size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2].lower()])
     if size < 1:
         units = "KB, MB, GB, TB, KiB, MiB, GiB or TiB"
-        raise typer.BadParameter(f"'{text}' is not a size: want bytes, or a number with {units}")
+        raise typer.BadParameter(f"'{text[:80]}' is not a size: want bytes, or a number with {units}")
     return size
 
 

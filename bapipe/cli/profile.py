@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from bapipe import report
-from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Devices, Kind, Output, Sizes, integers, key_values
+from bapipe.cli.options import MAX_DEVICES, MAX_THREADS, Arguments, AsJson, Kind, Output, Sizes, integers, key_values
 from bapipe.cli.outputs import check_output, write_and_show
 from bapipe.cli.progress import parts_bar, status
 from bapipe.errors import BapipeError
@@ -185,7 +185,15 @@ def import_(
 
 def cluster(
     device: Kind = "cpu",
-    devices: Devices = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices",
+            min=1,
+            max=MAX_DEVICES,
+            help="Number of devices. Default: all of this machine, or with --like one for each host.",
+        ),
+    ] = None,
     probe: Annotated[
         bool,
         typer.Option(

@@ -1,4 +1,4 @@
-"""The strategies of ParaDL's Oracle side by side (Kahira et al. 2021, arXiv:2104.09075), each as its fastest plan.
+"""The strategies of ParaDL side by side (Kahira et al. 2021, arXiv:2104.09075), each as its fastest plan.
 
 Data parallelism, layers split over all devices, a pipeline, the two mixes of data parallelism with split layers, data
 parallelism whose members share parameters, and the best plan of all. Profiles of groups are given, or estimated.

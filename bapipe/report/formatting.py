@@ -38,7 +38,10 @@ Row = TypeVar("Row")
 
 
 def number(value: float) -> str:
-    """Returns a number with three significant digits: all digits before the point, at most three after it."""
+    """Returns a number with three significant digits: all digits before the point, at most three after it.
+
+    Rounding up to a power of ten gives one digit more: 9.996 is 10.00.
+    """
     if value == 0:
         return "0"
     return f"{value:,.{_num_decimals(value)}f}"

@@ -103,7 +103,10 @@ def _row(strategy: Strategy) -> dict[str, object]:
 
 
 def plan_in_words(plan: Plan, strategy: Strategy) -> str:
-    """Returns the stages with their numbers of replicas, the groups, the schedule and the micro-batches of a plan."""
+    """Returns the stages with their numbers of replicas, the groups, the schedule and the micro-batches of a plan.
+
+    One stage alone has no schedule to tell: it runs the B of each micro-batch after its F.
+    """
     used = [plan.cluster.devices[plan.cluster.index[stage.devices[0]]] for stage in plan.stages]
     groups = dict.fromkeys(
         f"groups of {device.num_members} ({strategy.profiles[device.kind].device.split})"
@@ -113,9 +116,10 @@ def plan_in_words(plan: Plan, strategy: Strategy) -> str:
     counts = [len(stage.devices) for stage in plan.stages]
     replicas = f" x {counts[0]}" if len(set(counts)) == 1 else f" on {'-'.join(map(str, counts))}"
     stages = f"{len(counts)} stage{'s' * (len(counts) > 1)}{replicas * (max(counts) > 1)}"
+    schedule = [plan.schedule] * (len(counts) > 1)
     recomputes = ["recomputes"] * any(stage.recompute for stage in plan.stages)
     microbatches = f"{plan.num_microbatches} x {plan.microbatch_size} samples"
-    return ", ".join([stages, *groups, plan.schedule, microbatches, *recomputes])
+    return ", ".join([stages, *groups, *schedule, microbatches, *recomputes])
 
 
 def render_strategies(table: StrategyTable) -> Iterator[Table | str]:

@@ -1,6 +1,7 @@
 """Large and hard problems, each with the gap, seconds and memory that planning shall reach.
 
-    python -m benchmarks.planner.targets FOLDER --results FILE [--only TEXT ...] [--list] [--limit 60] [--climb 600]
+    python -m benchmarks.planner.targets FOLDER --results FILE [--only TEXT ...] [--limit 60] [--climb 600]
+    python -m benchmarks.planner.targets FOLDER --list [--only TEXT ...]
 
 FOLDER holds the workloads that `benchmarks.planner` names, and two more folders: `throughput/LayerGraphs`, graphs of
 dnn-partitioning that are planned for throughput (`inceptionv3_training.json`), and `tensor-parallel`, Piper's graphs
@@ -218,7 +219,7 @@ def known_outcomes(path: Path) -> dict[str, Outcome]:
 
 def run_apart(name: str, arguments: Namespace) -> Outcome:
     """Runs a case in a process of its own."""
-    words = [str(arguments.folder), "--results", str(arguments.results), "--case", name]
+    words = [str(arguments.folder), "--case", name]
     words += ["--limit", str(arguments.limit), "--climb", str(arguments.climb)]
     ended = subprocess.run(
         [sys.executable, "-m", "benchmarks.planner.targets", *words], capture_output=True, text=True, check=False
@@ -244,7 +245,9 @@ def table(outcomes: list[Outcome]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the workloads are")
-    parser.add_argument("--results", type=Path, required=True, help="file of results, one line of JSON per case")
+    parser.add_argument(
+        "--results", type=Path, help="file of results, one line of JSON per case; not needed for --list"
+    )
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases with one of these in their name")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
     parser.add_argument("--limit", type=float, default=60.0, help="compute seconds of a search that has a limit")
@@ -258,6 +261,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(runs))
         return
+    if arguments.results is None:
+        parser.error("want --results FILE, or --list")
     known = known_outcomes(arguments.results)
     for name in (name for name in runs if name not in known):
         known[name] = outcome = run_apart(name, arguments)

@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from benchmarks.planner.nasnet import LARGE_CELLS, MOBILE_CELLS, nasnet
-from benchmarks.planner.targets import Outcome, cases, known_outcomes
+from benchmarks.planner.targets import Outcome, cases, known_outcomes, main
 
 
 def test_every_case_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -33,6 +34,18 @@ def test_known_cases_are_not_run_again_and_a_missed_target_is_the_exit_code(tmp_
     assert ended.returncode == 1
     assert "a gap of 8%" in ended.stdout
     assert ended.stderr == ""
+
+
+def test_cases_are_listed_without_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["targets", str(tmp_path), "--list", "--only", "zb-v"])
+    main()
+    assert capsys.readouterr().out == "looped/zb-v\n"
+    monkeypatch.setattr("sys.argv", ["targets", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith("error: want --results FILE, or --list\n")
 
 
 def test_layers_of_nasnet_read_what_earlier_ones_make() -> None:

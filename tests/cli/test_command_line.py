@@ -7,7 +7,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from bapipe.cli.flags import with_flags
 from bapipe.formats.codec import fingerprint, read, write
 from bapipe.formats.plan import Plan
+from bapipe.formats.profile import Split
 from bapipe.simulator.simulate import simulate
 from bapipe.zoo import ZOO
 from tests import ROOT
@@ -351,6 +352,18 @@ def test_every_command_has_help(folder: Path) -> None:
     assert f"One of {', '.join(ZOO)}; a factory of your own, as module.path:function; or hf:CLASS" in shown
 
 
+def test_help_says_what_devices_and_splits_are(folder: Path) -> None:
+    help_of = {
+        command: " ".join(bapipe(folder, command, "--help").stdout.split())
+        for command in ("plan", "cluster", "edit", "estimate", "compare")
+    }
+    assert "Number of devices like the profiled one, with an assumed link" in help_of["plan"]
+    assert "Number of devices. Default: all of this machine, or with --like one for each host" in help_of["cluster"]
+    assert "--swap DEVICE DEVICE" in help_of["edit"]
+    assert [split for split in get_args(Split) if f" {split}: " not in help_of["estimate"]] == []
+    assert "sharded data (ZeRO-3, FSDP), and the best plan" in help_of["compare"]
+
+
 OVERWRITTEN = "would be overwritten, and is an input of this command: name another file to write"
 
 
@@ -430,6 +443,7 @@ OVERWRITTEN = "would be overwritten, and is an input of this command: name anoth
         (("run", "none.json"), 1, "none.json: no such file"),
         (("plan", "vgg16", "--device", "cuda:99"), 1, "torch finds no device 'cuda:99' on this machine: choose --device cpu, or install torch for CUDA"),
         (("compare", "profile.json", "--device", "cuda"), 1, "--device cuda goes with a model; a profile says where it was measured"),
+        (("compare", "profile.json", "--strategies", "--json", "--markdown"), 1, "--json and --markdown are two formats: give one of them"),
         (("run", "vgg17"), 1, "did you mean 'vgg16'?"),
         (("plan", "profile.json", "--cluster", "cluster.json", "-o", "none/plan.json"), 1, "none/plan.json: cannot be written: no folder none"),
     ],

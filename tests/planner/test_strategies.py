@@ -1,4 +1,4 @@
-"""The Oracle's strategies for three layers, against closed forms of their steps, and what stops each of them.
+"""ParaDL's strategies for three layers, against closed forms of their steps, and what stops each of them.
 
 The layers and the links are those of `tests/estimates/test_estimate.py`: on a micro-batch of two samples they take 1,600,
 140 and 120 ns, have 400, 200 and 800 bytes of parameters and as many ns of update; a link takes 100 ns, and a ns a byte.
@@ -68,7 +68,8 @@ def test_mixes_of_four_devices_are_the_closed_forms() -> None:
     assert (spatial["compute_ns"], spatial["exchange_ns"]) == (2 * 990 + 1400, 2 * (2 * HALO + SECOND) + sums_ns)
     filters = found["data + filter"]
     assert (filters["compute_ns"], filters["exchange_ns"]) == (2 * 930 + 700, 4 * (FIRST + SECOND) + 2 * (100 + 350))
-    assert "1 stage x 2, groups of 2 (filter)" in str(filters["plan"])
+    assert filters["plan"] == "1 stage x 2, groups of 2 (filter), 4 x 2 samples"  # one stage has no schedule
+    assert str(found["pipeline"]["plan"]).startswith("2 stages, 1f1b, ")
 
 
 def test_what_stops_a_strategy_is_said() -> None:
