@@ -1,11 +1,11 @@
 // What is computed in the background: the best plan, the Pareto front, what-if curves, and the explanation of a plan.
 "use strict";
 explorer.AXES = {
-  link: { name: "bandwidth of the links, times the given one", short: "bandwidth of the links", words: (value) => `× ${explorer.number(value)}`, log: true, now: (state) => state.bandwidth },
-  devices: { name: "number of devices", short: "number of devices", words: (value) => String(Math.round(value)), now: (state) => state.num_devices },
-  memory: { name: "memory of every device", short: "memory", words: (value) => explorer.mib(value), now: (state) => state.memory_bytes },
-  minibatch: { name: "mini-batch", short: "mini-batch", words: (value) => String(Math.round(value)), log: true, now: (state) => state.minibatch_size },
-  latency: { name: "latency of the links, times the given one", short: "latency of the links", words: (value) => `× ${explorer.number(value)}`, log: true, now: (state) => state.latency },
+  link: { name: "bandwidth of the links, times the given one", short: "bandwidth of the links", words: (value) => `× ${explorer.number(value)}`, log: true },
+  devices: { name: "number of devices", short: "number of devices", words: (value) => String(Math.round(value)) },
+  memory: { name: "memory of every device", short: "memory", words: (value) => explorer.mib(value) },
+  minibatch: { name: "mini-batch", short: "mini-batch", words: (value) => String(Math.round(value)), log: true },
+  latency: { name: "latency of the links, times the given one", short: "latency of the links", words: (value) => `× ${explorer.number(value)}`, log: true },
 };
 
 explorer.Analyses = class {

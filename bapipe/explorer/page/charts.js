@@ -27,7 +27,7 @@ explorer.Chart = class {
     });
     this.series = [];
   }
-  // series: [{ points: [{ x, y, text, label, canBeChosen }], line, dash, colour, name }]; axes: { x: {name, words, unit, log}, y }
+  // series: [{ points: [{ x, y, text, label, state, name, canBeChosen }], line, dash, colour }]; axes: { x: {name, words, unit, log}, y }
   update(series, axes, summary) {
     this.series = series;
     this.axes = axes;
@@ -83,9 +83,9 @@ explorer.Chart = class {
       context.setLineDash([]);
     }
     for (const point of one.points) {
-      context.fillStyle = colour(point.isNow ? "path" : one.colour);
+      context.fillStyle = colour(one.colour);
       context.beginPath();
-      context.arc(px(point.x), py(point.y), one.dash ? 2.5 : point.isNow ? 6 : 4.5, 0, 2 * Math.PI);
+      context.arc(px(point.x), py(point.y), one.dash ? 2.5 : 4.5, 0, 2 * Math.PI);
       context.fill();
       if (!point.label) continue;
       context.fillStyle = colour("text");
