@@ -17,6 +17,8 @@ from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import decode
 from bapipe.formats.plan import Plan
+from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import pareto
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.explorer.chromium import PATH, Browser
@@ -131,6 +133,65 @@ def test_a_plan_that_cannot_run_is_explained_on_the_page(tmp_path: Path) -> None
         assert browser.value(f"{pinned}.checked && document.activeElement === {pinned}")
         click(browser, "undo")
         browser.wait(f"!{pinned}.checked")
+        assert browser.problems == []
+
+
+def test_plans_that_were_tried_in_a_hurry_have_their_own_figures(tmp_path: Path) -> None:
+    session = Session({"a": PLAIN}, devices(3, bytes_per_s=10**6), 12)
+    first = session.first
+    before_first = first.cuts[0]
+    with opened(tmp_path / "browser", session) as browser:
+        # Three keys before the answer to the first one: the page asks for the newest state only, then for what it left.
+        browser.value(
+            "['ArrowUp', 'ArrowUp', 'ArrowDown'].forEach((key) => "
+            "document.querySelector('.cut').dispatchEvent(new KeyboardEvent('keydown', { key })))"
+        )
+        states = [replace(first, cuts=(before_first - moved, *first.cuts[1:])) for moved in (0, 1, 2, 1)]
+        steps = [session.plan(state).prediction.step_ns for state in states]
+        assert len(set(steps)) == 3
+        cells = "[...document.querySelectorAll('#tried tbody tr')].map((row) => row.cells[5].textContent).join()"
+        expected = ",".join(browser.value(f"explorer.ms({step_ns})") for step_ns in steps)
+        browser.wait(f"{cells} === {json.dumps(expected)}")
+        # A plan that cannot run says so in its row.
+        browser.value(
+            "(() => { const i = document.querySelector('#stages input[type=text]'); i.value = 'nowhere'; "
+            "i.dispatchEvent(new Event('change')) })()"
+        )
+        browser.wait("document.querySelectorAll('#tried tbody tr').length === 5")
+        browser.wait("document.querySelector('#tried tbody').lastChild.textContent.includes(\"no device 'nowhere'\")")
+        assert browser.problems == []
+
+
+def test_the_front_is_computed_and_saved_with_the_page(tmp_path: Path) -> None:
+    session = Session({"a": PLAIN}, devices(3, bytes_per_s=10**6), 12)
+    front = pareto(session.profiles, session.cluster, PlanOptions(minibatch_size=12))
+    cells = "[...document.querySelectorAll('#front tbody tr')].map((row) => row.cells[1].textContent).join()"
+    points = f"{cells} && document.querySelector('#front canvas').offsetWidth > 0"
+    with opened(tmp_path / "browser", session) as browser:
+        browser.value(
+            "document.querySelector('#toolbar input[type=number]').value = 1000"
+        )  # seconds: it may be slow here
+        click(browser, "Front")
+        click(browser, "compute the front")
+        browser.wait(points)
+        steps = ",".join(browser.value(f"explorer.ms({point.step_ns})") for point in front)
+        assert browser.value(cells) == steps
+        browser.value(
+            "URL.createObjectURL = (blob) => { blob.text().then((text) => (document.body.dataset.saved = text)); "
+            "return 'data:,' }"
+        )
+        click(browser, "page")
+        browser.wait("document.body.dataset.saved")
+        page = tmp_path / "page.html"
+        page.write_text(browser.value("document.body.dataset.saved"))
+        assert browser.problems == []
+    with Browser(tmp_path / "again", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        click(browser, "Front")
+        assert browser.value(points)
+        assert browser.value(cells) == steps
+        browser.value("document.querySelector('#front tbody button').click()")
+        assert browser.value(SHOWN_STEP) == front[0].step_ns
         assert browser.problems == []
 
 

@@ -107,7 +107,7 @@ explorer.Analyses = class {
     this.front.element.hidden = !points.length;
     if (!points.length) return;
     const named = points.map((point) => ({ ...point, name: `${point.devices} device${point.devices > 1 ? "s" : ""}, ${point.kind}` }));
-    const shown = named.map((point) => ({ x: point.peak, y: point.step, label: String(point.devices), state: point.state, name: point.name, canBeChosen: this.page.canShow(point.state), text: `${point.name}\n${ms(point.step)}, ${mib(point.peak)} a device\nat most ${percent(point.gap)} above the best for them` }));
+    const shown = named.map((point) => ({ x: point.peak, y: point.step, label: String(point.devices), state: point.state, name: point.name, canBeChosen: this.page.canShow(point.state), text: `${point.name}\n${ms(point.step)}, ${mib(point.peak)} a device\nat most ${explorer.percentUp(point.gap)} above the best for them` }));
     this.front.update([{ points: shown, colour: "B" }],
       { x: { name: "peak memory of a device; labels: number of devices", words: mib, unit: 2 ** 20 }, y: { words: ms } }, `Pareto front of ${points.length} plans.`);
     const rows = named.map((point) => ({ cells: [this.choice(point, point.name), ms(point.step), mib(point.peak), String(point.devices), explorer.percentUp(point.gap)] }));

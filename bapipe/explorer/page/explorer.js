@@ -31,7 +31,8 @@ explorer.begin = async () => {
     return { step: one.step, peak, full: Math.max(0, ...used.map((rank) => rank.peak / Math.max(rank.limit, 1))), gap: one.bound.ns ? one.step / one.bound.ns - 1 : 0, fits: used.every((rank) => rank.peak <= rank.limit) };
   };
 
-  // One request at a time; while it is under way only the newest wish is kept.
+  // One request at a time; while it is under way only the newest wish is kept. Plans whose wish was dropped are simulated
+  // when nothing else is wanted, for their figures.
   const judge = async (detailed) => {
     wanted = { detailed: detailed || !!(wanted && wanted.detailed) };
     if (busy) return;
@@ -45,7 +46,13 @@ explorer.begin = async () => {
         if (!found.error) layersOf.set(size, found);
       }
       answer = await ask("judge", request);
+      const entry = request.detailed && tried.find((one) => one.state === request.state);
+      if (entry) entry.figures = figuresOf(answer);
       draw(request.detailed);
+      for (let left; !wanted && (left = tried.find((one) => !one.figures)); ) {
+        left.figures = figuresOf(await ask("judge", { state: left.state, detailed: false }));
+        drawTried();
+      }
     }
     busy = false;
   };
@@ -57,6 +64,7 @@ explorer.begin = async () => {
     complain(answer.error);
     explorer.stageTable(at("stages"), state, answer, model, layerData, live ? { recompute: setRecompute, place: setPlace } : null);
     if (!answer.error) drawAnswer(detailed);
+    if (detailed) drawTried();
     if (controls) controls.draw(answer, sizes, past.length > 0, future.length > 0);
   };
   const drawAnswer = (detailed) => {
@@ -70,8 +78,6 @@ explorer.begin = async () => {
     explorer.deviceTable(at("devices"), answer, views.timeline.rows);
     views.tabs.show("measured", !!(answer.measured || []).length);
     if ((answer.measured || []).length) explorer.differenceTable(at("measured"), answer);
-    if (tried[shown]) tried[shown].figures = figuresOf(answer);
-    drawTried();
     drawOutput();
     views.analyses.drawWhy();
   };
@@ -103,7 +109,7 @@ explorer.begin = async () => {
     return judge(true);
   };
   const note = (name) => {
-    tried.push({ name: `${tried.length}: ${name}`, state, figures: {} });
+    tried.push({ name: `${tried.length}: ${name}`, state, figures: null });
     shown = tried.length - 1;
   };
   const go = (to, from, onto) => {
@@ -126,7 +132,7 @@ explorer.begin = async () => {
     if (!done) return judge(false);
     const from = before;
     before = null;
-    if (from.cuts.join() === cuts.join()) return null;
+    if (from.cuts.join() === cuts.join()) return (state = from);
     past.push(from);
     future = [];
     const moved = cuts.findIndex((cut, index) => cut !== from.cuts[index]);
@@ -241,7 +247,7 @@ explorer.begin = async () => {
     await judge(true);
   } else {
     document.body.classList.add("still");
-    for (const entry of tried) entry.figures = entry.answer ? figuresOf(entry.answer) : entry.figures;
+    for (const entry of tried) entry.figures = figuresOf(entry.answer);
     for (const name of ["front", "whatif", "why"]) views.tabs.show(name, Object.keys(given.kept || {}).some((kept) => (name === "whatif" ? kept in explorer.AXES : kept === { front: "front", why: "explain" }[name])));
     const size = Object.keys(given.layers || {})[0];
     layerData = layersOf.get(size);
