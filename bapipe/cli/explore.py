@@ -40,6 +40,8 @@ from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
 
+DEFAULT_SCHEDULES = "1f1b,gpipe"
+
 
 def explore(
     sources: Annotated[
@@ -72,8 +74,12 @@ def explore(
         ),
     ] = None,
     schedule: Annotated[
-        str, typer.Option("--schedule", help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all.")
-    ] = "1f1b,gpipe",
+        str | None,
+        typer.Option(
+            "--schedule",
+            help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all. Default: {DEFAULT_SCHEDULES}.",
+        ),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -90,14 +96,21 @@ def explore(
     """Show a plan on a page of this machine, change it with the mouse, and see what happens."""
     check_one_source_of_devices(cluster, devices)
     sources = sources or _default_sources()
-    session = _session(sources, cluster, devices, minibatch_size, profile or [], trace or [], arg)
     layouts = [name for name, wanted in (("json", as_json), ("csv", as_csv), ("markdown", as_markdown)) if wanted]
     if len(layouts) > 1 or (layouts and not vary):
         raise BapipeError(f"--{layouts[-1]} goes with --vary, and with no other format")
-    if exact and not vary:
-        raise BapipeError("--exact goes with --vary")
+    for flag, is_given in (("exact", exact), ("schedule", schedule is not None)):
+        if is_given and not vary:
+            raise BapipeError(f"--{flag} goes with --vary")
+    session = _session(sources, cluster, devices, minibatch_size, profile or [], trace or [], arg)
     if vary:
-        show_points(session, vary, schedule_names(schedule), layouts[0] if layouts else "table", exact=exact)
+        show_points(
+            session,
+            vary,
+            schedule_names(schedule or DEFAULT_SCHEDULES),
+            layouts[0] if layouts else "table",
+            exact=exact,
+        )
         return
     with Server(session, port) as server:
         out.print(server.address, highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from bapipe.cli.options import num_bytes
 from bapipe.cli.progress import show_json, show_line, show_parts, status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
-from bapipe.explorer.state import MAX_DEVICES
+from bapipe.explorer.state import MAX_DEVICES, MAX_FACTOR
 from bapipe.explorer.vary import FIELDS, Axis, Point, SweepInterrupted, vary
 
 INTEGERS = {"devices", "minibatch"}
@@ -21,7 +21,10 @@ MAX_POINTS = 10_000
 """Most values of a range."""
 
 MAX_VALUE = 10**18
-"""Largest value of an axis, but for the number of devices."""
+"""Largest number of bytes or samples."""
+
+MAXIMA = {"link": MAX_FACTOR, "latency": MAX_FACTOR, "devices": MAX_DEVICES}
+"""Largest value of each axis, if that is not `MAX_VALUE`."""
 
 
 def parse_axis(text: str) -> Axis:
@@ -41,7 +44,7 @@ def _values(axis: str, name: str, text: str) -> Sequence[float]:
     """Returns the value in a text, or the values of a range; `axis` is the text that it is part of."""
     first, dots, last = text.partition("..") if name in INTEGERS else (text, "", "")
     low, high = _number(name, first), _number(name, last if dots else first)
-    most = MAX_DEVICES if name == "devices" else MAX_VALUE
+    most = MAXIMA.get(name, MAX_VALUE)
     if low is None or high is None:
         fault = "is not a whole number" if name in INTEGERS else "is not a number"
     elif high < low:

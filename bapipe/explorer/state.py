@@ -8,10 +8,14 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.units import NonNegative, Positive
 
-Factor = Annotated[float, msgspec.Meta(gt=0, le=10**6)]
-
 MAX_DEVICES = 256
-"""Maximum number of devices of the page; with more, neither the picture nor the tables can be read."""
+"""Maximum number of devices of the page; with more, neither the picture nor the tables can be read, and the step of as
+many stages takes seconds to simulate and to send."""
+
+MAX_FACTOR = 10**6
+"""Largest factor of a speed, of the bandwidth or of the latency."""
+
+Factor = Annotated[float, msgspec.Meta(gt=0, le=MAX_FACTOR)]
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +46,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
     speeds: dict[str, Factor] = {}
     bandwidth: Factor = 1.0
-    latency: Annotated[float, msgspec.Meta(ge=0, le=10**6)] = 1.0
+    latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_FACTOR)] = 1.0
     memory_bytes: Positive | None = None
     constraints: tuple[str, ...] = ()
 

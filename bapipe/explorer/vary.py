@@ -17,6 +17,7 @@ from bapipe.planner import nearby
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
+from bapipe.planner.validation import check_schedules
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
 
@@ -102,8 +103,10 @@ def vary(
         exact: search each point as `bapipe plan` does; else with `plans_nearby`, which ends near the lower bound.
 
     Raises:
+        BapipeError: an unknown schedule; what is wrong with a single point is said in it.
         SweepInterrupted: Ctrl-C came before all points were done.
     """
+    check_schedules(_options(session.first, schedules))
     grid = list(product(*(axis.values for axis in axes)))
     names = [axis.name for axis in axes]
     states: list[State | BapipeError] = []

@@ -48,11 +48,16 @@ def unknown_schedule(name: str, known: Collection[str]) -> BapipeError:
     return BapipeError(f"unknown schedule '{name}'; choose from {', '.join(known)}{hint}")
 
 
-def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
-    """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another."""
+def check_schedules(options: PlanOptions) -> None:
+    """Raises BapipeError for an unknown schedule."""
     for name in named_schedules(options):
         if name not in ALL:
             raise unknown_schedule(name, (*ALL, SEARCH))
+
+
+def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+    """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another."""
+    check_schedules(options)
     for device in cluster.devices:
         if device.kind not in profiles:
             raise BapipeError(

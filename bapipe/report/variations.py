@@ -1,6 +1,5 @@
 """The best plans at the points of a grid, as a table."""
 
-import re
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
@@ -23,7 +22,7 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
     for row in rows:
         values = [_axis_value(name, row[name]) for name in names]
         if "step_ns" not in row:
-            reason = re.split("[;:]", str(row["why_not"]))[0]  # the rest is in the other formats
+            reason = str(row["why_not"]).split("; ")[0]  # the rest is in the other formats
             add_row(table, *values, "", "", "", "", "", reason, "")
             continue
         change = f"{row['step_ns'] / first - 1:+.1%}" if first and row["step_ns"] != first else ""
@@ -36,7 +35,7 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
 def worth_words(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns for each axis what its best value is worth with the first values of the others, the most first."""
     if "step_ns" not in rows[0]:
-        return ["nothing fits at the first point, with which the others would be compared"]
+        return ["the first point, with which the others would be compared, has no plan"]
     found = []
     for name in names:
         others = {other: rows[0][other] for other in names if other != name}

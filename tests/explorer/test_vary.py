@@ -22,7 +22,7 @@ from bapipe.planner import nearby
 from bapipe.planner.nearby import Point
 from bapipe.planner.options import PlanOptions
 from bapipe.processes import blocked
-from bapipe.report import worth_words
+from bapipe.report import variations_table, worth_words
 from tests.builders import chain, devices
 from tests.random_profiles import random_profile
 
@@ -189,6 +189,19 @@ def test_why_a_point_has_no_plan_names_options(capsys: pytest.CaptureFixture[str
     assert "choose a smaller --minibatch-size" in row["why_not"]
 
 
+def test_an_unknown_schedule_is_an_error_rather_than_a_reason_of_each_point() -> None:
+    with pytest.raises(BapipeError, match="unknown schedule 'foo'; choose from gpipe, 1f1b"):
+        show_points(Session({"a": PROFILE}, CLUSTER, 8), ["devices=1..2"], ["1f1b", "foo"], "table")
+
+
+def test_the_table_says_why_a_point_has_no_plan_but_not_what_to_do() -> None:
+    reason = (
+        "the cluster: with a latency of 9,000,000,000,000,000 ns a step of 8 samples could take more than four years"
+    )
+    table = variations_table(["latency"], [{"latency": 10**6, "why_not": f"{reason}; check the unit"}])
+    assert [*table.columns[6].cells] == [reason]
+
+
 def test_the_resource_that_is_worth_most_comes_first() -> None:
     figures = {(1, 1): 10.0, (1, 2): 11.0, (4, 1): 25.0, (4, 2): 99.0}
     rows = [{"devices": d, "link": link, "samples_per_s": s, "step_ns": 1} for (d, link), s in figures.items()]
@@ -198,7 +211,7 @@ def test_the_resource_that_is_worth_most_comes_first() -> None:
     ]
     assert worth_words(["link", "devices"], rows[:1]) == ["no other value is worth more than 0.5 %, by itself"]
     assert worth_words(["link"], [{"link": 1, "why_not": "no plan fits"}]) == [
-        "nothing fits at the first point, with which the others would be compared"
+        "the first point, with which the others would be compared, has no plan"
     ]
 
 
@@ -224,8 +237,10 @@ def test_other_axes_are_refused(text: str) -> None:
         ("link=1,,2", "'' is not a number"),
         ("link=1,0", "'0' is not positive"),
         ("latency=-1", "'-1' is not positive"),
-        ("link=1e300", "'1e300' is more than 1,000,000,000,000,000,000"),
-        ("link=inf", "'inf' is more than 1,000,000,000,000,000,000"),
+        ("link=1e300", "'1e300' is more than 1,000,000"),
+        ("link=inf", "'inf' is more than 1,000,000"),
+        ("latency=1000001", "'1000001' is more than 1,000,000"),
+        (f"minibatch={10**19}", f"'{10**19}' is more than 1,000,000,000,000,000,000"),
         ("devices=999", "'999' is more than 256"),
         ("devices=1.5", "'1.5' is not a whole number"),
         ("devices=0..2", "'0..2' has values that are not positive"),
