@@ -285,8 +285,8 @@ def test_command_line_options() -> None:
             "--minibatch-size", "--recompute", "--replicas", "--schedule", "--strategies", "--time-limit", "--whole",
         ],
         "edit": [
-            "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--output", "--place",
-            "--profile", "--recompute", "--recompute-layer", "--schedule", "--swap",
+            "--cut", "--json", "--keep", "--microbatch-size", "--minibatch-size", "--move", "--no-cuts", "--output",
+            "--place", "--profile", "--recompute", "--recompute-layer", "--schedule", "--swap",
         ],
         "doctor": ["--json"],
         "explore": [

@@ -10,6 +10,7 @@ from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output
 from bapipe.cli.progress import note, out, show_json, show_written
+from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.planner.edit import Changes
@@ -28,6 +29,7 @@ def edit(
         list[str] | None,
         typer.Option("--cut", help="Replace all cuts: the first layer of a stage after the first. May be repeated."),
     ] = None,
+    no_cuts: Annotated[bool, typer.Option("--no-cuts", help="Remove all cuts: one stage has all layers.")] = False,
     schedule: Annotated[str | None, typer.Option("--schedule", help=f"Use another schedule: {', '.join(ALL)}.")] = None,
     microbatch_size: Annotated[
         int | None, typer.Option("--microbatch-size", min=1, help="Use another micro-batch size, in samples.")
@@ -67,6 +69,8 @@ def edit(
     """Change a plan by hand, and see what that changes."""
     if output is not None:
         check_output(output, *(profile or ()))  # the plan may be changed in its place
+    if cut and no_cuts:
+        raise BapipeError(f"--cut {cut[0]} and --no-cuts: want one of them")
     before = read(plan, Plan)
     profiles = profiles_of_plan(before, profile or ())
     before = judge(before, profiles, bapipe.simulate(before, profiles))
@@ -74,7 +78,7 @@ def edit(
         before,
         profiles,
         Changes(
-            cuts=cut,
+            cuts=() if no_cuts else cut,
             schedule=schedule,
             minibatch_size=minibatch_size,
             microbatch_size=microbatch_size,

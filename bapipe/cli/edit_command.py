@@ -14,8 +14,8 @@ def command_lines(
 ) -> list[str]:
     """Returns the commands that make the plan of a state; none if no command can.
 
-    They cannot if the cluster was changed, or if the order of the actions is not that of a named schedule: such a plan
-    is downloaded instead.
+    They cannot if the cluster was changed, if the layers are in another order than those of the plan to begin with, or
+    if the order of the actions is not that of a named schedule: such a plan is downloaded instead.
 
     Args:
         given: the cluster that the page was opened with.
@@ -25,25 +25,28 @@ def command_lines(
     if not source or decision.own_table is not None or not _has_given_cluster(state, given):
         return []
     before = None if start is None else decision_of(start)
+    if before is not None and before.layers != decision.layers:
+        return []
     edit = ["bapipe", "edit", source[0] if start is not None else "plan.json"]
-    if before is None or (before.layers, before.cuts) != (decision.layers, decision.cuts):
-        edit += [word for begin in decision.cuts for word in ("--cut", decision.layers[begin])]
+    if before is None or before.cuts != decision.cuts:
+        edit += [word for begin in decision.cuts for word in ("--cut", decision.layers[begin])] or ["--no-cuts"]
     for name in ("schedule", "minibatch_size", "microbatch_size"):
         if before is None or getattr(before, name) != getattr(decision, name):
             edit += [f"--{name.replace('_', '-')}", str(getattr(decision, name))]
     if before is None or before.devices != decision.devices:
         edit += [w for s, group in enumerate(decision.devices) for w in ("--place", f"stage {s} on {','.join(group)}")]
-    for s, stage in enumerate(decision.stages):
-        if before is None or s >= len(before.stages) or before.stages[s].recomputed != stage.recomputed:
-            edit += _recomputation(s, stage)
+    # What other cuts, devices and schedules leave of recomputation is not told apart here: it is said of every stage.
+    if before is None or (before.stages != decision.stages and any(before.recompute + decision.recompute)):
+        edit += [word for s, stage in enumerate(decision.stages) for word in _recomputation(s, stage)]
     first = [["bapipe", "plan", *source, "-o", "plan.json"]] if start is None else []
     return [shlex.join(words) for words in (*first, [*edit, "-o", "mine.json"])]
 
 
 def _recomputation(s: int, stage: StagePlan) -> list[str]:
-    if len(stage.recomputed) in (0, len(stage.layers)):
-        return ["--recompute" if stage.recompute else "--keep", str(s)]
-    return [word for name in stage.recomputed for word in ("--recompute-layer", name)]
+    """Returns the options that give a stage its recomputed layers, whatever it recomputes before."""
+    if stage.recomputed == stage.layers:
+        return ["--recompute", str(s)]
+    return ["--keep", str(s), *(word for name in stage.recomputed for word in ("--recompute-layer", name))]
 
 
 def _has_given_cluster(state: State, given: Cluster) -> bool:

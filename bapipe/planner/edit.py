@@ -27,7 +27,7 @@ class Changes:
     """What to change in a plan; applied in the order of the attributes.
 
     Attributes:
-        cuts: the first layer of each stage after the first, in place of the plan's cuts.
+        cuts: the first layer of each stage after the first, in place of the plan's cuts; none for one stage.
         schedule, minibatch_size, microbatch_size: None to keep them.
         place: such as `stage 1 on gpu2,gpu3`.
         swap: the names of two devices that exchange their stages.

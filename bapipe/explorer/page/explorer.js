@@ -198,7 +198,7 @@ explorer.begin = async () => {
     const lines = answer.command || [];
     views.tabs.show("output", live || lines.length > 0);
     at("output").replaceChildren(make("h2", {}, "The same from the command line"),
-      make("pre", {}, lines.length ? lines.join("\n") : "No command makes this plan: its cluster was changed, or its order has no name. Save plan.json."));
+      make("pre", {}, lines.length ? lines.join("\n") : "No command makes this plan: its cluster was changed, or its layers or actions have an order of their own. Save plan.json."));
   };
   const download = (kind) => async () => {
     const found = await ask("export", { state, kind, tried: tried.slice(-20).map((entry) => [entry.name, entry.state]) });
