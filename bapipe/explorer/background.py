@@ -1,11 +1,14 @@
 """One long computation at a time, in a thread of its own, while the page shows how far it is."""
 
+import logging
 import threading
 from collections.abc import Callable
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
 from bapipe.explorer.answers import Json
 from bapipe.planner.deadline import Deadline
+
+_log = logging.getLogger(__name__)
 
 
 class _Superseded(Exception):
@@ -55,6 +58,9 @@ class Background:
                 return
             except BapipeError as error:
                 found = {"error": str(error).replace("`", "")}
+            except Exception as fault:  # not the user's; the page must not wait for a thread that has ended
+                _log.exception("%s failed", kind)
+                found = {"error": f"{kind} failed: {first_line(fault)}; bapipe explore has printed where"}
             with self._lock:
                 if self._job is job:
                     self._job, self._status = None, {"running": False, "kind": kind, **found}

@@ -162,6 +162,32 @@ def test_edit_prints_what_changes_and_writes_only_where_told(folder: Path) -> No
     assert json.loads(simulated.stdout) == json.loads(msgspec.json.encode(mine.prediction))
 
 
+def test_edit_makes_one_stage_of_all_layers(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2", "--no-replicas")
+    done = bapipe(folder, "edit", "plan.json", "--no-cuts", "-o", "mine.json")
+    assert done.returncode == 0, done.stderr
+    (stage,) = read(folder / "mine.json", Plan).stages
+    assert stage.layers == plan.stages[0].layers + plan.stages[1].layers
+    both = bapipe(folder, "edit", "plan.json", "--no-cuts", "--cut", "l3")
+    assert (both.returncode, both.stderr) == (1, "error: --cut l3 and --no-cuts: want one of them\n")
+
+
+@pytest.mark.parametrize(("option", "value"), [("--schedule", ["foo"]), ("--exact", []), ("--csv", [])])
+def test_explore_refuses_options_of_tables_for_its_page(folder: Path, option: str, value: list[str]) -> None:
+    done = bapipe(folder, "explore", "profile.json", "--cluster", "cluster.json", option, *value)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {option} goes with --vary")
+
+
+def test_explore_refuses_more_devices_than_its_page_shows(folder: Path) -> None:
+    done = bapipe(folder, "explore", "profile.json", "--devices", "300", "--no-browser")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == (
+        "error: 300 devices: the page shows at most 256; explore some of them, by --devices or --cluster, or all by "
+        "--vary; bapipe show with --html draws a plan for them"
+    )
+
+
 def test_edit_needs_the_profile_of_the_plan(folder: Path) -> None:
     planned(folder)
     elsewhere = {"XDG_CACHE_HOME": str(folder / "empty")}

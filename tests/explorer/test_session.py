@@ -2,18 +2,24 @@
 
 import http.client
 import json
+import shlex
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
 import bapipe
+from bapipe.cli import app
 from bapipe.cli.edit_command import command_lines
 from bapipe.errors import BapipeError
 from bapipe.explorer.analyses import Analyses, axis_values
@@ -24,7 +30,7 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.vary import FIELDS, on_axis
 from bapipe.formats.certificate import OVER_LIMIT
-from bapipe.formats.codec import decode
+from bapipe.formats.codec import decode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS
 from bapipe.planner.options import PlanOptions
@@ -227,6 +233,17 @@ def test_a_search_that_fails_says_why_and_one_that_is_superseded_says_nothing() 
         analyses.sweep("x", page.first, ("1f1b",), 1000)
 
 
+def test_a_job_that_fails_ends_with_the_fault_and_logs_where(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(job: Job) -> dict[str, object]:
+        raise RuntimeError("a fault")
+
+    analyses = Analyses(session())
+    analyses.background.begin("front", 1000, fail)
+    said = "front failed: a fault; bapipe explore has printed where"
+    assert ended(analyses) == {"running": False, "kind": "front", "error": said}
+    assert "raise RuntimeError" in caplog.text
+
+
 def test_a_job_that_is_stopped_gives_what_it_has_found() -> None:
     analyses, goes_on = Analyses(session()), threading.Event()
 
@@ -293,6 +310,63 @@ def test_the_command_lines_name_what_differs() -> None:
     of_plan = session(plan)
     same: Any = of_plan.judge(of_plan.first)
     assert same["command"] == ["bapipe edit plan.json -o mine.json"]
+
+
+def random_state(random: Random, like: State) -> State:
+    """Half of them have other stages, one to three, some with replicas; stages keep or recompute all or some layers."""
+    cuts, groups = like.cuts, like.devices
+    if random.random() < 0.5:
+        num_stages = random.randrange(1, 4)
+        names = random.sample([device.name for device in CLUSTER.devices], random.randrange(num_stages, 4))
+        ends = (0, *sorted(random.sample(range(1, len(names)), num_stages - 1)), len(names))
+        cuts = tuple(sorted(random.sample(range(1, len(PROFILE.layers)), num_stages - 1)))
+        groups = tuple(tuple(names[begin:end]) for begin, end in pairwise(ends))
+    return replace(
+        like,
+        cuts=cuts,
+        devices=groups,
+        recompute=tuple(random.random() < 0.5 for _ in groups),
+        recompute_layers=tuple(sorted(random.sample([layer.name for layer in PROFILE.layers], random.randrange(4)))),
+        schedule=random.choice(["1f1b", "gpipe"]),
+        minibatch_size=random.choice([6, 12]),
+    )
+
+
+@pytest.mark.parametrize("begins_with_plan", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_commands_of_every_state_make_its_plan(
+    seed: int, begins_with_plan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "profile.json", PROFILE)
+    write(tmp_path / "cluster.json", CLUSTER)
+    random, first = Random(seed), session().first
+    start = session().plan(random_state(random, first))
+    page = session(start if begins_with_plan else 12)
+    write(tmp_path / "plan.json", start)  # else what `bapipe plan` has found, whatever it is
+    num_stages = Counter[int]()
+    for state in (page.first, *(random_state(random, page.first) for _ in range(20))):
+        expected = page.plan(state)
+        answer: Any = page.judge(state)
+        command = answer["command"][-1]
+        words = [*shlex.split(command)[1:], "--profile", "profile.json"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (command, done.exception)
+        made = read(tmp_path / "mine.json", Plan)
+        for name in ("stages", "schedule", "minibatch_size", "microbatch_size", "order"):
+            assert getattr(made, name) == getattr(expected, name), command
+        num_stages[len(made.stages)] += 1
+    assert num_stages[1]
+
+
+def test_no_command_makes_a_plan_of_layers_in_another_order_than_the_plan_to_begin_with() -> None:
+    profile = random_profile(Random(3), 8)
+    plan = bapipe.make(profile, CLUSTER, minibatch_size=12, num_stages=3)
+    page = Session({"a": profile}, CLUSTER, plan, partial(command_lines, given=CLUSTER, source=("p",), start=plan))
+    order = (1, 0, *range(2, 8))
+    assert page.judge(page.first)["command"]
+    assert page.judge(replace(page.first, layer_order=order))["command"] == []
 
 
 def test_the_page_without_a_server_holds_the_plans_that_were_tried() -> None:
@@ -396,6 +470,17 @@ def test_the_server_listens_on_this_machine_alone(server: Server) -> None:
     assert server.address.startswith("http://127.0.0.1:")
     with pytest.raises(BapipeError, match=rf"port {server.server_port}: Address already in use; leave `port` out"):
         Server(session(), server.server_port)
+
+
+def test_a_page_of_more_devices_than_it_shows_is_refused() -> None:
+    most = Session({"a": PROFILE}, devices(256), 12)
+    with Server(most):
+        pass
+    more = Session({"a": PROFILE}, devices(257), 12)
+    with pytest.raises(
+        BapipeError, match="257 devices: the page shows at most 256; explore some of them, by `num_devi"
+    ):
+        Server(more)
 
 
 def test_stages_on_groups_say_how_much_of_their_time_is_exchange() -> None:
