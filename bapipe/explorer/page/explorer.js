@@ -9,7 +9,7 @@ explorer.begin = async () => {
   const { make, ms, mib, number, percent } = explorer, at = (id) => document.getElementById(id);
   const given = await explorer.unpack(at("data").textContent), { live } = given;
   const layersOf = new Map(Object.entries(given.layers || {})), views = {};
-  let model, state, answer, layerData, past = [], future = [], tried = [], shown = 0, sizes = [], wanted = null, busy = false, controls = null;
+  let model, state, answer, answered, layerData, past = [], future = [], tried = [], shown = 0, sizes = [], wanted = null, busy = false, controls = null;
 
   const ask = async (name, body = {}) => {
     try {
@@ -46,6 +46,7 @@ explorer.begin = async () => {
         if (!found.error) layersOf.set(size, found);
       }
       answer = await ask("judge", request);
+      answered = request.state; // by now the page may be at another one
       const entry = request.detailed && tried.find((one) => one.state === request.state);
       if (entry) entry.figures = figuresOf(answer);
       draw(request.detailed);
@@ -70,7 +71,7 @@ explorer.begin = async () => {
   const drawAnswer = (detailed) => {
     views.axis.setStep(Math.max(answer.timeline.length, ...(answer.measured || []).map((one) => one.timeline.length)));
     const ranks = Object.fromEntries(answer.ranks.map((rank, index) => [rank.device, index]));
-    views.timeline.update(answer, state.devices.map((group) => group.map((name) => ranks[name])));
+    views.timeline.update(answer, answered.devices.map((group) => group.map((name) => ranks[name])));
     views.memory.update(answer, views.timeline.rows);
     drawFigures();
     views.timeline.heading.textContent = answer.orderOnly ? "The order of the actions, not to scale: without the profile their times are not known" : `One step${answer.drawn ? `: ${answer.drawn}` : ""}`;
@@ -165,6 +166,7 @@ explorer.begin = async () => {
     shown = index;
     if (!live) {
       ({ state, answer } = tried[index]);
+      answered = state;
       return draw();
     }
     past.push(state);
