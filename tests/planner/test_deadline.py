@@ -15,6 +15,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.planner import exact_search
 from bapipe.planner.baselines import BASELINES, baseline_alternatives
+from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.compare import INTERRUPTED, NO_TIME_LEFT, compare
@@ -255,6 +256,30 @@ def test_an_exact_search_leaves_time_for_what_follows_if_a_limit_is_given(
         plan_step_time(chain_of_8, devices(4), options, deadline=deadline)
     num_actions = 3 * num_stages * 256
     assert left_s == [pytest.approx(1.0 - NUM_PLANS_AFTER * num_actions / ACTIONS_PER_S), 1.0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_search_has_found_is_kept_where_another_one_follows_that_has_no_time(seed: int) -> None:
+    """Schedules with one stage a device and with several are searched one after another; the first plan ends it."""
+    random = Random(seed)
+    profile, cluster = random_profile(random, random.randint(4, 9)), devices(4)
+    unlike = (replace(device, speed=speed) for device, speed in zip(cluster.devices, (1.0, 2.3, 0.6, 1.7), strict=True))
+    deadline, found = Deadline(None), list[int]()
+
+    def stop(_: int, best_ns: int, __: int) -> None:
+        if best_ns < INF:
+            found.append(best_ns)
+            deadline.stop()
+
+    plan = bapipe.plan(
+        profile,
+        replace(cluster, devices=tuple(unlike)),
+        PlanOptions(minibatch_size=8, schedules=["1f1b", "zb-v"]),
+        deadline=deadline,
+        progress=stop,
+    )
+    assert found
+    assert plan.prediction.step_ns <= min(found)
 
 
 @pytest.mark.parametrize(("limit_s", "kept_s"), [(0.1, 0.2), (10.0, 1.0), (100.0, 2.0)])

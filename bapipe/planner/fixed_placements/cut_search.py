@@ -12,6 +12,7 @@ else the next one is nearer to the bound.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import islice
@@ -67,7 +68,13 @@ MIN_RISE, MAX_STALLED = 1.002, 2
 
 
 def few_pipelines(problems: Sequence[Problem]) -> tuple[tuple[Problem, Root, tuple[StagePlacement, ...]], ...]:
-    """Returns every pipeline of some problems, () if they are too many or too large."""
+    """Returns every pipeline of some problems, () if they are too many or too large, or not known in time."""
+    with suppress(OutOfTime):  # a caller may know a plan by then
+        return _few_pipelines(problems)
+    return ()
+
+
+def _few_pipelines(problems: Sequence[Problem]) -> tuple[tuple[Problem, Root, tuple[StagePlacement, ...]], ...]:
     found: list[tuple[Problem, Root, tuple[StagePlacement, ...]]] = []
     num_entries = 0
     for problem in problems:
