@@ -102,6 +102,9 @@ def explore(
     for flag, is_given in (("exact", exact), ("schedule", schedule is not None)):
         if is_given and not vary:
             raise BapipeError(f"--{flag} goes with --vary")
+    for flag, is_given in (("port", port != 0), ("no-browser", not browser), ("trace", bool(trace))):
+        if is_given and vary:
+            raise BapipeError(f"--{flag} is for the page, which --vary does not open: leave out one of them")
     session = _session(sources, cluster, devices, minibatch_size, profile or [], trace or [], arg)
     if vary:
         show_points(

@@ -4,6 +4,7 @@ A request is answered only if its path begins with the secret, its Host is this 
 leads here belongs to a page that is not ours), and its Origin, if it has one, is the same.
 """
 
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -190,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._refuses():
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_REQUEST_BYTES:
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_REQUEST_BYTES:
             self._send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
         if self.headers.get_content_type() != "application/json":  # a form of another page cannot send this type

@@ -179,6 +179,13 @@ def test_explore_refuses_options_of_tables_for_its_page(folder: Path, option: st
     assert done.stderr.startswith(f"error: {option} goes with --vary")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--port", ["8000"]), ("--no-browser", []), ("--trace", ["t.json"])])
+def test_explore_refuses_options_of_its_page_for_tables(folder: Path, option: str, value: list[str]) -> None:
+    done = bapipe(folder, "explore", "profile.json", "--vary", "link=1,2", option, *value)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {option} is for the page, which --vary does not open: leave out one of them\n"
+
+
 def test_explore_refuses_more_devices_than_its_page_shows(folder: Path) -> None:
     done = bapipe(folder, "explore", "profile.json", "--devices", "300", "--no-browser")
     assert (done.returncode, done.stdout) == (1, "")

@@ -457,6 +457,7 @@ def test_the_server_refuses_what_its_page_does_not_send(server: Server) -> None:
     )
     assert ask(server, "POST", "judge", {"state": state}, Content_Type="text/plain")[0] == 415
     assert ask(server, "POST", "judge", {"state": state}, Content_Length="999999999")[0] == 413
+    assert ask(server, "POST", "judge", {"state": state}, Content_Length="9" * 5_000)[0] == 413
     assert ask(server, "POST", "x", {})[0] == 404
     assert ask(server, "GET", "x")[0] == 404
     assert ask(server, "GET", "", Host=f"localhost:{server.server_port}")[0] == 200
