@@ -35,6 +35,10 @@ FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
 
 
+WITH_MICROBATCH = ", each with a micro-batch"
+"""Which replicas a stage may have: one without a micro-batch would only take part in sums, and runs refuse it."""
+
+
 ALL_MEMORY = MemoryLimit()
 """Where plans may use all of each device's memory."""
 
@@ -46,7 +50,7 @@ def on_first_devices(orders: Sequence[str], *, are_sorted: bool) -> str:
         are_sorted: whether the cluster's devices are in the order in which stages take theirs.
     """
     in_stage = "" if are_sorted and set(orders) == {GIVEN_ORDER} else FASTEST_FIRST
-    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices, each with a micro-batch"
+    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +204,17 @@ def _partitions(space: PartitionSpace) -> str:
         f"every cut of {space.num_layers} layers, in the profile's order, into "
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
         f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
-        f"schedules {', '.join(space.schedules)}; {'any' if space.replicas else 'no'} replicas, "
+        f"schedules {', '.join(space.schedules)}; {_replicas(space)}, "
         f"{_recomputation(space)}{_memory(space.memory)}{cuts if space.has_unlike_cuts else ''}{constraints}"
     )
 
 
 def _memory(limit: MemoryLimit) -> str:
     return f"; {limit.in_words}" if limit.in_words else ""
+
+
+def _replicas(space: PartitionSpace) -> str:
+    return f"any replicas{WITH_MICROBATCH}" if space.replicas else "no replicas"
 
 
 def _recomputation(space: PartitionSpace) -> str:
@@ -228,8 +236,8 @@ def _throughput(space: ThroughputSpace) -> str:
     held = f"; {IF_ALL_LATER}" if space.counts_later else ""
     return (
         f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
-        f"layers{tied}; {counts} of {space.num_devices} devices for a stage, next to one another in the cluster's order"
-        f"{'' if space.has_gaps else ', without gaps'}; micro-batches of "
+        f"layers{tied}; {counts} of {space.num_devices} devices for a stage{WITH_MICROBATCH}, next to one another in "
+        f"the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
         f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
         f"{_as_one_stage(space)}"
     )
@@ -239,7 +247,7 @@ def _as_one_stage(space: ThroughputSpace) -> str:
     """Returns the naive plans, where they are no points of the rest of the space."""
     if space.has_all_device_counts and space.has_gaps:
         return ""
-    return "; or all layers on one device, or on any number of the first ones"
+    return "; or all layers on one device, or on any number of the first ones" + WITH_MICROBATCH
 
 
 def _count(range_of_counts: tuple[int, int], noun: str) -> str:

@@ -99,6 +99,8 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
         reasons.append("its layers in another order")
     if not options.replicas and any(len(stage.devices) > 1 for stage in plan.stages):
         reasons.append("replicas")
+    elif any(len(stage.devices) > plan.num_microbatches for stage in plan.stages):
+        reasons.append("replicas without a micro-batch")
     if not options.recompute and any(stage.recompute for stage in plan.stages):
         reasons.append("recomputation")
     return reasons

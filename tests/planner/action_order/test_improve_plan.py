@@ -82,7 +82,7 @@ def test_a_named_schedule_with_replicas_is_kept_where_it_is_faster_than_any_orde
         assert [stage.devices for stage in plan.stages] == [("d0", "d1")]
         assert plan.prediction.step_ns == 36 * MS
         assert plan.certificate.proven_optimal
-        assert "; any replicas, " in plan.certificate.space
+        assert "; any replicas, each with a micro-batch, " in plan.certificate.space
     said: list[int] = []
     plan_step_time(profiles, devices(2), options, progress=lambda _, best_ns, bound_ns: said.append(best_ns))
     assert said == sorted(said, reverse=True)  # not that of the search without replicas, which follows

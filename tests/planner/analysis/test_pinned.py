@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import ReachedGoal, outside_of, searched_space
+from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
@@ -22,7 +23,7 @@ from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
-from tests.builders import chain, devices
+from tests.builders import MS, chain, devices
 from tests.planner.test_linearizations import towers
 from tests.step_time import plan_step_time
 
@@ -103,6 +104,31 @@ def test_it_is_said_why_a_pinned_plan_lies_outside_the_space(changes: dict[str, 
     gap, proven = f"the pinned plan, {beside}, is within ", f"is faster than the pinned one, {beside}: every cut"
     assert (proven if certificate.proven_optimal else gap) in proof(certificate)
     assert searched_space(certificate).startswith("every cut of 4 layers")
+
+
+def test_replicas_without_a_microbatch_lie_outside() -> None:
+    """Two micro-batches of 2 (1 + 2) ms. d0 and d1 sum 1,000 bytes with their own compute: 1 ms behind the backward.
+
+    A third replica on another host, which has no micro-batch, makes it a ring over links: 4 messages of 334 us that
+    begin when the last layer has its gradient, 2 ms before the end. d2 is too slow to be one of two.
+    """
+    profile = chain([1, 1])
+    profile = replace(profile, layers=(profile.layers[0], replace(profile.layers[1], param_bytes=1000)))
+    profiles, slow = {"a": profile}, Bandwidth(bytes_per_s=10**6, latency_ns=0)
+    cluster = replace(devices(3), inter_host=slow, intra_host_sum=slow)
+    last = replace(cluster.devices[2], host="other", speed=0.5)
+    cluster = replace(cluster, devices=(*cluster.devices[:2], last))
+    options = PlanOptions(minibatch_size=2, schedules=("1f1b",))
+    best = plan_step_time(profiles, cluster, options)
+    assert best.certificate.lower_bound_ns == best.prediction.step_ns == 7 * MS
+    front = pareto(profiles, cluster, options)
+    assert min(point.step_ns for point in front) == 7 * MS
+    spaces = [best.certificate.space, *(point.plan.certificate.space for point in front)]
+    assert all("; any replicas, each with a micro-batch, " in space for space in spaces)
+    made = make(profiles, cluster, minibatch_size=2, cuts=[], devices=[["d0", "d1", "d2"]])
+    pinned = certify_pinned(made, profiles, options)
+    assert pinned.prediction.step_ns == 6 * MS
+    assert outside_of(pinned.certificate) == ", which lies outside (replicas without a micro-batch)"
 
 
 def test_a_pinned_plan_is_not_called_optimal_over_the_space_beside_it() -> None:

@@ -78,9 +78,12 @@ def test_a_number_of_replicas_that_is_no_power_of_two_is_a_naive_plan() -> None:
     assert len(plan.stages[0].devices) == 18
     assert load_ns(plan) == 3 * MS
     assert plan.certificate.proven_optimal
-    assert plan.certificate.space.endswith("; or all layers on one device, or on any number of the first ones")
+    assert plan.certificate.space.endswith(
+        "; or all layers on one device, or on any number of the first ones, each with a micro-batch"
+    )
     few = bapipe.plan(chain([1]), unlike(8), minibatch_size=18, objective="throughput")
     assert "or all layers" not in few.certificate.space
+    assert "; any number of 8 devices for a stage, each with a micro-batch, next to one" in few.certificate.space
 
 
 def test_replicas_count_with_their_step_where_the_all_reduce_overlaps_the_backward() -> None:
