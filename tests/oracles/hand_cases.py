@@ -618,6 +618,112 @@ CASES["a group, then a single device"] = (
 )
 
 
+# -- 16. Nothing comes back over a cut --------------------------------------------------------------------------------
+# The layers of case 1, but x has no gradient; two micro-batches as GPipe. b: I 0 and W 1 + 1, so B 2 as before.
+# a: 0F0 0-10, 0F1 10-20. a→b: 10-35, 35-60. b: 1F0 35-38, 1F1 60-63, 1B0 63-65, 1B1 65-67. Nothing goes from b to a.
+# a: 0B0 waits for 1B0 all the same, as the schedule says: 65-75; 0B1 75-85. Updates: a 85-92, b 67-70. Step 92.
+# Memory a: 250 + 2×11 + 8 = 280. b: 20 + 2×7 + 2 + 2×20 = 76.
+CASES["nothing comes back"] = (
+    plan(
+        [device("a"), device("b")],
+        [(["x"], ["a"], False), (["y"], ["b"], False)],
+        ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"],
+        2,
+        link(10**9, 5),
+    ),
+    {
+        "k": profile(
+            [layer("x", ["input"], ["x"], 100, 50, 7, no_gradient=["x"]), layer("y", ["x"], ["y"], 10, 0, 3)],
+            {1: [times(10, 4, 6, 11, 8, [20]), times(3, 1, 1, 7, 2, [5])]},
+        )
+    },
+    {
+        "step_ns": 92,
+        "spans": spans("a", "0F0 0-10, 0F1 10-20, 0B0 65-75, 0B1 75-85")
+        + spans("b", "1F0 35-38, 1F1 60-63, 1B0 63-65, 1B1 65-67"),
+        "transfers": [("a", "b", "F", 0, 0, 10, 35), ("a", "b", "F", 0, 1, 35, 60)],
+        "syncs": [],
+        "updates": [("a", 0, 85, 92), ("b", 1, 67, 70)],
+        "peak_bytes": {"a": 280, "b": 76},
+    },
+)
+
+
+# -- 17. Two sums of tied weights, shares of unequal sizes ------------------------------------------------------------
+# Stage 0 on a has x (100 bytes, optimizer 50, update 7) and v, which shares 80 of them; stage 3 on d has w, which shares
+# 60. Stage 1 on b has p (40 bytes, update 3), and stage 2 on c has q, which shares all of them. Tensors have 0 bytes.
+# Each layer F 1, B 1 + 1. 0F0 0-2, 1F0 2-3, 2F0 3-4, 3F0 4-5, 3B0 5-7, 2B0 7-9, 1B0 9-11, 0B0 11-15.
+# The sum of x comes first, as its stage does: of 80 bytes, the larger share, 2 messages of 40: 15-95. That of p, ready
+#   since 11 on devices of its own, comes after it: 2 messages of 20: 95-135.
+# Updates: a 7: 95-102. d 7×80÷100 = 5: 95-100. b and c 3: 135-138. Step 138.
+# Memory a: 2×100 + 50 = 250. b and c: 2×40 = 80. d: a copy of 80, its gradient, and 50×80÷100 = 40: 200.
+CASES["two sums of tied weights"] = (
+    plan(
+        [device("a"), device("b"), device("c"), device("d")],
+        [(["x", "v"], ["a"], False), (["p"], ["b"], False), (["q"], ["c"], False), (["w"], ["d"], False)],
+        ["0F0 0B0", "1F0 1B0", "2F0 2B0", "3F0 3B0"],
+        1,
+    ),
+    {
+        "k": profile(
+            [
+                layer("x", ["input"], ["x"], 100, 50, 7) | {"shares": ["v", "w"]},
+                layer("v", ["x"], ["v"]) | {"shares": ["x", "w"], "shared_bytes": 80},
+                layer("p", ["v"], ["p"], 40, 0, 3) | {"shares": ["q"]},
+                layer("q", ["p"], ["q"]) | {"shares": ["p"], "shared_bytes": 40},
+                layer("w", ["q"], ["w"]) | {"shares": ["x", "v"], "shared_bytes": 60},
+            ],
+            {1: [times(1, 1, 1)] * 5},
+        )
+    },
+    {
+        "step_ns": 138,
+        "spans": spans("a", "0F0 0-2, 0B0 11-15") + spans("b", "1F0 2-3, 1B0 9-11")
+        + spans("c", "2F0 3-4, 2B0 7-9") + spans("d", "3F0 4-5, 3B0 5-7"),
+        "transfers": [],
+        "syncs": [(0, 80, 15, 95), (1, 40, 95, 135)],
+        "updates": [("a", 0, 95, 102), ("b", 1, 135, 138), ("c", 2, 135, 138), ("d", 3, 95, 100)],
+        "peak_bytes": {"a": 250, "b": 80, "c": 80, "d": 200},
+    },
+)  # fmt: skip
+
+
+# -- 18. What the earlier stage sends goes first ----------------------------------------------------------------------
+# Stage 0 on a (micro-batch 0) and d (micro-batch 1, speed 0.25): F 10, B 4 + 2 = 6, on d F 40, B 16 + 8 = 24.
+# Stage 1 on b, which does not overlap: F 3, B 2 + 2 = 4. Stage 2 on c: F 3, B 4. Tensors 10 bytes: 10 ns.
+# a: 0F0 0-10; a→b m0 10-20; b: 1F0 20-23; b→c m0 23-33; c: 2F0 33-36, 2B0 36-40. d: 0F1 0-40.
+# At 40 an activation from stage 0 and a gradient from stage 2 both need b: stage 0 first, d→b m1 40-50, c→b m0 50-60.
+# b: 1F1 60-63; b→c m1 63-73; 1B0 73-77; b→a m0 77-87. c: 2F1 73-76, 2B1 76-80; c→b m1 waits for b: 87-97. b: 1B1
+#   97-101; b→d m1 101-111. a: 0B0 87-93. d: 0B1 111-135. Step 135. Memory: buffers 10 on a and d, 2×10 on c, 4×10 on b.
+CASES["the earlier stage first at one instant"] = (
+    plan(
+        [device("a"), device("b", overlaps=False), device("c"), device("d", speed=0.25)],
+        [(["p"], ["a", "d"], False), (["q"], ["b"], False), (["r"], ["c"], False)],
+        ["0F0 0B0", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1", "0F1 0B1"],
+        2,
+    ),
+    {
+        "k": profile(
+            [layer("p", ["input"], ["p"]), layer("q", ["p"], ["q"]), layer("r", ["q"], ["r"])],
+            {1: [times(10, 4, 2, 0, 0, [10]), times(3, 2, 2, 0, 0, [10]), times(3, 2, 2)]},
+        )
+    },
+    {
+        "step_ns": 135,
+        "spans": spans("a", "0F0 0-10, 0B0 87-93") + spans("b", "1F0 20-23, 1F1 60-63, 1B0 73-77, 1B1 97-101")
+        + spans("c", "2F0 33-36, 2B0 36-40, 2F1 73-76, 2B1 76-80") + spans("d", "0F1 0-40, 0B1 111-135"),
+        "transfers": [
+            ("a", "b", "F", 0, 0, 10, 20), ("b", "c", "F", 1, 0, 23, 33), ("d", "b", "F", 0, 1, 40, 50),
+            ("c", "b", "B", 2, 0, 50, 60), ("b", "c", "F", 1, 1, 63, 73), ("b", "a", "B", 1, 0, 77, 87),
+            ("c", "b", "B", 2, 1, 87, 97), ("b", "d", "B", 1, 1, 101, 111),
+        ],
+        "syncs": [],
+        "updates": [("a", 0, 93, 93), ("b", 1, 101, 101), ("c", 2, 80, 80), ("d", 0, 135, 135)],
+        "peak_bytes": {"a": 10, "b": 40, "c": 20, "d": 10},
+    },
+)  # fmt: skip
+
+
 def check(simulate):
     """Assert that a simulator returns for every case what was worked out by hand."""
     for name, (case_plan, case_profiles, expected) in CASES.items():

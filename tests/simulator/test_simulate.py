@@ -8,17 +8,18 @@ import pytest
 
 from bapipe.errors import InvalidSchedule
 from bapipe.formats.cluster import Cluster
+from bapipe.planner.make import make
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.schedules.table import Schedule, parse_action
 from bapipe.simulator.lanes import cost_on_lanes
 from bapipe.simulator.memory import peak_memory
-from bapipe.simulator.simulate import simulate_schedule
+from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.stage_cost import fill_buckets
 from bapipe.simulator.tied_weights import TiedGradient
-from tests.builders import devices
+from tests.builders import chain, devices
 
 
 def cluster(num_devices: int, latency_ns: int = 0) -> Cluster:
@@ -162,6 +163,32 @@ def test_lanes_hold_the_workspaces_of_both_actions() -> None:
     assert columns.timeline() == timeline
     assert columns.spans[0].num_lanes == 2
     assert columns.prediction(2).ranks[0].busy_ns == 24  # both lanes run at once
+
+
+def test_lanes_round_i_and_w_together() -> None:
+    """F, I and W of 1: a third of the compute for F, two for B. I takes 1.5, so 2; I and W 3, so W 1 and not 2."""
+    lanes = cost_on_lanes(StageCost(forward_ns=1, input_grad_ns=1, weight_grad_ns=1), 1, 2)
+    assert (lanes.forward_ns, lanes.input_grad_ns, lanes.weight_grad_ns, lanes.backward_ns) == (3, 2, 1, 3)
+
+
+def test_the_stage_before_a_cut_says_how_many_bytes_cross_it() -> None:
+    """Kinds a, b, a say 20, 50 and 20 bytes for each tensor: 20 ns over the first cut, 50 over the second, both ways.
+
+    Buffers are 20, 20 + 50 and 50; with recomputation the inputs of 20 and 50 are kept, and stashes of 7 made again.
+    """
+    profiles = {kind: chain([1] * 3, stash_bytes=7, output_bytes=size) for kind, size in (("a", 20), ("b", 50))}
+    profiles["b"] = msgspec.structs.replace(
+        profiles["b"], device=msgspec.structs.replace(profiles["b"].device, kind="b")
+    )
+    plain = devices(3)
+    kinds = tuple(msgspec.structs.replace(d, kind=kind) for d, kind in zip(plain.devices, "aba", strict=True))
+    of_kinds = msgspec.structs.replace(plain, devices=kinds)
+    made = make(profiles, of_kinds, minibatch_size=1, cuts=[1, 2], devices=["d0", "d1", "d2"], recompute=[1, 2])
+    timeline = simulate(made, profiles)
+    times = {(t.source, t.target): t.end_ns - t.start_ns for t in timeline.transfers}
+    assert times == {(0, 1): 20, (1, 2): 50, (2, 1): 50, (1, 0): 20}
+    assert [memory.buffers for memory in timeline.memory] == [20, 70, 50]
+    assert [memory.stash for memory in timeline.memory] == [7, 20 + 7, 50 + 7]
 
 
 def test_a_deadlock_is_named() -> None:
