@@ -1,8 +1,8 @@
 """Pipelines over devices that differ, in the cluster's order, as a `LoadProblem`.
 
 A state is the devices of a stage together with those of the stages before and after it, because the time of a stage's
-transfers depends on both. Two stages' devices exchange over the slowest link between them. Memory is counted as if
-every later device took part, which is safe: it overestimates the micro-batches in flight.
+transfers depends on both. Two stages' devices exchange over `slowest_of` the links between them. Memory is counted as
+if every later device took part, which is safe: it overestimates the micro-batches in flight.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ and gradients:
   compute    c (F + B) + update + all-reduce of the stage's gradients, 2(r-1)(latency + ceil(bytes/r) / bandwidth)
   transfers  c times each: activations in, gradients back, activations out, gradients in
 
+Latency and bandwidth are those of `slowest_of` all links among the stage's devices, or from one stage's to the other's.
 On a device that overlaps transfers with compute the load is the largest of these, else their sum. A tensor that later
 stages use is relayed through the stages between. Stashes in flight are those of 1F1B over devices: ceil(w / r) if w
 devices run the stage and those after it.
@@ -221,7 +222,7 @@ def host_sum_links(cluster: Cluster) -> tuple[Bandwidth, ...]:
 
 
 def slowest_of(links: Sequence[Bandwidth]) -> Bandwidth:
-    """Returns the least bandwidth and the largest latency of some links."""
+    """Returns the least bandwidth and the largest latency of some links, maybe of two: no link takes longer."""
     return Bandwidth(
         bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
     )

@@ -1,4 +1,4 @@
-"""Throughput on kinds of devices whose profiles, or links among members, differ: the loads that the simulator shows."""
+"""Throughput on devices whose kinds, links, or links among members differ: loads worked out by hand."""
 
 import pytest
 from msgspec.structs import replace
@@ -8,7 +8,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.make import make
 from bapipe.planner.plan import plan, simulate
-from tests.builders import MS, chain
+from tests.builders import MS, chain, devices
 
 FAST = Bandwidth(bytes_per_s=10**9, latency_ns=0)
 
@@ -48,6 +48,44 @@ def test_receive_buffers_have_the_bytes_of_the_device_before_the_cut(own: int, o
     assert found.certificate.proven_optimal
     held = simulate(found, profiles).memory
     assert all(m.total <= device.memory_bytes for m, device in zip(held, cluster.devices, strict=True))
+
+
+def test_transfers_between_stages_have_the_largest_latency_and_the_least_bandwidth_of_their_links() -> None:
+    """One stage is 2 x 90 ms of work for two devices, 90 each; as stages of 30 and 60 ms a step they are 60 on d0, d1 and d2.
+
+    A micro-batch of 10 MB takes 15 + 10 ms from d0 to d1, 25 ms to d2; as a load it counts 15 + 25 for each, also for
+    d2, which never waits 15: 2 x 40 on d0. That is below 90, and above the 2 x 25 of either link.
+    """
+    profile = chain([10, 20], output_bytes=10**7)
+    links = (
+        Link(source="d0", target="d1", bytes_per_s=10**9, latency_ns=15 * MS),
+        Link(source="d0", target="d2", bytes_per_s=4 * 10**8, latency_ns=0),
+    )
+    wide = Bandwidth(bytes_per_s=10**12, latency_ns=0)
+    cluster = replace(devices(3), intra_host=wide, links=links)
+    found = plan(profile, cluster, minibatch_size=2, objective="throughput")
+    assert [stage.devices for stage in found.stages] == [("d0",), ("d1", "d2")]
+    assert found.prediction is not None
+    assert found.prediction.load_ns == 80 * MS
+    assert found.certificate.lower_bound_ns == 80 * MS
+    sends = [t for t in simulate(found, profile).transfers if t.source == 0]
+    assert {t.end_ns - t.start_ns for t in sends} == {25 * MS}  # the step has each link as it is
+
+
+def test_an_all_reduce_has_the_largest_latency_and_the_least_bandwidth_of_its_links() -> None:
+    """As above, 60 ms on d1 and d2, and 2 messages of 5 MB: 2 (3 + 5) ms as a load, 2 x 5 in the step."""
+    profile = chain([10, 20])
+    profile = replace(profile, layers=(profile.layers[0], replace(profile.layers[1], param_bytes=10**7)))
+    links = (
+        Link(source="d1", target="d2", bytes_per_s=10**10, latency_ns=3 * MS),
+        Link(source="d2", target="d1", bytes_per_s=10**9, latency_ns=0),
+    )
+    found = plan(profile, replace(devices(3), links=links), minibatch_size=2, objective="throughput")
+    assert [stage.devices for stage in found.stages] == [("d0",), ("d1", "d2")]
+    assert found.prediction is not None
+    assert found.prediction.load_ns == 76 * MS
+    assert found.certificate.lower_bound_ns == 76 * MS
+    assert [sync.end_ns - sync.start_ns for sync in simulate(found, profile).syncs] == [10 * MS]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
