@@ -20,8 +20,6 @@ from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace, SearchedSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.validation import microbatch_sizes
-from bapipe.schedules.placement import permute_ranks
-from bapipe.simulator.simulate import simulate_columns
 
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""
@@ -100,26 +98,13 @@ def space_of_problems(
 
 
 def solution_of(
-    profiles: Mapping[str, ModelProfile],
-    result: SearchResult,
-    minibatch_size: int,
-    space: SearchedSpace,
-    *,
-    given: tuple[Cluster, tuple[int, ...]] | None = None,
+    profiles: Mapping[str, ModelProfile], result: SearchResult, minibatch_size: int, space: SearchedSpace
 ) -> Solution:
-    """Returns the result of a branch and bound as a solution, without alternatives.
-
-    Args:
-        given: the cluster and its ranks in the order in which the search had them, if that is another order.
-    """
+    """Returns the result of a branch and bound as a solution, without alternatives."""
     problem, layout = result.problem, result.layout
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     table, _ = problem.compiled(layout.placements)
     cluster, prediction = problem.cluster, problem.simulate(layout).prediction(minibatch_size)
-    if given is not None:
-        cluster, ranks = given
-        table = permute_ranks(table, ranks, len(ranks))
-        prediction = simulate_columns(table, problem.stages(layout), cluster).prediction(minibatch_size)
     return Solution(
         profiles=profiles,
         cluster=cluster,

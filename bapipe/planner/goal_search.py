@@ -251,7 +251,8 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 
 
 def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
-    from bapipe.planner.branch_and_bound.space import ns_per_sample, tries_all_orders  # loads numpy
+    from bapipe.planner.branch_and_bound.devices import ns_per_sample
+    from bapipe.planner.branch_and_bound.space import tries_all_orders  # loads numpy
     from bapipe.planner.throughput.load_search import is_homogeneous
 
     grouping = groupings(setting.profiles, setting.cluster, setting.options.group)[0]

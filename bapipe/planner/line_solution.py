@@ -7,17 +7,16 @@ longer to begin. What both have found is joined, as far as it holds for the same
 
 from dataclasses import dataclass, replace
 
-from bapipe.formats.cluster import Cluster
-from bapipe.planner.branch_and_bound.space import has_sorted_devices, tries_all_orders, tries_any_order
+from bapipe.planner.branch_and_bound.device_orders import device_orders
+from bapipe.planner.branch_and_bound.space import tries_all_orders, tries_any_order
 from bapipe.planner.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
 from bapipe.planner.device_line.line import DeviceLine
-from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, SearchedSpace, on_first_devices
+from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, SearchedSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
 
@@ -26,7 +25,7 @@ MIN_FIRST_DEVICES = 3
 
 MIN_FIRST = 2_000
 """Boundaries times devices from which on there is a first solution even if the exact search tries any order of the
-devices; if it tries one order only, there always is."""
+devices; if it tries some orders only, there always is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,35 +33,32 @@ class LineSolution:
     """The best plan whose stages take consecutive devices, in one of some orders.
 
     Attributes:
-        ranks: the order of its devices, by their ranks in the cluster.
-        cluster: with its devices in that order.
-        device_order: this order in the words of a certificate.
         has_every_order: whether all devices are alike, so that there is no other order.
         has_every_schedule: whether every schedule asked for has one stage per device, as those of this search have.
     """
 
     solution: Solution
-    ranks: tuple[int, ...]
-    cluster: Cluster
-    device_order: str
     has_every_order: bool
     has_every_schedule: bool
 
     def joined(self, exact: Solution) -> Solution:
         """Returns the faster of this plan and that of an exact search, with what is proven of a space with both.
 
-        The exact search tries any order of the devices or, of too many, only that of this plan.
+        The exact search tries any order of the devices or, of too many, those of this search.
         """
         own = self.solution
         assert isinstance(exact.space, PartitionSpace)
-        tries_one_order = exact.space.device_order == self.device_order
+        assert isinstance(own.space, PartitionSpace)
+        has_same_orders = exact.space.device_order == own.space.device_order
         fastest = min(exact, own, key=lambda each: each.prediction.step_ns)
         space: SearchedSpace = exact.space
         bound_ns = exact.lower_bound_ns
-        # What holds for all plans of this search holds for those of the other that are of one of its orders, ...
-        if self.has_every_schedule and (tries_one_order or self.has_every_order):
+        # What holds for all plans of this search holds for those of the other in the same orders, ...
+        if self.has_every_schedule and (has_same_orders or self.has_every_order):
             bound_ns = max(bound_ns, own.lower_bound_ns)
-            if tries_one_order and own.lower_bound_ns == bound_ns:  # ... and it holds for more orders
+            if (
+                has_same_orders and own.lower_bound_ns == bound_ns
+            ):  # ... and for those that need the other's `MOST_AT_CUTS`
                 space = own.space
         return replace(fastest, lower_bound_ns=min(bound_ns, fastest.prediction.step_ns), space=space)
 
@@ -93,7 +89,7 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     """
     profiles, cluster, options = request.profiles, request.cluster, request.options
     line = DeviceLine(profiles, cluster, options)
-    orders = device_orders(line)
+    orders = device_orders(profiles, cluster, options)
     search = LineSearch(
         [line.in_order(order.ranks) for order in orders],
         request.schedules,
@@ -109,12 +105,8 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
         return None
     best = with_fewer_recomputed(search.best, request.deadline)
     space = line_space(profiles, cluster, options, [order.words for order in orders])
-    best_order = next(order.words for order in orders if order.ranks == best.line.ranks)
     return LineSolution(
         solution=best.line.solution(best, search.bound_ns, space),
-        ranks=best.line.ranks,
-        cluster=best.line.cluster,
-        device_order=on_first_devices([best_order], are_sorted=has_sorted_devices(profiles, cluster, options)),
         has_every_order=len(set(line.class_of.values())) == 1,
         has_every_schedule=True,
     )
@@ -148,13 +140,15 @@ def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution
 
 
 def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> dict[str, DeviceLine]:
-    """Returns the orders of the devices for naive plans, by their words: the cluster's, and others of the space.
+    """Returns the orders of the devices for naive plans, by their words, all of the space.
 
     Args:
         holds_for_all: whether what is proven holds for plans in any order, also where a search knows some of them.
     """
-    line = DeviceLine(request.profiles, request.cluster, request.options)
-    orders = {GIVEN_ORDER: line}
-    if holds_for_all or tries_all_orders(request.profiles, request.cluster, request.options):
-        orders |= {order.words: line.in_order(order.ranks) for order in device_orders(line)}
-    return orders
+    inputs = request.profiles, request.cluster, request.options
+    line = DeviceLine(*inputs)
+    given = {GIVEN_ORDER: line}
+    ordered = {order.words: line.in_order(order.ranks) for order in device_orders(*inputs)}
+    if holds_for_all or tries_all_orders(*inputs):
+        return given | ordered
+    return given if tries_any_order(*inputs) else ordered

@@ -196,24 +196,15 @@ def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:
 
 
 def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
-    """Returns the first solution joined with that of an exact search of the same order of devices, or of any order."""
-    from bapipe.planner.branch_and_bound.space import tries_any_order
+    """Returns the first solution joined with that of an exact search of the same orders of devices, or of any order."""
     from bapipe.planner.exact_search import find_best_layout, solution_of
 
-    profiles, cluster, options = request.profiles, request.cluster, request.options
-    has_any = tries_any_order(profiles, cluster, options)
-    ordered, ranks = (cluster, tuple(range(len(cluster.devices)))) if has_any else (first.cluster, first.ranks)
     try:
         request = _ending_earlier(request)
-        space, result = find_best_layout(
-            replace(request, cluster=ordered, progress=_without_worse(request.progress, first.solution))
-        )
+        space, result = find_best_layout(replace(request, progress=_without_worse(request.progress, first.solution)))
     except (OutOfTime, Infeasible):
         return first.solution
-    if not has_any:
-        space = replace(space, device_order=first.device_order)
-    exact = solution_of(profiles, result, options.minibatch_size, space, given=(cluster, ranks))
-    return first.joined(exact)
+    return first.joined(solution_of(request.profiles, result, request.options.minibatch_size, space))
 
 
 def _without_worse(progress: SearchProgress | None, first: Solution) -> SearchProgress | None:

@@ -13,7 +13,8 @@ of eight admissible bounds, from what the placed stages cost and from a precompu
 Where to begin. docs/algorithm.md explains the whole with proofs. In the code, read in this order:
 
     space.py             options -> problems: one per schedule and micro-batch size, by problem_builder.py
-    roots.py             the roots of a problem: which devices, and orders of devices, are searched
+    roots.py             the roots of a problem: which devices, and orders of devices, are searched;
+                         device_orders.py: the orders of many devices
     problem.py           one schedule at one micro-batch size; Layout (a solution) and its step time by the simulator
     search.py            best_first: the queue, dives, incumbents, the node budget
     partial_plan.py      PartialPlan, a node of the tree

@@ -6,12 +6,13 @@ decides which link joins two of them. `ClassSymmetry` tells which placements on 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.profile import ModelProfile
 
 _TypeKey = tuple[str, float, bool, int, Hashable]
 """Kind, speed, whether transfers overlap, memory limit, and what constraints distinguish."""
@@ -119,6 +120,16 @@ def device_classes(
             )
         )
     return tuple(classes)
+
+
+def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
+    """Returns F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
+    at_speed_1 = {
+        kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
+        / profile.microbatch_sizes[-1]
+        for kind, profile in profiles.items()
+    }
+    return [at_speed_1[device.kind] / device.speed for device in cluster.devices]
 
 
 def are_sorted(classes: Sequence[DeviceClass]) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
@@ -181,7 +182,8 @@ def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
         return ""
     if tries_any_order(profiles, cluster, options):
         return " on the devices in the orders that were tried, of too many to try all,"
-    return " on the first devices in the cluster's order, of too many choices to try all,"
+    orders = [order.words for order in device_orders(profiles, cluster, options)]
+    return f" on the first devices, {', or '.join(orders)}, of too many choices to try all,"
 
 
 def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:

@@ -14,7 +14,7 @@ from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
 from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
 from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray, IntervalIndex
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import PlacementGraph
+from bapipe.planner.branch_and_bound.placements import ClassSequence, PlacementGraph
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
 from bapipe.planner.branch_and_bound.roots import make_roots, total_rate
@@ -46,7 +46,7 @@ class ProblemBuilder:
     Attributes:
         profiles: of the kinds of the classes' devices.
         classes: of the cluster's devices.
-        any_order: whether devices are taken in any order, or in the cluster's.
+        lines: the orders in which devices are taken, by class; none where any order is tried.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -55,7 +55,7 @@ class ProblemBuilder:
     constraints: Constraints
     classes: Sequence[DeviceClass]
     links: ClassLinks
-    any_order: bool
+    lines: Sequence[ClassSequence]
     enabled_bounds: frozenset[str]
     deadline: Deadline
 
@@ -101,7 +101,7 @@ class ProblemBuilder:
             work_ns,
             num_stages=options.num_stages,
             max_stages=costs.intervals.num_boundaries - 1,
-            any_order=self.any_order,
+            lines=self.lines,
         )
         return Problem(
             cluster=self.cluster,

@@ -1,6 +1,6 @@
 """Roots of the search tree: which devices, and orders of devices, a pipeline may have.
 
-With few devices every choice is searched in any order; with many, the first devices of the cluster in its order.
+With few devices every choice is searched in any order; with many, the first devices of some orders (`device_orders`).
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from bapipe.schedules import SCHEDULES
 
 MAX_DEVICE_GROUPS = 3_000
 """Maximum number of pairs (devices of a stage, devices that remain after it) with which devices are taken in any order;
-with more, they are taken in the cluster's order."""
+with more, they are taken in some orders."""
 
 MAX_DEVICE_ORDERS = 500
 """Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
@@ -31,7 +31,7 @@ SOME_ORDERS = f"{GIVEN_ORDER}, those of a host together, the fastest first, or t
 """The orders that are tried where all are too many, in the words of a certificate; they are part of plan files."""
 
 MAX_CONSECUTIVE_COUNTS = 64
-"""If devices are taken in the cluster's order, every number up to this one is tried, then powers of two."""
+"""If devices are taken in some orders, every number up to this one is tried, then powers of two."""
 
 
 def allow_any_order(classes: Sequence[DeviceClass], max_devices: int) -> bool:
@@ -52,7 +52,7 @@ def make_roots(
     *,
     num_stages: int | None,
     max_stages: int,
-    any_order: bool,
+    lines: Sequence[ClassSequence],
 ) -> list[Root]:
     """Returns the roots of a problem: every choice of devices, with the placements that its first stage can have.
 
@@ -60,7 +60,7 @@ def make_roots(
         work_ns: F and the backward of a micro-batch in all layers, at speed 1.
         num_stages: fixed if given.
         max_stages: how many stages the legal cuts allow.
-        any_order: whether devices are taken in any order, or in the cluster's.
+        lines: the orders in which all devices are taken, by class; none where any order is tried.
     """
     if num_stages is not None and num_stages > max_stages:
         return []
@@ -86,21 +86,21 @@ def make_roots(
 
     # Several stages per device: the order of the devices is the only choice, so each order is a root.
     if placements.schedule not in SCHEDULES:
-        for devices, used in _device_orders(classes, max_stages, any_order):
+        for devices, used in _device_orders(classes, max_stages, lines):
             count = len(positions_of_stages(placements.schedule, len(devices)))
             if count in _allowed_stage_counts(num_stages, max_stages):
                 add(used, placements.roots_multi_stage(devices), len(devices))
     # A root per number of devices of each class; its placements divide them among stages in every way.
-    elif any_order:
+    elif not lines:
         for used in product(*(range(len(cls.ranks) + 1) for cls in classes)):
             if 0 < sum(used) <= max_devices and (num_stages is None or sum(used) >= num_stages):
                 add(used, placements.roots_any_order(used, num_stages))
     else:
-        # Too many choices: the first devices of the cluster, consecutive ones for each stage.
-        line = _classes_by_rank(classes)
-        for count in _device_counts(len(line)):
+        # Too many choices: the first devices of each order, consecutive ones for each stage.
+        for count in _device_counts(len(lines[0])):
             if count <= max_devices and (num_stages is None or count >= num_stages):
-                add(_count_classes(line[:count], classes), placements.roots_in_order(line[:count], num_stages))
+                for devices in _first_devices(lines, count):
+                    add(_count_classes(devices, classes), placements.roots_in_order(devices, num_stages))
     return roots
 
 
@@ -113,7 +113,7 @@ def _classes_by_rank(classes: Sequence[DeviceClass]) -> list[int]:
     return [c for _, c in sorted((rank, c) for c, cls in enumerate(classes) for rank in cls.ranks)]
 
 
-def _count_classes(devices: Sequence[int], classes: Sequence[DeviceClass]) -> ClassCounts:
+def _count_classes(devices: ClassSequence, classes: Sequence[DeviceClass]) -> ClassCounts:
     return tuple(devices.count(c) for c in range(len(classes)))
 
 
@@ -128,22 +128,25 @@ def num_in_any_order(classes: Sequence[DeviceClass]) -> int:
 
 
 def _device_orders(
-    classes: Sequence[DeviceClass], max_stages: int, any_order: bool
+    classes: Sequence[DeviceClass], max_stages: int, lines: Sequence[ClassSequence]
 ) -> list[tuple[ClassSequence, ClassCounts]]:
     """Orders of devices by class, and their counts, for schedules with several stages per device.
 
     All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices those
-    of `SOME_ORDERS` and, if not `any_order`, the cluster's order alone.
+    of `SOME_ORDERS`. If `lines` are given, these alone.
     """
-    lines = _some_orders(classes) if any_order else [_classes_by_rank(classes)]
     orders: list[tuple[ClassSequence, ClassCounts]] = []
     for count, all_of_count in _all_orders(classes):
         if count > max_stages // 2:
             break
-        some = dict.fromkeys(tuple(line[:count]) for line in lines)
-        chosen = all_of_count if any_order and all_of_count else some
+        chosen = all_of_count if all_of_count and not lines else _first_devices(lines or _some_orders(classes), count)
         orders += [(devices, _count_classes(devices, classes)) for devices in chosen]
     return orders
+
+
+def _first_devices(lines: Sequence[ClassSequence], count: int) -> list[ClassSequence]:
+    """Returns the first devices of some orders, those of equal classes once."""
+    return list(dict.fromkeys(line[:count] for line in lines))
 
 
 def _all_orders(classes: Sequence[DeviceClass]) -> Iterator[tuple[int, list[ClassSequence]]]:

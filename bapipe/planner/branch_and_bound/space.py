@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.devices import ClassLinks, DeviceClass, are_sorted, device_classes
+from bapipe.planner.branch_and_bound.device_orders import device_orders
+from bapipe.planner.branch_and_bound.devices import (
+    ClassLinks,
+    DeviceClass,
+    are_sorted,
+    device_classes,
+    ns_per_sample,
+)
 from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
@@ -15,7 +22,7 @@ from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import FASTEST_FIRST, GIVEN_ORDER, on_first_devices
+from bapipe.planner.searched_space import FASTEST_FIRST, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules, names_looped
 from bapipe.schedules import LOOPED, SCHEDULES
 
@@ -82,7 +89,8 @@ def build_space(
     classes = device_classes(
         cluster, options.limits(cluster), constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
     )
-    any_order = _allows_any_order(profiles, cluster, options, classes)
+    orders = () if _allows_any_order(profiles, cluster, options, classes) else device_orders(profiles, cluster, options)
+    class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
     builder = ProblemBuilder(
         profiles={cls.device.kind: profiles[cls.device.kind] for cls in classes},
         cluster=cluster,
@@ -90,7 +98,7 @@ def build_space(
         constraints=constraints,
         classes=classes,
         links=ClassLinks(cluster, classes),
-        any_order=any_order,
+        lines=tuple(tuple(class_of[rank] for rank in order.ranks) for order in orders),
         enabled_bounds=enabled_bounds,
         deadline=deadline,
     )
@@ -98,14 +106,14 @@ def build_space(
     max_stages = 0 if intervals is None else intervals.num_boundaries - 1
     return SearchSpace(
         problems=tuple(problems),
-        order=_device_order_text(any_order, cluster, classes, named_schedules(options)),
+        order=_device_order_text([order.words for order in orders], cluster, classes, named_schedules(options)),
         stage_counts=_stage_counts(problems, len(cluster.devices), max_stages),
         device_counts=tuple(sorted({root.num_devices for problem in problems for root in problem.roots})),
     )
 
 
 def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
-    """Returns whether the space has any order of the devices, which are few or alike, or only the cluster's.
+    """Returns whether the space has any order of the devices, which are few or alike, or only `device_orders`.
 
     With several stages on each of many devices it has some orders also then.
     """
@@ -155,13 +163,17 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
 
 
 def _device_order_text(
-    any_order: bool, cluster: Cluster, classes: Sequence[DeviceClass], schedules: Sequence[str]
+    orders: Sequence[str], cluster: Cluster, classes: Sequence[DeviceClass], schedules: Sequence[str]
 ) -> str:
-    """Returns how devices are given to stages, in the words of the certificate; they are part of plan files."""
+    """Returns how devices are given to stages, in the words of the certificate; they are part of plan files.
+
+    Args:
+        orders: those that are tried, in words; none where any order is.
+    """
     if len(cluster.devices) == 1:
         return ""
-    if not any_order:
-        return on_first_devices([GIVEN_ORDER], are_sorted=are_sorted(classes))
+    if orders:
+        return on_first_devices(orders, are_sorted=are_sorted(classes))
     is_permuted = len(classes) == 1 or len(cluster.devices) <= MAX_PERMUTED_DEVICES
     num_in_all = num_in_any_order(classes)
     some = ""
@@ -172,13 +184,3 @@ def _device_order_text(
 
 def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
     return len(next(iter(profiles.values())).layers)
-
-
-def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
-    """Returns F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
-    at_speed_1 = {
-        kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
-        / profile.microbatch_sizes[-1]
-        for kind, profile in profiles.items()
-    }
-    return [at_speed_1[device.kind] / device.speed for device in cluster.devices]

@@ -3,8 +3,8 @@
 The other searches keep tables of intervals and placements, which grow with the square of the layers and the devices.
 
 Plans
-    orders                  in which orders the devices are taken: each is a line
-    line                    a line, and the step time and memory of its plans; layer_sums, stage_memory
+    line                    the devices in an order, and the step time and memory of its plans; layer_sums,
+                            stage_memory, branch_and_bound/device_orders
     naive, growing_stages   plans to begin with; first_plans ranks them
     fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
     estimate                the step of a plan without a table of its actions; step_programme, stage_programme,

@@ -11,10 +11,9 @@ from msgspec import structs
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.chain import Chain, stage_on
-from bapipe.planner.branch_and_bound.devices import device_classes
+from bapipe.planner.branch_and_bound.devices import device_classes, ns_per_sample
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
-from bapipe.planner.branch_and_bound.space import ns_per_sample
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
 from bapipe.planner.decision import stage_plan
@@ -76,7 +75,6 @@ class DeviceLine:
         ranks: of these devices in the cluster as it was given.
         cuts: where the layers may be cut, with the start and the end.
         kinds: of its devices, each once, in alphabetical order.
-        differ_in_speed_alone: whether devices have different speeds, but do not differ in anything else of their own.
     """
 
     def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
@@ -105,18 +103,19 @@ class DeviceLine:
         return other
 
     def _tell_devices_apart(self) -> None:
-        """Notes the memory limit and the class of each device, and their kinds."""
-        self.kinds = sorted({device.kind for device in self.cluster.devices})
-        self.limits = self.options.limits(self.cluster)
-        self.ns_per_sample = ns_per_sample(self.profiles, self.cluster)
-        allowed = self.constraints.allowed_layers(self.cluster)
-        classes = device_classes(self.cluster, self.limits, allowed, self.ns_per_sample)
-        what_else = {
-            (device.kind, device.overlaps_transfers, *of_rank)
-            for device, *of_rank in zip(self.cluster.devices, self.limits, allowed, strict=True)
-        }
-        self.differ_in_speed_alone = len(what_else) == 1 < len(classes)
-        self.class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
+        """Notes the memory limit and the class of each device, and their kinds.
+
+        Classes have the numbers that they have in the cluster as it was given: of equally fast devices the same ones
+        come first in a stage, whatever the order.
+        """
+        given = self._given
+        self.kinds = sorted({device.kind for device in given.devices})
+        limits = self.options.limits(given)
+        allowed = self.constraints.allowed_layers(given)
+        classes = device_classes(given, limits, allowed, ns_per_sample(self.profiles, given))
+        class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
+        self.limits = [limits[rank] for rank in self.ranks]
+        self.class_of = {place: class_of[rank] for place, rank in enumerate(self.ranks)}
 
     def chain(self, rank: int, microbatch_size: int) -> Chain:
         """Returns the layers as a device runs them."""

@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.branch_and_bound.stage_schedule import stage_schedule_of
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.line_solution import solve_on_line
 from bapipe.planner.options import PlanOptions
@@ -60,7 +60,7 @@ def test_every_plan_is_feasible_at_its_step_time(schedule: str) -> None:
     checked = refuted = 0
     for seed in range(24):
         given = single_line(seed, schedule)
-        for order in device_orders(given):
+        for order in device_orders(given.profiles, given.cluster, given.options):
             line = given.in_order(order.ranks)
             every = SingleDevices(line, schedule, 1)
             timed = [each for each in map(line.time, plans_of(line, schedule)) if each is not None]

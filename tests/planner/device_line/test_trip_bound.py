@@ -13,13 +13,13 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner import threads
+from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import replica_classes, ring_goals, ring_ranges, tracked, trip_bound, trips_before
 from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
 from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.early_waits import early_waits
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.prefix_bound import PrefixBound
@@ -91,7 +91,7 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
     infeasible = checked = 0
     for seed in range(3):
         given = (unlike_line if those == "unlike" else alike_line)(seed, schedule, buckets=seed > 1)
-        for order in device_orders(given):
+        for order in device_orders(given.profiles, given.cluster, given.options):
             line = given.in_order(order.ranks)
             prefix = PrefixBound(line, schedule, 1, len(line.cluster.devices))
             bound, timed = TripBound(prefix), [each for each in map(line.time, plans(line, schedule)) if each]

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Device
+from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.deadline import UNLIMITED
 from bapipe.planner.device_line import replica_classes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import SCHEDULES
@@ -52,7 +52,7 @@ def test_every_plan_is_feasible_at_its_step_time_in_every_order(
     infeasible = checked = 0
     for seed in range(3):
         given = unlike_line(seed, schedule, buckets=seed % 3 > 1)
-        for order in device_orders(given):
+        for order in device_orders(given.profiles, given.cluster, given.options):
             line = given.in_order(order.ranks)
             bound = PrefixBound(line, schedule, 1, len(line.cluster.devices))
             steps_ns = [timed.step_ns for timed in map(line.time, plans(line, schedule)) if timed is not None]

@@ -1,15 +1,19 @@
 """The orders in which plans for many devices take them, and plans in such an order."""
 
+from collections.abc import Iterator
+from itertools import combinations, permutations, product
+
 import pytest
 from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
+from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.orders import device_orders
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.searched_space import on_first_devices
+from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.step_time import plan_step_time
@@ -27,8 +31,8 @@ def cluster_of(speeds: list[float], hosts: str, *, is_fast_within: bool = False)
 
 
 def orders_of(cluster: Cluster, **options: object) -> dict[str, tuple[int, ...]]:
-    line = DeviceLine({"a": chain([1, 1])}, cluster, PlanOptions(minibatch_size=8, **options))  # type: ignore[arg-type]
-    return {order.words: order.ranks for order in device_orders(line)}
+    orders = device_orders({"a": chain([1, 1])}, cluster, PlanOptions(minibatch_size=8, **options))  # type: ignore[arg-type]
+    return {order.words: order.ranks for order in orders}
 
 
 def test_alike_devices_have_the_order_of_the_cluster_and_of_other_speeds_two() -> None:
@@ -87,7 +91,8 @@ def test_a_plan_may_leave_out_devices_with_little_memory() -> None:
 def test_that_nothing_fits_is_said_of_the_devices_that_were_tried() -> None:
     profile, cluster = chain([1] * 4, stash_bytes=50), devices(40, memory_bytes=10)
     mixed = tuple(replace(device, memory_bytes=10 + rank) for rank, device in enumerate(cluster.devices))
-    with pytest.raises(Infeasible, match="no plan on the first devices in the cluster's order, of too many"):
+    tried = "no plan on the first devices, in the cluster's order, or those with the most memory first, of too many"
+    with pytest.raises(Infeasible, match=tried):
         plan_step_time({"a": profile}, replace(cluster, devices=mixed), PlanOptions(minibatch_size=1))
 
 
@@ -103,6 +108,16 @@ def test_a_plan_in_another_order_names_the_devices_of_the_cluster() -> None:
     solution = sorted_line.solution(timed, 0, line_space(profiles, cluster, line.options))
     assert [stage.devices for stage in solution.stages] == [("d1", "d3"), ("d0", "d2")]
     assert solution.prediction.step_ns == timed.step_ns
+
+
+def test_equally_fast_devices_take_micro_batches_in_one_order_in_every_order_of_the_line() -> None:
+    """d1 and d2 share a host; wherever a stage has all three, d0 is the first, as in the exact search."""
+    profiles, cluster = {"a": chain([1, 1])}, cluster_of([1.0, 1.0, 1.0], "abb", is_fast_within=True)
+    line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=8))
+    for ranks in permutations(range(3)):
+        ordered = line.in_order(ranks)
+        names = [ordered.cluster.devices[place].name for place in ordered.group(0, 3)]
+        assert names[0] == "d0"
 
 
 @pytest.mark.parametrize("overlaps", [[True] * 20 + [False] * 20, [True, False] * 20])
@@ -128,8 +143,53 @@ def test_the_search_for_many_devices_sorts_them_and_its_certificate_says_so() ->
     made = plan_step_time(profiles, mixed, PlanOptions(minibatch_size=18))
     speed = {device.name: device.speed for device in mixed.devices}
     assert all(len({speed[name] for name in stage.devices}) == 1 for stage in made.stages)
-    orders = device_orders(DeviceLine(profiles, mixed, PlanOptions(minibatch_size=18)))
+    orders = device_orders(profiles, mixed, PlanOptions(minibatch_size=18))
     assert on_first_devices([order.words for order in orders], are_sorted=False) in made.certificate.space
     words = ", the fastest first, or the slowest first, those of one stage in one order, the fastest first, of too many"
     assert words in made.certificate.space
     assert simulate(made, profiles).step_ns == made.prediction.step_ns >= made.certificate.lower_bound_ns
+
+
+def first_plans_of(line: DeviceLine, schedule: str) -> Iterator[LinePlan]:
+    """Every plan on the first devices of a line, at most as many for a stage as there are micro-batches of one sample."""
+    num_layers, most = line.cuts[-1], line.options.minibatch_size
+    for num_stages in range(1, num_layers + 1):
+        for inner in combinations(range(1, num_layers), num_stages - 1):
+            for counts in product(range(1, most + 1), repeat=num_stages):
+                yield LinePlan(cuts=(0, *inner, num_layers), counts=counts, schedule=schedule, microbatch_size=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_few_layers_on_many_unlike_devices_take_them_in_every_order_of_the_certificate(schedule: str) -> None:
+    """Three layers use at most twelve of 34 devices, all slow in the cluster's order.
+
+    The plan is the fastest of all plans in the orders that the certificate names.
+    """
+    profiles = {"a": chain([2, 3, 4], param_bytes=10**6, output_bytes=10**6)}
+    cluster = cluster_of([1.0] * 16 + [1.5] * 17 + [1.0], "a" * 34, is_fast_within=True)
+    options = PlanOptions(minibatch_size=4, schedules=[schedule])
+    made = plan_step_time(profiles, cluster, options)
+    line = DeviceLine(profiles, cluster, options)
+    fastest_ns = {
+        order.words: min(
+            timed.step_ns for plan in first_plans_of(ordered, schedule) if (timed := ordered.time(plan)) is not None
+        )
+        for order in device_orders(profiles, cluster, options)
+        for ordered in [line.in_order(order.ranks)]
+    }
+    assert made.prediction.step_ns == min(fastest_ns.values()) < fastest_ns["in the cluster's order"]
+    assert on_first_devices([*fastest_ns], are_sorted=False) in made.certificate.space
+    assert made.certificate.proven_optimal
+
+
+@pytest.mark.parametrize("schedule", LOOPED)
+def test_schedules_with_several_stages_per_device_take_the_fastest_devices_of_many(schedule: str) -> None:
+    """Of four equal layers each of two devices has two: twice as fast ones take half of the time."""
+    profile, slow = chain([2] * 4), devices(2)
+    cluster = cluster_of([0.5, 1.0] * 18, "a" * 36)
+    options = PlanOptions(minibatch_size=4, schedules=[schedule])
+    made, of_two = plan_step_time({"a": profile}, cluster, options), plan_step_time({"a": profile}, slow, options)
+    assert made.prediction.step_ns == of_two.prediction.step_ns
+    assert {cluster.devices[cluster.index[name]].speed for stage in made.stages for name in stage.devices} == {1.0}
+    assert made.certificate.proven_optimal == of_two.certificate.proven_optimal
+    assert ", the fastest first, or the slowest first, " in made.certificate.space
