@@ -16,6 +16,11 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
+def decimal(value: float) -> Fraction:
+    """Returns the decimal number that a file or a user writes as this float: 15/100 of 0.15, which is a little less."""
+    return Fraction(str(value))
+
+
 def round_half_up(value: Fraction) -> int:
     """Returns the nearest integer, the larger one of two equally near."""
     return (2 * value.numerator + value.denominator) // (2 * value.denominator)
@@ -41,5 +46,5 @@ def at_speed(time_ns: int, speed: float) -> int:
 
 @lru_cache(maxsize=4096)
 def _ratio(speed: float) -> tuple[int, int]:
-    fraction = Fraction(str(speed))
+    fraction = decimal(speed)
     return fraction.numerator, fraction.denominator

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from bapipe.formats.certificate import certify
-from bapipe.units import percent_up
+from bapipe.units import decimal, percent_up
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,10 @@ from bapipe.units import percent_up
 )
 def test_a_share_that_is_a_bound_is_rounded_up(share: float, digits: int, text: str) -> None:
     assert percent_up(share, digits) == text
+
+
+def test_floats_are_read_as_the_decimals_that_are_written() -> None:
+    assert [decimal(value) for value in (0.15, 2.0, 1e-7)] == [Fraction(15, 100), 2, Fraction(1, 10**7)]
 
 
 def test_no_printed_gap_is_below_the_true_one_nor_far_above() -> None:

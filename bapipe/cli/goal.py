@@ -1,6 +1,7 @@
 """The goals of `bapipe plan` besides the shortest step, as options."""
 
 import re
+from decimal import Decimal
 from typing import Annotated, Literal
 
 import typer
@@ -19,7 +20,7 @@ def share(text: str) -> float:
         raise typer.BadParameter(
             f"'{text}' would be {value:.0%}: use {value / 100:g} or {value:g}%; more than the whole needs the %"
         )
-    return value / (100 if match[2] else 1)
+    return float(Decimal(match[1]) / (100 if match[2] else 1))  # 0.7 / 100 would be less than 0.007
 
 
 Least = Annotated[

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from math import floor
 from typing import Literal
 
 import msgspec
 
 from bapipe.errors import InvalidFile
-from bapipe.units import NonNegative, NonNegativeFloat, Share
+from bapipe.units import NonNegative, NonNegativeFloat, Share, decimal
 
 
 class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +44,7 @@ class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def usable_bytes(self, memory_bytes: int) -> int:
         """Returns how much of its memory a device may use."""
         cap = memory_bytes if self.bytes_per_device is msgspec.UNSET else min(memory_bytes, self.bytes_per_device)
-        return int(cap * (1 - self.margin)) if self.margin else cap
+        return floor(cap * (1 - decimal(self.margin))) if self.margin else cap
 
     @property
     def in_words(self) -> str:

@@ -8,7 +8,9 @@ easier problem, so bisection finds the first.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import floor
 
 import msgspec
 
@@ -29,6 +31,7 @@ from bapipe.planner.sub_clusters import sub_clusters, with_devices
 from bapipe.planner.validation import names_looped
 from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
+from bapipe.units import decimal
 
 MAX_LAYERS = 2_000
 """Maximum number of layers of a model with copies of a block."""
@@ -207,10 +210,10 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
             range(peak + 1), known, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
         )
 
-    best, value, bound = least(fastest, ask)
+    best, limit, bound = least(fastest, ask)
     if setting.limit_ns < ANY_NS and not _is_monotone(setting):  # then it is known what any plan needs, however slow
         _, _, bound = least(best, ask_for_any)
-    best = within(value).fastest(best)
+    best = within(limit).fastest(best)
     # Alternatives, and the bound if it is of the same space, are of the devices' own memory, not only of what the plan
     # was searched in.
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
@@ -220,7 +223,9 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
         best_ns = best.prediction.objective_ns
         bound_ns = min(best_ns, proven.lower_bound_ns)
         best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
-    return _with_goal(best, setting, ReachedGoal(quantity="memory", value=value, bound=bound))
+    # The fastest plan within the limit may need less than the one that was found to fit there.
+    reached = ReachedGoal(quantity="memory", value=best.prediction.peak_bytes, bound=bound)
+    return _with_goal(best, setting, reached)
 
 
 def _is_monotone(setting: _Setting) -> bool:
@@ -319,10 +324,15 @@ def _with_goal(plan: Plan, setting: _Setting, reached: ReachedGoal) -> Plan:
 
 
 def _limit_ns(goal: Goal, fastest: Plan) -> int:
+    """Returns the longest step, or the largest load, that is fast enough."""
     if goal.within is not None:
-        return int(fastest.prediction.objective_ns * (1 + goal.within))
+        return min(ANY_NS, floor(fastest.prediction.objective_ns * (1 + decimal(goal.within))))
     if goal.min_throughput is not None:
-        return int(fastest.minibatch_size * 1e9 / goal.min_throughput)
+        limit_ns = floor(fastest.minibatch_size * 10**9 / Fraction(goal.min_throughput))
+        if limit_ns >= ANY_NS:
+            return ANY_NS
+        # A nanosecond more may still be what a plan shows as this throughput, which is rounded.
+        return limit_ns + (fastest.minibatch_size * 1e9 / (limit_ns + 1) >= goal.min_throughput)
     return ANY_NS
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import msgspec
 
@@ -11,7 +12,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Objective
 from bapipe.planner.goal import Goal
 from bapipe.schedules import ALL, SIDE_BY_SIDE
-from bapipe.units import NonNegative, NonNegativeFloat, Positive, Share
+from bapipe.units import NonNegative, NonNegativeFloat, Positive, Share, decimal
 
 RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
 """The schedules that torch can run."""
@@ -93,9 +94,4 @@ class PlanOptions:
 
 def limit_that_leaves(num_bytes: int, margin: float) -> int:
     """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""
-    if not margin:
-        return num_bytes
-    limit = int((num_bytes + 1) / (1 - margin)) + 1
-    while int(limit * (1 - margin)) > num_bytes:
-        limit -= 1
-    return limit
+    return ceil((num_bytes + 1) / (1 - decimal(margin))) - 1  # a byte more would leave another one

@@ -47,7 +47,9 @@ def test_a_size_in_an_unknown_unit_is_refused_with_the_known_ones() -> None:
         num_bytes("2PB")
 
 
-@pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), ("1", 1.0), ("0", 0.0), ("400%", 4.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("5%", 0.05), ("0.05", 0.05), ("1", 1.0), ("0", 0.0), ("400%", 4.0), ("0.7%", 0.007)]
+)
 def test_shares(text: str, value: float) -> None:
     assert share(text) == value
 

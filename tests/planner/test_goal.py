@@ -20,7 +20,7 @@ from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal import Goal
 from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_goal
 from bapipe.planner.inputs import by_kind
@@ -30,6 +30,7 @@ from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS
 from bapipe.planner.sub_clusters import sub_clusters
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
+from bapipe.units import decimal
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.random_profiles import random_cluster, random_profile
@@ -84,7 +85,7 @@ def test_memory_and_devices_are_the_least_of_all_plans_that_are_fast_enough(seed
             reached(profiles, cluster, options, Goal(least="memory"))
         return
     within = Random(seed).choice([0.0, 0.1, 0.5])
-    fast = [plan for plan in plans if plan[0] <= int(min(plans)[0] * (1 + within))]
+    fast = [plan for plan in plans if plan[0] <= min(plans)[0] * (1 + decimal(within))]
     light = reached(profiles, cluster, options, Goal(least="memory", within=within))
     few = reached(profiles, cluster, options, Goal(least="devices", within=within))
     for plan, least in ((light, min(peak for _, peak, _ in fast)), (few, min(num for _, _, num in fast))):
@@ -156,6 +157,46 @@ def test_a_fast_enough_model_is_the_largest_by_the_work_that_it_adds() -> None:
     assert goal.limit_ns == 160 * MS
     assert (goal.value, goal.bound) == (5, 5)  # 4 * 3 * (2 + 2 * 5) = 144 ms, with a copy more 168 ms
     assert plan.prediction.step_ns == 144 * MS
+
+
+@pytest.mark.parametrize("forward_ms", range(1, 20))
+def test_plans_just_as_slow_as_may_be_are_fast_enough(forward_ms: int) -> None:
+    def plan_for(goal: Goal | None) -> Plan:
+        return bapipe.plan(chain([forward_ms]), devices(1), minibatch_size=7, goal=goal)
+
+    def limit_ns(goal: Goal) -> object:
+        return plan_for(goal).certificate.goal.limit_ns  # type: ignore[union-attr]
+
+    fastest = plan_for(None).prediction
+    assert limit_ns(Goal(least="devices", within=0.15)) == fastest.step_ns * 115 // 100
+    assert limit_ns(Goal(least="devices", min_throughput=fastest.samples_per_s)) == fastest.step_ns
+    with pytest.raises(Infeasible):
+        plan_for(Goal(least="devices", min_throughput=fastest.samples_per_s * (1 + 1e-9)))
+
+
+def test_a_throughput_that_every_plan_reaches_is_no_limit() -> None:
+    plan = bapipe.plan(chain([1]), devices(1), minibatch_size=1, goal=Goal(least="devices", min_throughput=1e-300))
+    assert plan.certificate.goal == ReachedGoal(quantity="devices", value=1, bound=1)
+
+
+def test_the_memory_of_a_goal_is_what_the_plan_needs() -> None:
+    """The searches under lower limits have ended too early; the last one, under the limit reached, finds less."""
+    profile = chain([1, 1], stash_bytes=5000)
+    heavy = bapipe.plan(profile, devices(1), minibatch_size=4, schedules="gpipe")
+    light = bapipe.plan(profile, devices(2), minibatch_size=4)
+    assert peak_bytes(light) < peak_bytes(heavy)
+
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Plan:
+        if options.memory_limit_bytes is None:
+            return heavy
+        if options.memory_limit_bytes == peak_bytes(heavy):
+            return light
+        raise OutOfTime("ended")
+
+    options = PlanOptions(minibatch_size=4)
+    plan = reach_goal(profile, devices(2), options, Goal(least="memory"), search=search, deadline=Deadline(None))
+    assert plan.stages == light.stages
+    assert plan.certificate.goal == ReachedGoal(quantity="memory", value=peak_bytes(light), bound=0)
 
 
 def test_the_first_problem_with_a_plan_is_found_from_every_place() -> None:

@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
+from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.cluster import Cluster, Link
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
@@ -55,6 +56,15 @@ def test_a_stage_recomputes_if_it_does_not_fit_otherwise() -> None:
         assert plan.prediction.ranks[0].peak_bytes <= limit
     with pytest.raises(Infeasible, match=r"d0 needs 400 bytes for 'l0' to 'l3' and has 399 \(1 bytes short\)"):
         plan_step_time({"a": profile}, devices(1), PlanOptions(minibatch_size=4, memory_limit_bytes=399))
+
+
+@pytest.mark.parametrize("tenths", range(10))
+def test_margins_are_the_decimals_that_are_given(tenths: int) -> None:
+    limit = MemoryLimit(margin=tenths / 10)
+    for num_bytes in range(50):
+        assert limit.usable_bytes(num_bytes) == num_bytes * (10 - tenths) // 10
+        assert limit.usable_bytes(limit_that_leaves(num_bytes, limit.margin)) == num_bytes
+        assert limit.usable_bytes(limit_that_leaves(num_bytes, limit.margin) + 1) == num_bytes + 1
 
 
 def test_the_error_that_nothing_fits_names_the_devices_that_lack_most() -> None:
