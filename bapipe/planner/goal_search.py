@@ -25,9 +25,9 @@ from bapipe.planner.goal import Goal
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import counts_more_bytes, is_of_stages
+from bapipe.planner.searched_space import counts_more_bytes, is_of_stages, on_chosen_devices
 from bapipe.planner.solution import sort_alternatives
-from bapipe.planner.sub_clusters import sub_clusters, with_devices
+from bapipe.planner.sub_clusters import SubClusters, sub_clusters, with_devices
 from bapipe.planner.validation import names_looped
 from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
@@ -41,6 +41,9 @@ NUM_SHARES = 3
 
 ANY_NS = 2**62
 """More than any step takes."""
+
+NO_PLAN_NS = ANY_NS + 1
+"""In place of the lower bound of plans of which it is proven that there are none."""
 
 Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Plan]
 """Searches for the shortest step."""
@@ -78,7 +81,7 @@ class _Setting:
         """Returns whether a plan is fast enough; the search ends at the first one."""
         if self.deadline.is_over:
             return Answer()
-        if self.options.objective == "step" and self._step_bound_ns() > self.limit_ns:
+        if self.least_ns > self.limit_ns:
             return Answer(is_refuted=True)
         share = self.deadline.share(NUM_SHARES)
 
@@ -87,19 +90,16 @@ class _Setting:
             if best_ns <= self.limit_ns and self.options.objective == "step":
                 share.stop()
 
-        try:
-            plan = self.search(self.profiles, self.cluster, self.options, share, end_when_fast_enough)
-        except (Infeasible, ConstraintsUnmet) as error:
-            return Answer(is_refuted=error.is_proven)
-        except OutOfTime as error:
-            return Answer(is_refuted=error.lower_bound_ns > self.limit_ns)
+        plan, bound_ns = self._found(share, end_when_fast_enough)
+        if plan is None:
+            return Answer(is_refuted=bound_ns > self.limit_ns)
         if plan.prediction.objective_ns <= self.limit_ns:
             return Answer(plan=plan)
-        # The bound may be of some stages, or of the named schedules only, where orders of actions are searched, too; or
-        # leave plans out that fit.
+        # The bound may be of the named schedules only, where orders of actions are searched, too; or leave plans out
+        # that fit.
         is_of_all = SEARCH not in self.options.schedules and not counts_more_bytes(plan.certificate)
         is_of_all = is_of_all and self.space in (None, _without_memory(plan.certificate))
-        return Answer(is_refuted=is_of_all and plan.certificate.lower_bound_ns > self.limit_ns)
+        return Answer(is_refuted=is_of_all and bound_ns > self.limit_ns)
 
     def fastest(self, known: Plan) -> Plan:
         """Returns the fastest plan, at least as fast as a known one."""
@@ -111,7 +111,42 @@ class _Setting:
             return known
         return found if found.prediction.objective_ns <= known.prediction.objective_ns else known
 
-    def _step_bound_ns(self) -> int:
+    def faster_than(self, known_ns: int) -> tuple[Plan | None, int]:
+        """Returns the fastest plan, None if none is found, and a lower bound on all.
+
+        The search ends when its bound says that no plan is faster than a known one.
+        """
+        if self.deadline.is_over:
+            return None, self.least_ns
+        share = self.deadline.share(1)
+
+        def end_when_slower(num_simulated: int, best_ns: int, bound_ns: int) -> None:
+            self.progress(num_simulated, min(best_ns, known_ns), min(bound_ns, known_ns))
+            # Where orders of actions are searched, too, the bound is of the named schedules only.
+            if bound_ns >= known_ns and SEARCH not in self.options.schedules:
+                share.stop()
+
+        plan, bound_ns = self._found(share, end_when_slower)
+        if share.is_stopped and bound_ns < known_ns and not self.deadline.is_over:  # it was the bound of a part
+            plan, bound_ns = self._found(self.deadline, self.progress)
+        return plan, max(bound_ns, self.least_ns)
+
+    def _found(self, deadline: Deadline, progress: SearchProgress) -> tuple[Plan | None, int]:
+        """Returns the plan that a search finds, None if none, and the lower bound that it proves."""
+        try:
+            plan = self.search(self.profiles, self.cluster, self.options, deadline, progress)
+        except (Infeasible, ConstraintsUnmet) as error:
+            return None, NO_PLAN_NS if error.is_proven else 0
+        except OutOfTime as error:
+            # Of the named schedules only, where orders of actions are searched, too.
+            return None, 0 if SEARCH in self.options.schedules else error.lower_bound_ns
+        return plan, _bound_ns(plan.certificate)
+
+    @property
+    def least_ns(self) -> int:
+        """A time that no plan can beat; it needs no search. 0 if the objective is another one than the step."""
+        if self.options.objective != "step":
+            return 0
         possible = groupings(self.profiles, self.cluster, self.options.group)
         return min(step_bound_ns(grouping.profiles, grouping.cluster, self.options) for grouping in possible)
 
@@ -285,14 +320,53 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     best, value, bound = first_with_plan(
         wanted, fastest, ask, lambda plan, _: len(plan.used_devices), first_stride=max(1, num_devices // 2)
     )
-    used = with_devices(best.cluster, _used_ranks(best))
-    best = replace(setting, cluster=used).fastest(best)
+    best = _fastest_on_any(setting, choices(value), best)
     best = msgspec.structs.replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
     has_all = bound == wanted[0] or choices(bound - 1).has_all
+    value = len(best.used_devices)  # what could not be decided before may be found now
     reached = ReachedGoal(
         quantity="devices", value=value, bound=min(bound, value), of="" if has_all else "the fastest devices"
     )
     return _with_goal(best, setting, reached)
+
+
+def _fastest_on_any(setting: _Setting, choices: SubClusters, known: Plan) -> Plan:
+    """Returns the fastest plan on any of some choices of devices, at least as fast as a known one.
+
+    The devices of the known plan are searched first, with half of the time. The certificate is of all choices, or of
+    the plan's own devices if nothing is proven of the others.
+    """
+    used = with_devices(known.cluster, _used_ranks(known))
+    is_only_choice = choices.has_all and len(choices.clusters) == 1
+    others = [] if is_only_choice else [part for part in choices.clusters if part != used]
+    first = setting.deadline.share(2) if others else setting.deadline
+    best = replace(setting, cluster=used, deadline=first).fastest(known)
+    found, bounds_ns = [best], [_bound_ns(best.certificate)]
+    with_others = [replace(setting, cluster=part) for part in others]
+    possible = [each for each in with_others if each.least_ns < best.prediction.objective_ns]
+    for number, each in enumerate(possible):
+        share = setting.deadline.share(len(possible) - number)
+        plan, bound_ns = replace(each, deadline=share).faster_than(best.prediction.objective_ns)
+        bounds_ns.append(bound_ns)
+        if plan is not None:
+            found.append(plan)
+            best = min(best, plan, key=lambda one: one.prediction.objective_ns)
+    own, best_ns, bound_ns = best.certificate, best.prediction.objective_ns, min(bounds_ns)
+    if is_of_stages(own) or not bound_ns or is_only_choice:
+        return best
+    space = on_chosen_devices(
+        own.space,
+        [plan.certificate.space for plan in found],
+        num_chosen=len(used.devices),
+        num_devices=len(setting.cluster.devices),
+        num_choices=len(choices.clusters) if choices.has_all else None,
+    )
+    return with_certificate(best, certify(best_ns, min(best_ns, bound_ns), space, own.memory))
+
+
+def _bound_ns(certificate: Certificate) -> int:
+    """Returns the lower bound on all plans, 0 if it is about the stages of one plan."""
+    return 0 if is_of_stages(certificate) else certificate.lower_bound_ns
 
 
 def _fewest_for_stages(options: PlanOptions) -> int:

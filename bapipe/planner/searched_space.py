@@ -31,6 +31,30 @@ def is_of_stages(certificate: Certificate) -> bool:
     return ORDERS_OF_STAGES in certificate.space
 
 
+def on_chosen_devices(
+    own: str, spaces: Sequence[str], *, num_chosen: int, num_devices: int, num_choices: int | None
+) -> str:
+    """Returns the space of the fastest plan on any choice of devices, in words; they are part of plan files.
+
+    Args:
+        own: the space with the devices of the plan.
+        spaces: those with each choice of which a plan was found.
+        num_choices: how many choices differ; None if there are too many to try all.
+    """
+    chosen = f"{num_chosen} of {num_devices} devices"
+    which = (
+        f"each choice of {chosen}, of which {num_choices} differ"
+        if num_choices
+        else f"of too many choices of {chosen} only the fastest and those of the plan"
+    )
+    of_others = [
+        f", {words}"
+        for words in (MOST_AT_CUTS, IF_ALL_LATER)
+        if words not in own and any(words in space for space in spaces)
+    ]
+    return f"{which}{''.join(of_others)}; with those of the plan: {own}"
+
+
 FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
 

@@ -26,7 +26,7 @@ from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS
+from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS, on_chosen_devices
 from bapipe.planner.sub_clusters import sub_clusters
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
@@ -98,6 +98,8 @@ def test_memory_and_devices_are_the_least_of_all_plans_that_are_fast_enough(seed
     assert light.prediction.step_ns == min(step for step, peak, _ in fast if peak == light.certificate.goal.value)
     assert light.certificate.lower_bound_ns <= min(plans)[0]
     assert len({name for stage in few.stages for name in stage.devices}) == few.certificate.goal.value
+    fastest = min(step for step, _, num in fast if num == few.certificate.goal.value)
+    assert few.prediction.step_ns == few.certificate.lower_bound_ns == fastest
 
 
 @pytest.mark.parametrize("memory_bytes", [40, 60, 95])
@@ -334,6 +336,84 @@ def test_a_block_that_others_share_parameters_with_is_refused_whoever_says_so() 
 def test_a_comparison_has_no_goal() -> None:
     with pytest.raises(BapipeError, match="a comparison is of the fastest plans"):
         bapipe.compare(chain([1, 2]), devices(2), minibatch_size=4, goal=Goal(least="devices"))
+
+
+def two_fast_apart_and_two_slow_together() -> tuple[ModelProfile, Cluster]:
+    """Devices d0 and d1 are 10 % faster, each on a host of its own; the layers need two devices, without replicas."""
+    profile = chain([1, 1, 1, 1], param_bytes=10**8, output_bytes=3 * 10**6)
+    cluster = replace_hosts(devices(4, memory_bytes=6 * 10**8), [0, 1, 2, 2], [1.1, 1.1, 1.0, 1.0])
+    fast = msgspec.structs.replace(cluster.intra_host, bytes_per_s=10**11)
+    return profile, msgspec.structs.replace(cluster, intra_host=fast)
+
+
+def test_the_fastest_plan_on_the_fewest_devices_may_be_on_slower_ones() -> None:
+    profile, cluster = two_fast_apart_and_two_slow_together()
+    plan = bapipe.plan(profile, cluster, minibatch_size=8, goal=Goal(least="devices"))
+    assert [device.name for device in plan.cluster.devices] == ["d2", "d3"]
+    # Two stages of 6 ms with 8 micro-batches, and 3 MB there and back at 100 GB/s.
+    assert plan.prediction.step_ns == (8 + 1) * 6 * MS + 2 * 30_000
+    assert plan.certificate.proven_optimal
+    assert plan.certificate.space.startswith(
+        "each choice of 2 of 4 devices, of which 3 differ; with those of the plan: "
+    )
+    assert plan.certificate.goal == ReachedGoal(quantity="devices", value=2, bound=2)
+
+
+def test_what_was_not_searched_is_bounded_by_its_work() -> None:
+    profile, cluster = two_fast_apart_and_two_slow_together()
+    options = PlanOptions(minibatch_size=8)
+    slow = msgspec.structs.replace(cluster, devices=cluster.devices[2:])
+
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Plan:
+        if cluster.devices[:2] == slow.devices or len(cluster.devices) == 4:
+            return bapipe.plan(profiles, slow, options)
+        raise OutOfTime("ended")
+
+    plan = reach_goal(profile, cluster, options, Goal(least="devices"), search=search, deadline=Deadline(None))
+    # At speeds of 1.1 all work takes 8 * 4 * 3 ms / 2.2, less at most half a nanosecond of rounding an action.
+    assert 0 <= 8 * 12 * MS / 2.2 - plan.certificate.lower_bound_ns < 8 * 4 * 3
+    assert not plan.certificate.proven_optimal
+
+
+@pytest.mark.parametrize(("proven_ns", "num_searches"), [(150, 1), (50, 2)])
+def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: int, num_searches: int) -> None:
+    """A bound that is told while it runs may be of a part of the plans: then it is searched to its end."""
+    tries = []
+
+    def search(_: Any, __: Any, ___: Any, deadline: Deadline, progress: Callable[[int, int, int], None]) -> Plan:
+        tries.append(deadline)
+        progress(1, 300, 99)
+        assert not deadline.is_over
+        progress(2, 200, 150)
+        assert deadline.is_over == (len(tries) == 1)
+        raise OutOfTime("ended", lower_bound_ns=proven_ns)
+
+    setting = _Setting(
+        profiles=(chain([1]),),
+        cluster=devices(1),
+        options=PlanOptions(minibatch_size=1, objective="throughput"),  # of which nothing is known without a search
+        search=search,
+        deadline=Deadline(None),
+        progress=lambda *_: None,
+    )
+    assert setting.faster_than(100) == (None, proven_ns)
+    assert len(tries) == num_searches
+
+
+def test_of_too_many_choices_the_certificate_says_which_were_tried() -> None:
+    speeds = [1.0 + i / 10 for i in range(12)]
+    cluster = replace_hosts(devices(12, memory_bytes=300), list(range(12)), speeds)
+    profile = chain([1] * 12, param_bytes=75)
+    plan = bapipe.plan(profile, cluster, minibatch_size=1, schedules="gpipe", goal=Goal(least="devices"))
+    assert {device.name for device in plan.cluster.devices} == {f"d{i}" for i in range(6, 12)}
+    which = "of too many choices of 6 of 12 devices only the fastest and those of the plan; with those of the plan: "
+    assert plan.certificate.space.startswith(which)
+
+
+def test_a_space_of_choices_says_what_any_of_them_leaves_out() -> None:
+    for own, others in (("all", ("all", f"some, {IF_ALL_LATER}")), (f"some, {IF_ALL_LATER}", ("all",))):
+        space = on_chosen_devices(own, others, num_chosen=2, num_devices=3, num_choices=2)
+        assert space.count(IF_ALL_LATER) == 1
 
 
 def test_groups_are_counted_as_devices() -> None:
@@ -603,14 +683,26 @@ def test_the_fewest_devices_for_throughput_are_looked_for_in_every_order() -> No
     assert not sub_clusters(devices(40), 20, [1.0] * 40, in_order=True).has_all
 
 
-def test_an_error_of_some_orders_of_the_devices_refutes_no_goal() -> None:
+@pytest.mark.parametrize(
+    ("schedules", "error"),
+    [
+        (("1f1b",), Infeasible("none of those tried fits", is_proven=False)),
+        (("1f1b", SEARCH), OutOfTime("ended", lower_bound_ns=10**9)),  # the bound is of 1F1B only
+    ],
+)
+def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
+    schedules: tuple[str, ...], error: BapipeError
+) -> None:
     def search(*_: object) -> Plan:
-        raise Infeasible("none of those tried fits", is_proven=False)
+        raise error
 
-    arguments: dict[str, Any] = {
-        "profiles": (chain([1]),),
-        "cluster": devices(1),
-        "options": PlanOptions(minibatch_size=1),
-    }
-    setting = _Setting(**arguments, search=search, deadline=Deadline(None), progress=lambda *_: None)
+    setting = _Setting(
+        profiles=(chain([1]),),
+        cluster=devices(1),
+        options=PlanOptions(minibatch_size=1, schedules=schedules),
+        search=search,
+        deadline=Deadline(None),
+        progress=lambda *_: None,
+        limit_ns=10**8,
+    )
     assert setting.ask() == Answer()
