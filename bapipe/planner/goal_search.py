@@ -7,148 +7,34 @@ easier problem, so bisection finds the first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import floor
 
 import msgspec
 
-from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
-from bapipe.formats.certificate import Certificate, ReachedGoal, certify
+from bapipe.errors import BapipeError, Infeasible
+from bapipe.formats.certificate import ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.goal import Goal
+from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, proven_ns, space_without_memory
 from bapipe.planner.inputs import Profiles, listed
 from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import counts_more_bytes, is_of_stages, on_chosen_devices
+from bapipe.planner.searched_space import is_of_stages, on_chosen_devices
 from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.sub_clusters import SubClusters, sub_clusters, with_devices
 from bapipe.planner.validation import names_looped
-from bapipe.planner.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 from bapipe.units import decimal
 
 MAX_LAYERS = 2_000
 """Maximum number of layers of a model with copies of a block."""
-
-NUM_SHARES = 3
-"""Each search may take 1 / `NUM_SHARES` of the time that remains."""
-
-ANY_NS = 2**62
-"""More than any step takes."""
-
-NO_PLAN_NS = ANY_NS + 1
-"""In place of the lower bound of plans of which it is proven that there are none."""
-
-Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Plan]
-"""Searches for the shortest step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A plan that is fast enough, or that there is none; neither if the search could not decide."""
-
-    plan: Plan | None = None
-    is_refuted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setting:
-    """What all searches of a goal have in common.
-
-    Attributes:
-        search: the one for the shortest step.
-        limit_ns: a plan is fast enough if its step, or its load if that is the objective, takes no longer.
-        space: what a proof must be about, in words, if some questions may be answered by searches of other spaces:
-            under another memory limit other orders of the devices may be tried.
-    """
-
-    profiles: Profiles
-    cluster: Cluster
-    options: PlanOptions
-    search: Search
-    deadline: Deadline
-    progress: SearchProgress
-    limit_ns: int = ANY_NS
-    space: str | None = None
-
-    def ask(self) -> Answer:
-        """Returns whether a plan is fast enough; the search ends at the first one."""
-        if self.deadline.is_over:
-            return Answer()
-        if self.least_ns > self.limit_ns:
-            return Answer(is_refuted=True)
-        share = self.deadline.share(NUM_SHARES)
-
-        def end_when_fast_enough(num_simulated: int, best_ns: int, bound_ns: int) -> None:
-            self.progress(num_simulated, best_ns, bound_ns)
-            if best_ns <= self.limit_ns and self.options.objective == "step":
-                share.stop()
-
-        plan, bound_ns = self._found(share, end_when_fast_enough)
-        if plan is None:
-            return Answer(is_refuted=bound_ns > self.limit_ns)
-        if plan.prediction.objective_ns <= self.limit_ns:
-            return Answer(plan=plan)
-        # The bound may be of the named schedules only, where orders of actions are searched, too; or leave plans out
-        # that fit.
-        is_of_all = SEARCH not in self.options.schedules and not counts_more_bytes(plan.certificate)
-        is_of_all = is_of_all and self.space in (None, _without_memory(plan.certificate))
-        return Answer(is_refuted=is_of_all and bound_ns > self.limit_ns)
-
-    def fastest(self, known: Plan) -> Plan:
-        """Returns the fastest plan, at least as fast as a known one."""
-        if self.deadline.is_over:
-            return known
-        try:
-            found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress)
-        except (Infeasible, ConstraintsUnmet, OutOfTime):
-            return known
-        return found if found.prediction.objective_ns <= known.prediction.objective_ns else known
-
-    def faster_than(self, known_ns: int) -> tuple[Plan | None, int]:
-        """Returns the fastest plan, None if none is found, and a lower bound on all.
-
-        The search ends when its bound says that no plan is faster than a known one.
-        """
-        if self.deadline.is_over:
-            return None, self.least_ns
-        share = self.deadline.share(1)
-
-        def end_when_slower(num_simulated: int, best_ns: int, bound_ns: int) -> None:
-            self.progress(num_simulated, min(best_ns, known_ns), min(bound_ns, known_ns))
-            # Where orders of actions are searched, too, the bound is of the named schedules only.
-            if bound_ns >= known_ns and SEARCH not in self.options.schedules:
-                share.stop()
-
-        plan, bound_ns = self._found(share, end_when_slower)
-        if share.is_stopped and bound_ns < known_ns and not self.deadline.is_over:  # it was the bound of a part
-            plan, bound_ns = self._found(self.deadline, self.progress)
-        return plan, max(bound_ns, self.least_ns)
-
-    def _found(self, deadline: Deadline, progress: SearchProgress) -> tuple[Plan | None, int]:
-        """Returns the plan that a search finds, None if none, and the lower bound that it proves."""
-        try:
-            plan = self.search(self.profiles, self.cluster, self.options, deadline, progress)
-        except (Infeasible, ConstraintsUnmet) as error:
-            return None, NO_PLAN_NS if error.is_proven else 0
-        except OutOfTime as error:
-            # Of the named schedules only, where orders of actions are searched, too.
-            return None, 0 if SEARCH in self.options.schedules else error.lower_bound_ns
-        return plan, _bound_ns(plan.certificate)
-
-    @property
-    def least_ns(self) -> int:
-        """A time that no plan can beat; it needs no search. 0 if the objective is another one than the step."""
-        if self.options.objective != "step":
-            return 0
-        possible = groupings(self.profiles, self.cluster, self.options.group)
-        return min(step_bound_ns(grouping.profiles, grouping.cluster, self.options) for grouping in possible)
 
 
 def reach_goal(
@@ -179,11 +65,11 @@ def reach_goal(
         for profile in listed(profiles):
             repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
     progress = progress or _ignore
-    setting = _Setting(
+    setting = Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
     fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
-    space = _without_memory(fastest.certificate) if goal.least == "memory" else None
+    space = space_without_memory(fastest.certificate) if goal.least == "memory" else None
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
     if fastest.prediction.objective_ns > setting.limit_ns:
         raise _too_slow(goal, fastest, setting)
@@ -228,8 +114,8 @@ def first_with_plan(
     return best, wanted[best_at], wanted[not_refuted]
 
 
-def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
-    def within(num_bytes: int) -> _Setting:
+def _least_memory(setting: Setting, fastest: Plan) -> Plan:
+    def within(num_bytes: int) -> Setting:
         limit = limit_that_leaves(num_bytes, setting.options.memory_margin)
         return replace(setting, options=replace(setting.options, memory_limit_bytes=limit))
 
@@ -254,7 +140,7 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
     best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best.prediction))
     own, proven = best.certificate, fastest.certificate
-    if _without_memory(own) == _without_memory(proven) and not is_of_stages(own):
+    if space_without_memory(own) == space_without_memory(proven) and not is_of_stages(own):
         best_ns = best.prediction.objective_ns
         bound_ns = min(best_ns, proven.lower_bound_ns)
         best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
@@ -263,7 +149,7 @@ def _least_memory(setting: _Setting, fastest: Plan) -> Plan:
     return _with_goal(best, setting, reached)
 
 
-def _is_monotone(setting: _Setting) -> bool:
+def _is_monotone(setting: Setting) -> bool:
     """Returns whether no plan is faster under less memory, where more stages recompute.
 
     Where actions and transfers wait for one another in the order in which they become ready, a step may get shorter
@@ -290,7 +176,7 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
     return sort_alternatives((itself, *others))
 
 
-def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
+def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
     from bapipe.planner.branch_and_bound.devices import ns_per_sample
     from bapipe.planner.branch_and_bound.space import tries_all_orders  # loads numpy
     from bapipe.planner.throughput.load_search import is_homogeneous
@@ -330,7 +216,7 @@ def _fewest_devices(setting: _Setting, fastest: Plan) -> Plan:
     return _with_goal(best, setting, reached)
 
 
-def _fastest_on_any(setting: _Setting, choices: SubClusters, known: Plan) -> Plan:
+def _fastest_on_any(setting: Setting, choices: SubClusters, known: Plan) -> Plan:
     """Returns the fastest plan on any of some choices of devices, at least as fast as a known one.
 
     The devices of the known plan are searched first, with half of the time. The certificate is of all choices, or of
@@ -341,7 +227,7 @@ def _fastest_on_any(setting: _Setting, choices: SubClusters, known: Plan) -> Pla
     others = [] if is_only_choice else [part for part in choices.clusters if part != used]
     first = setting.deadline.share(2) if others else setting.deadline
     best = replace(setting, cluster=used, deadline=first).fastest(known)
-    found, bounds_ns = [best], [_bound_ns(best.certificate)]
+    found, bounds_ns = [best], [proven_ns(best.certificate)]
     with_others = [replace(setting, cluster=part) for part in others]
     possible = [each for each in with_others if each.least_ns < best.prediction.objective_ns]
     for number, each in enumerate(possible):
@@ -364,22 +250,17 @@ def _fastest_on_any(setting: _Setting, choices: SubClusters, known: Plan) -> Pla
     return with_certificate(best, certify(best_ns, min(best_ns, bound_ns), space, own.memory))
 
 
-def _bound_ns(certificate: Certificate) -> int:
-    """Returns the lower bound on all plans, 0 if it is about the stages of one plan."""
-    return 0 if is_of_stages(certificate) else certificate.lower_bound_ns
-
-
 def _fewest_for_stages(options: PlanOptions) -> int:
     """Returns a number of devices that stages need in any case: one each, or one for two of a looped schedule."""
     return -(-(options.num_stages or 1) // (2 if names_looped(options) else 1))
 
 
-def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
+def _most_copies(setting: Setting, fastest: Plan, block: str) -> Plan:
     profiles = listed(setting.profiles)
     num_layers, num_in_block = len(profiles[0].layers), len(block_layers(profiles[0], block))
     most = max(1, 1 + (MAX_LAYERS - num_layers) // num_in_block)
 
-    def with_copies(copies: int) -> _Setting:
+    def with_copies(copies: int) -> Setting:
         return replace(setting, profiles=tuple(repeat_block(profile, block, copies) for profile in profiles))
 
     def ask(copies: int) -> Answer:
@@ -391,7 +272,7 @@ def _most_copies(setting: _Setting, fastest: Plan, block: str) -> Plan:
     return _with_goal(best, setting, reached)
 
 
-def _with_goal(plan: Plan, setting: _Setting, reached: ReachedGoal) -> Plan:
+def _with_goal(plan: Plan, setting: Setting, reached: ReachedGoal) -> Plan:
     if setting.limit_ns < ANY_NS:
         reached = msgspec.structs.replace(reached, limit_ns=setting.limit_ns)
     return with_certificate(plan, msgspec.structs.replace(plan.certificate, goal=reached))
@@ -410,7 +291,7 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, fastest: Plan, setting: _Setting) -> Infeasible:
+def _too_slow(goal: Goal, fastest: Plan, setting: Setting) -> Infeasible:
     num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
     most *= 1 + 5e-6  # so that six digits do not round it down
@@ -446,12 +327,6 @@ def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -
         if " on " in text:
             raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
     return possible[0]
-
-
-def _without_memory(certificate: Certificate) -> str:
-    """Returns the space of a certificate in words, without the limit on memory."""
-    memory = certificate.memory
-    return certificate.space if memory is msgspec.UNSET else certificate.space.replace(f"; {memory.in_words}", "")
 
 
 def _used_ranks(plan: Plan) -> list[int]:

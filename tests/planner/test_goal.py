@@ -22,7 +22,8 @@ from bapipe.formats.settings import Settings
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal import Goal
-from bapipe.planner.goal_search import Answer, _Setting, first_with_plan, reach_goal
+from bapipe.planner.goal_search import first_with_plan, reach_goal
+from bapipe.planner.goal_setting import Answer, Setting
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.repeat_block import block_layers, repeat_block
@@ -388,7 +389,7 @@ def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: 
         assert deadline.is_over == (len(tries) == 1)
         raise OutOfTime("ended", lower_bound_ns=proven_ns)
 
-    setting = _Setting(
+    setting = Setting(
         profiles=(chain([1]),),
         cluster=devices(1),
         options=PlanOptions(minibatch_size=1, objective="throughput"),  # of which nothing is known without a search
@@ -515,7 +516,7 @@ def test_a_bound_that_leaves_plans_out_refutes_nothing(schedules: tuple[str, ...
     plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
     certificate = msgspec.structs.replace(plan.certificate, space=f"{plan.certificate.space}; {words}")
     found = with_certificate(plan, certificate)
-    setting = _Setting(
+    setting = Setting(
         profiles=(chain([1, 2]),),
         cluster=devices(2),
         options=PlanOptions(minibatch_size=4, schedules=schedules),
@@ -696,7 +697,7 @@ def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
     def search(*_: object) -> Plan:
         raise error
 
-    setting = _Setting(
+    setting = Setting(
         profiles=(chain([1]),),
         cluster=devices(1),
         options=PlanOptions(minibatch_size=1, schedules=schedules),
