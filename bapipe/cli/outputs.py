@@ -10,7 +10,7 @@ from rich.table import Table
 from bapipe.cli.progress import note, show_json, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, copy_file, encode, write, write_bytes, written_file
+from bapipe.formats.codec import check_writable, copy_file, encode_for, write_bytes, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 
@@ -28,25 +28,18 @@ def check_output(path: Path, *inputs: Path) -> None:
 
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
     """Writes a file; one with another content that was there is kept beside it, as `NAME~`, and a remark says so."""
-    _keep_previous(path, encode(value))
-    write(path, value)
+    write_output_bytes(path, encode_for(path, value))
 
 
 def write_output_bytes(path: Path, content: bytes) -> None:
     """Writes a file of another kind, such as a page or a trace, as `write_output` does."""
-    _keep_previous(path, content)
-    write_bytes(path, content)
-
-
-def _keep_previous(path: Path, content: bytes) -> None:
-    """Copies the file that `content` will replace, if it has another one, to `NAME~`, in place of an older copy."""
     file = written_file(path)
-    if file is None or not file.is_file() or file.read_bytes() == content:
-        return
-    kept = file.with_name(f"{file.name}~")
-    instead = ", in place of the older file of that name" if os.path.lexists(kept) else ""
-    copy_file(file, kept)
-    note(f"{path} was there already, with another content: it is kept as {kept}{instead}")
+    if file is not None and file.is_file() and file.read_bytes() != content:
+        kept = file.with_name(f"{file.name}~")
+        instead = ", in place of the older file of that name" if os.path.lexists(kept) else ""
+        copy_file(file, kept)
+        note(f"{path} was there already, with another content: it is kept as {kept}{instead}")
+    write_bytes(path, content)
 
 
 def write_and_show(

@@ -132,7 +132,7 @@ def read(path: Path | str, want: type[T]) -> T:
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file of another kind, without a byte-order mark; raises BapipeError if there is none."""
+    """Returns the text of a file of another kind, without a byte-order mark; raises BapipeError if it is no text."""
     try:
         return read_limited(path).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -143,8 +143,17 @@ def write(path: Path | str, value: File) -> None:
     """Writes `value` to `path`; if that fails, leaves the old file unchanged.
 
     Raises:
+        InvalidFile, BapipeError: as `encode_for` and `write_bytes`.
+    """
+    write_bytes(Path(path), encode_for(path, value))
+
+
+def encode_for(path: Path | str, value: File) -> bytes:
+    """Returns the text of a file that is to be written to `path`.
+
+    Raises:
         InvalidFile: the file could not be read again: a value is of another type or out of range, or it is too large.
-        BapipeError: `value` is of another type, or as `write_bytes`.
+        BapipeError: `value` is of another type.
     """
     if not isinstance(value, File):
         raise BapipeError(f"{path}: not written: {type(value).__name__} is no ModelProfile, Cluster or Plan")
@@ -154,7 +163,7 @@ def write(path: Path | str, value: File) -> None:
     except InvalidFile as error:
         why = f"not written, as it could not be read again: {error.message}"
         raise InvalidFile(f"{path}: {why}", error.where) from None
-    write_bytes(Path(path), text)
+    return text
 
 
 def check_writable(path: Path) -> None:

@@ -56,9 +56,8 @@ class LineSolution:
         # What holds for all plans of this search holds for those of the other in the same orders, ...
         if self.has_every_schedule and (has_same_orders or self.has_every_order):
             bound_ns = max(bound_ns, own.lower_bound_ns)
-            if (
-                has_same_orders and own.lower_bound_ns == bound_ns
-            ):  # ... and for those that need the other's `MOST_AT_CUTS`
+            # ... and for those that need the other's `MOST_AT_CUTS`.
+            if has_same_orders and own.lower_bound_ns == bound_ns:
                 space = own.space
         return replace(fastest, lower_bound_ns=min(bound_ns, fastest.prediction.step_ns), space=space)
 

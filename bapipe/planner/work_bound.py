@@ -11,6 +11,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.validation import microbatch_sizes, named_schedules
+from bapipe.units import decimal
 
 PHASES_PER_MICROBATCH = 3
 """F, I and W: how often a stage's time for a micro-batch is rounded."""
@@ -71,7 +72,7 @@ def _trip_at(
             back_ns = [min(m.whole_backward_ns, m.input_grad_ns) for m in measured]
             times.append([m.forward_ns + b * w for m, b, w in zip(measured, back_ns, waited_for, strict=True)])
     # A device of speed v takes 1/v of the times at speed 1.
-    speeds = [Fraction(str(speed)) for speed in fastest.values()]
+    speeds = [decimal(speed) for speed in fastest.values()]
     if len(times) == 1:
         trip_ns = sum(times[0]) / speeds[0]
     else:
@@ -116,7 +117,7 @@ def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int,
     kinds = dict.fromkeys(device.kind for device in cluster.devices)
     times_ns = {kind: _layer_times_ns(profiles[kind], size, num_microbatches) for kind in kinds}
     # A device of speed v takes 1/v of the times at speed 1.
-    speed = {(device.kind, device.speed): Fraction(str(device.speed)) for device in cluster.devices}
+    speed = {(device.kind, device.speed): decimal(device.speed) for device in cluster.devices}
     price = {(kind, v): 1 / max(sum(times_ns[kind]) / speed[kind, v], Fraction(1)) for kind, v in speed}
     # The least price of a nanosecond at speed 1 on a device of each kind.
     least = {kind: min(price[key] / speed[key] for key in speed if key[0] == kind) for kind in kinds}

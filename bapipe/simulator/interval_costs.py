@@ -8,7 +8,6 @@ keeps numpy out of `import bapipe`.
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
 from bapipe.simulator.layer_totals import NO_HOST_TIMES
+from bapipe.units import decimal
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -67,7 +67,7 @@ def at_speed(times_ns: IntArray, speed: float, max_ns: int = MAX_NS) -> IntArray
     """
     if speed == 1.0:
         return times_ns
-    up, down = Fraction(str(speed)).as_integer_ratio()
+    up, down = decimal(speed).as_integer_ratio()
     fits = int(np.abs(times_ns).max(initial=0)) * 2 * down + up < 1 << 62
     exact = times_ns if fits else np.asarray(times_ns).astype(object)
     found: IntArray = np.asarray(np.minimum((2 * exact * down + up) // (2 * up), max_ns), dtype=np.int64)
@@ -174,7 +174,7 @@ class IntervalCosts:
 
     def _set_speed(self, speed: float) -> None:
         self.speed = speed
-        self._up, self._down = up, down = Fraction(str(speed)).as_integer_ratio()
+        self._up, self._down = up, down = decimal(speed).as_integer_ratio()
         # No interval takes longer than all layers: if these need no more than 63 bits, no interval has to be checked.
         self._is_exact = self._longest * 2 * down + up < 1 << 62 and self._longest * down // up < self._max_ns
 

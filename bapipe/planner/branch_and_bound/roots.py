@@ -19,6 +19,7 @@ from bapipe.planner.branch_and_bound.problem import Root
 from bapipe.planner.equal_groups import group_sizes
 from bapipe.planner.searched_space import GIVEN_ORDER
 from bapipe.schedules import SCHEDULES
+from bapipe.units import decimal
 
 MAX_DEVICE_GROUPS = 3_000
 """Maximum number of pairs (devices of a stage, devices that remain after it) with which devices are taken in any order;
@@ -200,5 +201,5 @@ def _some_orders(classes: Sequence[DeviceClass]) -> list[ClassSequence]:
 def total_rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
     """Returns the sum of the speeds of some devices, given as the number of each class."""
     # Exact rational numbers: a bound must not exceed its true value by rounding.
-    speeds = (count * Fraction(str(cls.device.speed)) for count, cls in zip(used, classes, strict=True))
+    speeds = (count * decimal(cls.device.speed) for count, cls in zip(used, classes, strict=True))
     return sum(speeds, start=Fraction(0))

@@ -23,6 +23,7 @@ from bapipe.simulator.in_flight import RETURNED, TAKEN, InFlight
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import stage_durations, transfer_times
 from bapipe.simulator.stage import Stage, received_bytes
+from bapipe.units import decimal
 
 MAX_ROUNDS = 4
 """How many choices are timed at most."""
@@ -210,7 +211,7 @@ def _at_speed(total_ns: int, speed: float, weight: int) -> int:
     """Returns a lower bound of a weighted sum of times, each divided by the speed and rounded half up."""
     if speed == 1.0:
         return total_ns
-    return max(0, ceil(total_ns / Fraction(str(speed)) - Fraction(weight, 2)))
+    return max(0, ceil(total_ns / decimal(speed) - Fraction(weight, 2)))
 
 
 def _limit_of(state: State, own: Sequence[int], stages: Sequence[Stage], room_bytes: int) -> DeviceLimit:

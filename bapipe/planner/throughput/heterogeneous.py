@@ -6,7 +6,6 @@ if every later device took part, which is safe: it overestimates the micro-batch
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from bapipe.planner.equal_groups import group_sizes
 from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, slowest_of
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns
+from bapipe.units import decimal
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
@@ -85,7 +85,7 @@ class HeterogeneousDevices:
         self._rates = np.ones(len(devices))
         self._before_ns = self._after_ns = np.zeros(self.num_boundaries)
         if len({device.kind for device in devices}) == 1:
-            rates = [Fraction(str(device.speed)) for device in devices]
+            rates = [decimal(device.speed) for device in devices]
             max_rate = max(rates)
             # Times on the fastest kind, so that a device of rate x needs at least 1/x of them.
             fastest = self._sums[rates.index(max_rate)]
