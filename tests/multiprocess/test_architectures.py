@@ -9,18 +9,13 @@ from tests.models.in_one_process import OneProcess, Setting, largest_error, whol
 SETTINGS = (Setting(seed=1), Setting(seed=2, split=True), Setting(seed=3, split=True, recompute=True))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "one_thread")
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in RELATIVES])
 def test_an_architecture_in_stages(name: str) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        architecture = ARCHITECTURES[name]()
-        single = next(architecture.module.parameters()).dtype == torch.float32
-        want = whole_step(architecture)
-        model = OneProcess(architecture)
-        for setting in SETTINGS:
-            what, error = largest_error(model.step(setting), want)
-            assert error <= (1e-5 if single else 1e-7 if what == "loss" else 1e-11), (setting, what, error)
-    finally:
-        torch.set_num_threads(threads)
+    architecture = ARCHITECTURES[name]()
+    single = next(architecture.module.parameters()).dtype == torch.float32
+    want = whole_step(architecture)
+    model = OneProcess(architecture)
+    for setting in SETTINGS:
+        what, error = largest_error(model.step(setting), want)
+        assert error <= (1e-5 if single else 1e-7 if what == "loss" else 1e-11), (setting, what, error)

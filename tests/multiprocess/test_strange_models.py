@@ -147,7 +147,7 @@ class ReadsTypes(nn.Module):
         return output
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "one_thread")
 def test_code_that_reads_types_is_as_fine_under_autocast_and_trains_on_the_same() -> None:
     torch.manual_seed(0)
     module, x, y = nn.Sequential(nn.Linear(8, 8), ReadsTypes(), ReadsTypes()), torch.randn(4, 8), torch.randn(4, 8)

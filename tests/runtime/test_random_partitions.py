@@ -1,7 +1,5 @@
 """Every random partition of every model gives the whole model's loss, gradients and buffers."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,17 +8,11 @@ from tests.models.random_partitions import check
 from tests.models.small_zoo import SMALL, small, without_dropout
 from tests.models.transformers_models import MODELS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def _double(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 ZOO = sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"})

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.parametrize("name", sorted(ZOO))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def _seeded(one_thread: None) -> None:
     torch.manual_seed(0)
 
 
