@@ -88,6 +88,17 @@ def test_data_may_hold_out_its_own() -> None:
     assert set(numbers(others)) <= set(range(100, 130))
 
 
+def test_held_out_is_a_data_set() -> None:
+    own = Items(range(20))
+    own.held_out = 0.1
+    with pytest.raises(BapipeError) as error:
+        hold_out(as_pipeline_dataset(own), 3, None)
+    assert str(error.value) == (
+        "`held_out` of the data is of type float; want a data set with a length and items by number, (input, target) or "
+        "((input, ...), target)"
+    )
+
+
 def test_all_of_the_data_cannot_be_held_out() -> None:
     with pytest.raises(BapipeError) as error:
         hold_out(items(range(40)), 3, 50)

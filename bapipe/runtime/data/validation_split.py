@@ -22,10 +22,10 @@ def hold_out(
     split: `max_samples` or a tenth of it is evaluated on, the others are trained on.
 
     Raises:
-        BapipeError: nothing would be left to train on.
+        BapipeError: nothing would be left to train on, or `held_out` is no data set.
     """
     if dataset.held_out is not None:
-        validation = as_pipeline_dataset(dataset.held_out)
+        validation = as_pipeline_dataset(dataset.held_out, "`held_out` of the data")
         num = len(validation)
         if max_samples is None or max_samples >= num:
             return dataset, validation

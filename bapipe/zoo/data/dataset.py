@@ -5,6 +5,8 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import Dataset
 
+from bapipe.errors import BapipeError
+
 BucketShape = tuple[tuple[int, ...], ...]
 """The shape of each part of an item: of the inputs in order, then of the target."""
 
@@ -225,9 +227,23 @@ class _Adapted(PipelineDataset[Any]):
         return callable(getattr(type(self.dataset), name, None))
 
 
-def as_pipeline_dataset(dataset: object) -> PipelineDataset[Any]:
-    """Returns `dataset` itself if it is a `PipelineDataset`, else an adapter; it needs `__len__` and `__getitem__`."""
-    return dataset if isinstance(dataset, PipelineDataset) else _Adapted(dataset)
+def as_pipeline_dataset(dataset: object, source: str = "the data") -> PipelineDataset[Any]:
+    """Returns `dataset` itself if it is a `PipelineDataset`, else an adapter.
+
+    Args:
+        source: what the error calls it.
+
+    Raises:
+        BapipeError: it has no length, or no items by number.
+    """
+    if isinstance(dataset, PipelineDataset):
+        return dataset
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise BapipeError(
+            f"{source} is of type {type(dataset).__name__}; want a data set with a length and items by number, "
+            "(input, target) or ((input, ...), target)"
+        )
+    return _Adapted(dataset)
 
 
 def item_parts(item: Any) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ def open_dataset(
     synthetic: Callable[[], Dataset[Any]] | None = None,
 ) -> PipelineDataset[Any]:
     """Returns the data set that `spec` names, see `open_data`, in buckets of lengths and with random augmentation."""
-    dataset = as_pipeline_dataset(open_data(spec, opener, factory, synthetic))
+    dataset = as_pipeline_dataset(open_data(spec, opener, factory, synthetic), f"data '{spec}'")
     return augmented(bucketed(without_unreadable(dataset, skip_unreadable, spec), buckets, spec), augment, spec)
 
 
@@ -45,7 +45,7 @@ def open_data(
     are what `synthetic` returns.
 
     Raises:
-        BapipeError: there is no such data, or it is not a data set.
+        BapipeError: there is no such data, or its function fails.
     """
     if is_function_path(spec) and not spec.startswith(LOCALE) and not Path(spec).exists():
         return _called(spec)
@@ -123,14 +123,8 @@ def _called(spec: str) -> Dataset[Any]:
     with current_folder_importable():
         function = find(spec, "data")
         try:
-            data = function()
+            return function()  # type: ignore[return-value]
         except BapipeError:
             raise
         except Exception as error:  # any error in the function's code
             raise BapipeError(f"data '{spec}' failed: {with_place(error)}") from error
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise BapipeError(
-            f"data '{spec}' returned a {type(data).__name__}; want a data set with a length and items by number, "
-            "(input, target) or ((input, ...), target)"
-        )
-    return data  # type: ignore[return-value]

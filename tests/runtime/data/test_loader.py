@@ -19,7 +19,7 @@ from bapipe.runtime.data.loader import RankParts, batches
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.rng import seed_step
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
-from bapipe.zoo.data.open_dataset import open_data
+from bapipe.zoo.data.open_dataset import open_data, open_dataset
 from tests.models.loading import Needs
 
 OWN = "own:factory"
@@ -228,7 +228,7 @@ def test_data_of_a_function() -> None:
         ("own_data:point", "module 'own_data' has no function 'point'; did you mean 'points'?"),
         (
             "own_data:none",
-            "data 'own_data:none' returned a int; want a data set with a length and items by number, (input, target) or "
+            "data 'own_data:none' is of type int; want a data set with a length and items by number, (input, target) or "
             "((input, ...), target)",
         ),
         ("own_data:broken", "data 'own_data:broken' failed: own_data.py:3: ZeroDivisionError: division by zero"),
@@ -236,6 +236,6 @@ def test_data_of_a_function() -> None:
 )
 def test_data_errors(spec: str, message: str) -> None:
     with pytest.raises(BapipeError) as error:
-        open_data(spec, None, OWN)
+        open_dataset(spec, None, OWN, buckets=1, augment=False)
     told = re.sub(r"\S*/own_data.py", "own_data.py", str(error.value))  # another test may have imported the module
     assert told == message
