@@ -35,12 +35,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_fields(self)
 
 
-def check_same(planned: Settings, run: Settings) -> None:
-    """Raises BapipeError if the settings of a run differ from those of the profile that its plan was made from."""
+def check_same(planned: Settings, run: Settings, remedy: str = "") -> None:
+    """Raises BapipeError if the settings of a run differ from those of the profile that its plan was made from.
+
+    Args:
+        remedy: what else may be done, "... or "; the error says it first.
+    """
     if found := difference(planned, run):
         raise BapipeError(
-            f"the plan is for a model that was measured with {found[0]}; this run computes with {found[1]}: profile "
-            "with the settings of the run, and plan again"
+            f"the plan is for a model that was measured with {found[0]}; this run computes with {found[1]}: {remedy}"
+            "profile with the settings of the run, and plan again"
         )
 
 

@@ -29,9 +29,10 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
         autocast=None if autocast is None else cast(Literal["bfloat16", "float16"], dtype_name(autocast)),
         channels_last=next(_is_channels_last(module), planned.channels_last),
     )
-    if device.type == "cpu":
-        here = structs.replace(here, threads=torch.get_num_threads())
     check_same(planned, here)
+    if device.type == "cpu":
+        here = structs.replace(planned, threads=torch.get_num_threads())
+        check_same(planned, here, f"call torch.set_num_threads({planned.threads}) before it is built, or ")
 
 
 def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:

@@ -50,7 +50,6 @@ def build(
     ("measured", "make", "autocast", "optimizer_here", "words"),
     [
         ({"dtype": "float64"}, images, None, None, ("dtype float64", "dtype float32")),
-        ({"threads": THREADS + 1}, images, None, None, (f"threads {THREADS + 1}", f"threads {THREADS}")),
         ({"autocast": "bfloat16"}, images, None, None, ("autocast bfloat16", "no autocast")),
         ({}, images, torch.bfloat16, None, ("no autocast", "autocast bfloat16")),
         ({"channels_last": True}, images, None, None, ("channels last true", "channels last false")),
@@ -73,6 +72,16 @@ def test_the_differing_setting_is_named(measured, make, autocast, optimizer_here
     assert str(error.value) == (
         f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: profile with the "
         "settings of the run, and plan again"
+    )
+
+
+def test_threads_may_be_set_by_the_process() -> None:
+    with pytest.raises(BapipeError) as error:
+        build(Settings(threads=THREADS + 1), images(), torch.randn(1, 3, 6, 6))
+    assert str(error.value) == (
+        f"the plan is for a model that was measured with threads {THREADS + 1}; this run computes with threads {THREADS}: "
+        f"call torch.set_num_threads({THREADS + 1}) before it is built, or profile with the settings of the run, and plan "
+        "again"
     )
 
 
