@@ -18,7 +18,7 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.losses import ignored_target, loss_over_parts
+from bapipe.equivalence.losses import TargetWeights, check_scalar, loss_over_parts, target_weights
 from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
 
@@ -28,13 +28,15 @@ __all__ = [
     "Equivalence",
     "Microbatch",
     "Stage",
+    "TargetWeights",
     "Unchecked",
+    "check_scalar",
     "compare_split",
     "compare_stages",
     "example_microbatches",
-    "ignored_target",
     "layers_that_read_earlier_forwards",
     "loss_over_parts",
     "run_original",
+    "target_weights",
     "trace_checked",
 ]

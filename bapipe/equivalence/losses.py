@@ -1,6 +1,7 @@
 """Notices losses of which the mean over micro-batches is not the loss of the mini-batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
+from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 
 _REASONS = "as with a mean over tokens that are not ignored, class weights, or losses that compare samples"
@@ -47,27 +49,72 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
                 )
         except Exception:  # a target that the loss does not take
             continue
-        weights = _weights(loss, target)
-        fault = _fault(whole, [weight * part for weight, part in zip(weights, parts, strict=True)], _tolerance(output))
+        fault = _fault(whole, _counted(loss, target, parts), _tolerance(output))
         if fault is not None:
             return fault
     return None
 
 
-def ignored_target(loss: Loss) -> int | None:
-    """Returns the target that torch's cross entropy leaves out of its mean; None for other losses.
+def check_scalar(loss: object) -> None:
+    """Raises InvalidModel unless what a loss returned is a scalar tensor."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
+        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
 
-    With this value known, micro-batches are weighted by their other targets.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TargetWeights:
+    """How much each target counts in a mean over targets, by its class.
+
+    Attributes:
+        ignored: the class that does not count.
+        of_classes: the weight of each class; None if all others count alike. [classes]
+    """
+
+    ignored: int
+    of_classes: Tensor | None = None
+
+    def total(self, target: Tensor) -> Tensor:
+        """Returns the sum of the weights of some targets, in float64."""
+        if self.of_classes is None:
+            return target.ne(self.ignored).sum(dtype=torch.float64)
+        return self._of(target).sum(dtype=torch.float64)
+
+    def counted(self, target: Tensor) -> Tensor:
+        """Returns targets of which those without weight are ignored.
+
+        Where no target of a micro-batch has any, torch divides zero by zero in the backward if they are not ignored.
+        """
+        if self.of_classes is None:
+            return target
+        return target.masked_fill(self._of(target) == 0, self.ignored)
+
+    def _of(self, target: Tensor) -> Tensor:
+        assert self.of_classes is not None
+        counts = target.ne(self.ignored)
+        return self.of_classes.detach().to(target.device)[target.masked_fill(~counts, 0)] * counts
+
+
+def target_weights(loss: Loss) -> TargetWeights | None:
+    """Returns how much each target counts in the mean of torch's cross entropy; None for other losses.
+
+    Micro-batches are weighted by their targets' sums then. Smoothed labels of classes without weight are left out: they
+    are part of the loss and not of that sum.
     """
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        plain = loss.weight is None and loss.reduction == "mean"
-        return int(loss.ignore_index) if plain else None
-    function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-    if function not in (functional.cross_entropy, functional.nll_loss) or (isinstance(loss, partial) and loss.args):
+        if loss.reduction != "mean":
+            return None
+        settings = vars(loss) | {"weight": loss.weight}
+    else:
+        function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+        if function not in (functional.cross_entropy, functional.nll_loss) or (isinstance(loss, partial) and loss.args):
+            return None
+        if not {"weight", "ignore_index", "label_smoothing"}.issuperset(settings):
+            return None
+    of_classes: Tensor | None = settings.get("weight")
+    if of_classes is not None and settings.get("label_smoothing") and bool((of_classes == 0).any()):
         return None
-    if not {"ignore_index", "label_smoothing"}.issuperset(settings):
-        return None
-    return int(settings.get("ignore_index", -100))
+    return TargetWeights(settings.get("ignore_index", -100), of_classes)
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
@@ -83,13 +130,14 @@ def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor)
     return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
 
 
-def _weights(loss: Loss, target: Tensor) -> tuple[float, float]:
-    """Returns the weights of the halves, as training has them; their mean is 1."""
-    ignored = ignored_target(loss)
-    if ignored is None or target.is_floating_point():
-        return 1.0, 1.0
-    first, second = (int((half != ignored).sum()) for half in target.chunk(2))
-    return (2 * first / (first + second), 2 * second / (first + second)) if first + second else (1.0, 1.0)
+def _counted(loss: Loss, target: Tensor, parts: Sequence[float]) -> list[float]:
+    """Returns the losses of the halves as training counts them; their mean is that of both."""
+    weights = target_weights(loss)
+    if weights is None or target.is_floating_point():
+        return list(parts)
+    totals = [float(weights.total(half)) for half in target.chunk(2)]
+    # Without any target a loss is no number, and counts nothing.
+    return [2 * total / sum(totals) * part if total > 0 else 0.0 for total, part in zip(totals, parts, strict=True)]
 
 
 def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
@@ -124,7 +172,7 @@ def _targets(loss: Loss, target: Tensor) -> Iterator[Tensor]:
     settings = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, nn.Module) else {}
     # -100 is what torch ignores by default, whether or not there is such an entry.
     given = settings.get("ignore_index", -100)
-    for value in dict.fromkeys((int(target.min()), *(() if given == -100 else (given,)))):
+    for value in dict.fromkeys((int(target.min()), 0, *(() if given == -100 else (given,)))):
         other = target.clone()
         other[0] = value
         yield other

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bapipe.equivalence import check_scalar
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
@@ -188,11 +189,9 @@ class InstrumentedModel:
         return layer_error(name, phase, self.training_pass, error)
 
 
-def check_loss(loss: object) -> None:
+def check_loss(loss: Tensor) -> None:
     """Raises InvalidModel unless the loss is a scalar tensor with a gradient."""
-    if not isinstance(loss, Tensor) or loss.dim():
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
-        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
+    check_scalar(loss)
     if not loss.requires_grad:
         raise InvalidModel(
             "the loss has no gradient, so nothing would be trained: look for torch.no_grad() or detach() in the "

@@ -93,7 +93,7 @@ def traced(
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     notes: dict[str, object] = {EQUIVALENCE: str(result)}
-    if isinstance(result, Equivalence) and max_size >= 2:
+    if isinstance(result, Equivalence):
         (batch,) = example_microbatches(inputs, target, [4 if max_size >= 4 else 2], device)
         fault = loss_over_parts(module, loss, batch)
         if fault is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from bapipe.equivalence import check_scalar
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
@@ -370,7 +371,7 @@ class ScheduleExecutor:
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""
         try:
-            loss = self._loss(output, target)
+            loss = self._loss(output, self._weights.counted(target))
         except BapipeError:
             raise
         except Exception as error:  # whatever the loss raises, such as for labels that the model has no output for
@@ -378,8 +379,7 @@ class ScheduleExecutor:
             raise LayerFailed(
                 f"the loss of micro-batch {action.microbatch} fails: {one_line(error)[:200]}{_range(target)}"
             ) from error
-        if loss.dim():
-            raise BapipeError(f"the loss must be a scalar, the mean over the batch; it has shape {tuple(loss.shape)}")
+        check_scalar(loss)
         share = self._weights.weighted(loss, target) / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 

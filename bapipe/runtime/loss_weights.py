@@ -1,39 +1,44 @@
-"""Weights of micro-batches in the loss of the mini-batch, for losses that are means over the targets not ignored."""
+"""Weights of micro-batches in the loss of the mini-batch, for losses that are means over their targets."""
 
 from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
+from bapipe.equivalence import TargetWeights
+
 
 class LossWeights:
-    """Weights each micro-batch by its targets that are not ignored; all have weight 1 if the loss ignores none."""
+    """Weights each micro-batch by its targets; all have weight 1 if the loss is no mean over targets."""
 
     def __init__(
-        self, ignored: int | None, microbatches: Collection[int], sum_over_replicas: Callable[[Tensor], Tensor]
+        self,
+        weights: TargetWeights | None,
+        microbatches: Collection[int],
+        sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
-        """`microbatches` are those of which this rank computes the loss; `ignored` is None if the loss ignores none."""
-        self._ignored, self._microbatches, self._sum_over_replicas = ignored, microbatches, sum_over_replicas
-        self._mean: Tensor | None = None  # number of targets that are not ignored, per micro-batch
+        """`microbatches` are those of which this rank computes the loss; `weights` is None if all count alike."""
+        self._weights, self._microbatches, self._sum_over_replicas = weights, microbatches, sum_over_replicas
+        self._mean: Tensor | None = None  # of the micro-batches' sums of weights
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
-        """Counts the targets of a mini-batch; all replicas of the last stage call it together."""
+        """Adds up the targets of a mini-batch; all replicas of the last stage call it together."""
         self._mean = None
-        if self._ignored is None or target.is_floating_point():
+        if self._weights is None or target.is_floating_point():
             return
         parts = target.chunk(num_microbatches)
-        own = [self._count(parts[microbatch]) for microbatch in self._microbatches]
+        own = [self._weights.total(parts[microbatch]) for microbatch in self._microbatches]
         total = torch.stack([torch.zeros((), dtype=torch.float64, device=target.device), *own]).sum()
         self._mean = self._sum_over_replicas(total) / num_microbatches
 
+    def counted(self, target: Tensor) -> Tensor:
+        """Returns the targets of a micro-batch as its loss is to take them."""
+        return target if self._weights is None or self._mean is None else self._weights.counted(target)
+
     def weighted(self, loss: Tensor, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        if self._mean is None:
+        if self._weights is None or self._mean is None:
             return loss
-        count = self._count(target)
+        total = self._weights.total(target)
         # Without any target the loss is no number; its gradients are zeros.
-        return torch.where(count > 0, loss * (count / self._mean).to(loss.dtype), torch.zeros_like(loss))
-
-    def _count(self, target: Tensor) -> Tensor:
-        assert self._ignored is not None
-        return target.ne(self._ignored).sum(dtype=torch.float64)
+        return torch.where(total > 0, loss * (total / self._mean).to(loss.dtype), torch.zeros_like(loss))

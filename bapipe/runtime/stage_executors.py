@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import ignored_target
+from bapipe.equivalence import target_weights
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import Clock
@@ -55,7 +55,7 @@ class ExecutorFactory:
         stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
         weights = LossWeights(
-            ignored_target(self.loss),
+            target_weights(self.loss),
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
         )
@@ -81,6 +81,7 @@ class ExecutorFactory:
             channels=self.channels,
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
+            weights=target_weights(self.loss),
             sum_over_replicas=last.total if last is not None else lambda part: part,
         )
 

@@ -13,6 +13,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.report.profiles import render_profile
 from tests.models.small_zoo import SMALL, small
 
+CLASSES = torch.tensor([1.0, 5, 2, 1])
 WORDS = torch.tensor([[1, 2, 0], [3, 1, 2], [2, 2, 1], [1, 0, 0]])
 
 
@@ -31,6 +32,9 @@ def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int)
         (cross_entropy, torch.tensor([0, 1, 2, 3]), ()),
         (nn.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([0, 1, 2, 3]), ()),
         (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([0, 1, 3, 1]), ()),
+        (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([3, 3, 1, 1]), ()),  # a half without targets
+        (nn.CrossEntropyLoss(CLASSES, ignore_index=3, label_smoothing=0.1), torch.tensor([0, 1, 2, 3]), ()),
+        (partial(cross_entropy, weight=CLASSES), torch.tensor([0, 1, 2, 3]), ()),
         (of_words, WORDS, (3,)),
         (mse_loss, torch.randn(4, 4), ()),
     ],
@@ -45,10 +49,11 @@ def test_means_over_the_batch_are_fine(
     ("loss", "target", "shape", "words"),
     [
         (partial(cross_entropy, reduction="sum"), torch.tensor([0, 1, 2, 3]), (), "the loss is a sum over the batch"),
-        (nn.CrossEntropyLoss(torch.ones(4), ignore_index=3), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
+        (nn.CrossEntropyLoss(CLASSES - 1, label_smoothing=0.1), torch.tensor([0, 1, 1, 1]), (), "share a micro-batch"),
+        (lambda y, target: cross_entropy(y, target, ignore_index=0), torch.full((4,), 2), (), "share a micro-batch"),
         (partial(of_words, ignore_index=0), WORDS, (3,), "share a micro-batch"),
         (of_words, WORDS.masked_fill(WORDS == 0, -100), (3,), "share a micro-batch"),
-        (nn.CrossEntropyLoss(torch.tensor([1.0, 5, 2, 1])), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
+        (lambda y, target: cross_entropy(y, target, CLASSES), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
         (lambda y, target: (y.flatten() - target.flatten()).std(), torch.randn(4, 4), (), "share a micro-batch"),
     ],
 )

@@ -1,11 +1,18 @@
 """Micro-batches count by their targets that are not ignored, so that they train as the whole mini-batch does."""
 
 import copy
+from functools import partial
+from math import isnan
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+from bapipe.equivalence import TargetWeights
+from bapipe.errors import BapipeError
+from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
@@ -16,10 +23,20 @@ IGNORED = 3
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("recompute", [(), (1,)])
-def test_a_mean_over_targets_that_are_not_ignored_is_that_of_the_mini_batch(recompute: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(ignore_index=IGNORED),
+        nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 9.0]).double(), ignore_index=IGNORED),
+        nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),  # nothing to learn, without being ignored
+        nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.1]).double(), label_smoothing=0.2),
+        partial(functional.cross_entropy, weight=torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),
+    ],
+)
+def test_a_mean_over_targets_is_that_of_the_mini_batch(loss: Loss, recompute: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
-    part, loss = copy.deepcopy(whole), nn.CrossEntropyLoss(ignore_index=IGNORED)
+    part = copy.deepcopy(whole)
     x = torch.randn(6, 6, dtype=torch.float64)
     target = torch.tensor([0, 1, 2, IGNORED, IGNORED, IGNORED])  # the last micro-batch has nothing to learn
     order = [["0F0", "1F0", "0F1", "1F1", "0F2", "1F2", "1B0", "0B0", "1B1", "0B1", "1B2", "0B2"]]
@@ -33,14 +50,49 @@ def test_a_mean_over_targets_that_are_not_ignored_is_that_of_the_mini_batch(reco
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("num_samples", [6, 5])
+def test_evaluation_is_the_mean_over_all_targets(num_samples: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4))
+    loss = nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 9.0]), ignore_index=IGNORED)
+    x, target = torch.randn(6, 6), torch.tensor([0, IGNORED, IGNORED, IGNORED, 2, 1])
+    order = [["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]]
+    pipeline = Pipeline(module, make_plan(["0"], (), (0,), order, 2, 3), loss=loss, inputs=[x], evaluates=True)
+    x, target = x[:num_samples], target[:num_samples]
+    got = pipeline.evaluate(x, target=target, num_samples=num_samples)
+    assert got is not None
+    assert got.loss == pytest.approx(loss(module(x), target).item(), rel=1e-6)
+    assert got.loss_weight == {6: 5.5, 5: 3.5}[num_samples]
+    nothing = pipeline.evaluate(x, target=torch.full_like(target, IGNORED), num_samples=num_samples)
+    assert nothing is not None
+    assert nothing.loss is not None
+    assert isnan(nothing.loss)
+
+
 def test_replicas_count_together() -> None:
     target = torch.tensor([0, IGNORED, 1, 2])
-    first, second = (LossWeights(IGNORED, [m], lambda part: torch.tensor(3.0, dtype=torch.float64)) for m in (0, 1))
+    first, second = (
+        LossWeights(TargetWeights(IGNORED), [m], lambda part: torch.tensor(3.0, dtype=torch.float64)) for m in (0, 1)
+    )
     for weights in (first, second):
         weights.begin(target, 2)
     one = torch.tensor(1.0)
     assert first.weighted(one, target[:2]).item() == pytest.approx(2 / 3)
     assert second.weighted(one, target[2:]).item() == pytest.approx(4 / 3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1)
+    x = torch.randn(2, 4)
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return 0
+
+    pipeline = Pipeline(nn.Sequential(nn.Linear(4, 4)), plan, loss=loss, inputs=[x], check=False)
+    with pytest.raises(BapipeError, match=r"the loss must be a scalar tensor, .*; it gives 0 \(int\)"):
+        pipeline.step(x, target=torch.tensor([0, 1]))
 
 
 def test_losses_that_ignore_nothing_keep_their_value() -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def evaluate(
     """
     start_ns = time.perf_counter_ns()
     total = len(data.dataset)
-    sums = torch.zeros(1 + len(data.metrics), dtype=torch.float64, device=device)
+    sums = torch.zeros(2 + len(data.metrics), dtype=torch.float64, device=device)
     texts: list[str] = []
     for first in range(0, total, plan.minibatch_size):
         chosen = range(first, min(first + plan.minibatch_size, total))
@@ -76,15 +77,15 @@ def evaluate(
             words = greedy_decode(pipeline, data.generation, inputs, (len(chosen), data.max_length), device)
             texts += [data.dataset.text(row) for row in words.tolist()]
         on_progress(chosen.stop)
-    loss, *values = (sums / total).tolist()
-    metrics = dict(zip(data.metrics, values, strict=True))
+    loss, weight, *values = sums.tolist()
+    metrics = {name: value / total for name, value in zip(data.metrics, values, strict=True)}
     if data.generation is not None:
         references = [data.dataset.reference(index) for index in range(total)]
         metrics |= {name: score(texts, references) for name, score in data.generation.scores.items()}
     return Evaluation(
         steps=steps,
         num_samples=total,
-        loss=loss,
+        loss=loss / weight if weight else nan,
         metrics=tuple(metrics.items()),
         elapsed_ns=time.perf_counter_ns() - start_ns,
     )
@@ -98,18 +99,21 @@ def _sums(
     num_samples: int,
     device: torch.device,
 ) -> Tensor:
-    """Returns loss and metrics of a batch, summed over its samples, on every rank."""
+    """Returns the loss of a batch times its weight, the weight, and metrics summed over its samples, on every rank."""
     result = pipeline.evaluate(*inputs, target=target, num_samples=num_samples, keep=_output if metrics else _nothing)
-    # [ranks that know the loss, sum of losses, sum of each metric]
-    sums = torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
+    # [ranks that know the loss, its weighted sum, its weight, sum of each metric]
+    sums = torch.zeros(3 + len(metrics), dtype=torch.float64, device=device)
     if result is not None and result.loss is not None and target is not None:
-        sums[0], sums[1] = 1, result.loss * num_samples
+        sums[0] = 1
+        if result.loss_weight:
+            sums[1], sums[2] = result.loss * result.loss_weight, result.loss_weight
         for rows, output in zip(result.rows, result.outputs, strict=True) if metrics else ():
             expected = target[rows.start : rows.stop].to(device)
-            for i, metric in enumerate(metrics.values(), start=2):
+            for i, metric in enumerate(metrics.values(), start=3):
                 sums[i] += metric(output, expected).double().sum()
     dist.all_reduce(sums)
-    sums[1] /= sums[0]  # every replica of the last stage gave the whole loss, but the metrics of its own samples only
+    # Every replica of the last stage gave the whole loss, but the metrics of its own samples only.
+    sums[1:3] /= sums[0].item()
     return sums[1:]
 
 

@@ -5,11 +5,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence import TargetWeights
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_for
@@ -28,12 +30,15 @@ class ForwardResult:
     """The result of a forward pass, on a rank of the last stage.
 
     Attributes:
-        loss: mean over all samples, those of other ranks included; None if no target was given.
+        loss: mean over all samples, or over the targets of torch's cross entropy by their weights, those of other
+            ranks included; None if no target was given.
+        loss_weight: of how many samples, or of what weights together, it is the mean.
         outputs: of each micro-batch of this rank, what the model returns, or what `keep` made of it.
         rows: of each of them, its samples in the mini-batch.
     """
 
     loss: float | None
+    loss_weight: float
     outputs: tuple[Any, ...]
     rows: tuple[range, ...]
 
@@ -93,11 +98,13 @@ class ForwardExecutor:
         channels: Channels,
         microbatch_size: int,
         loss: Callable[[Any, Tensor], Tensor],
+        weights: TargetWeights | None,
         sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
         """`modules` are this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns; `sum_over_replicas` adds up over those of the last stage.
+        `loss` takes the tuple that the last stage returns; `weights` are None if it is a mean over samples;
+        `sum_over_replicas` adds up over those of the last stage.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
@@ -105,6 +112,7 @@ class ForwardExecutor:
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
+        self._weights = weights
         self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
         self._modules = modules
         for module in modules.values():
@@ -126,7 +134,7 @@ class ForwardExecutor:
         """
         device = self._layout.device
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses by their weights, of the weights
         kept: dict[int, Any] = {}
         with (
             torch.no_grad(),
@@ -136,16 +144,27 @@ class ForwardExecutor:
             for m, output in self._results(loaded, rows):
                 samples = rows[m]
                 if target is not None:
-                    share = len(samples) / num_samples  # the last micro-batch may be smaller
-                    loss += self._loss(output, target[samples.start : samples.stop]).double() * share
+                    sums += self._weighted_loss(output, target[samples.start : samples.stop])
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
             return None
+        loss, weight = (None, 0.0) if target is None else self._sum_over_replicas(sums).tolist()
         return ForwardResult(
-            loss=None if target is None else self._sum_over_replicas(loss).item(),
+            loss=None if loss is None else loss / weight if weight else nan,
+            loss_weight=weight,
             outputs=tuple(kept.values()),
             rows=tuple(rows[m] for m in kept),
         )
+
+    def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Returns the loss of a micro-batch times its weight, and the weight. [2]"""
+        loss = self._loss(output, target).double()
+        if self._weights is None or target.is_floating_point():
+            weight = torch.full_like(loss, len(target))
+        else:
+            weight = self._weights.total(target)
+        # Without any target a loss is no number.
+        return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields (micro-batch, output) of the last stage on this rank."""
