@@ -19,7 +19,7 @@ from bapipe.equivalence.stage_pass import (
     run_weight_grads,
 )
 from bapipe.errors import InvalidModel
-from bapipe.tracing.changing_state import layers_with_same_changing_buffer
+from bapipe.tracing.changing_state import inseparable_layers
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
@@ -53,13 +53,7 @@ def finest_stages(model: TracedModel, no_cut_after: Collection[str] = ()) -> tup
 def _allowed_cuts(model: TracedModel) -> list[int]:
     """Returns the layers before which a cut may be."""
     place = {layer.name: index for index, layer in enumerate(model.layers)}
-    together = [
-        (place[hazard.reader], place[hazard.writer])
-        for hazard in model.hazards
-        if hazard.same_stage or place[hazard.reader] > place[hazard.writer]
-    ]
-    for layers in layers_with_same_changing_buffer(model):
-        together += [(place[layers[0]], place[layer]) for layer in layers]
+    together = [(place[layers[0]], place[layer]) for layers in inseparable_layers(model) for layer in layers]
     return [cut for cut in range(1, len(model.layers)) if not any(min(pair) < cut <= max(pair) for pair in together)]
 
 

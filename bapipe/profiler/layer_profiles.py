@@ -17,7 +17,7 @@ from bapipe.profiler.layer_memory import LayerMemory
 from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.tracing import TracedModel, input_name, unused_state
-from bapipe.tracing.changing_state import layers_with_same_changing_buffer
+from bapipe.tracing.changing_state import inseparable_layers
 from bapipe.tracing.reached import reached
 
 
@@ -49,7 +49,7 @@ def layer_profiles(
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = _optimizer_steps(training_pass, [_trained(tensors) for tensors in counted], optimizer, all_on_device)
     shapes = layer_shapes(training_pass)
-    inseparable = [*layers_with_same_changing_buffer(model), *_chains(model, parameters, first_layer)]
+    inseparable = [*inseparable_layers(model), *_chains(model, parameters, first_layer)]
     made = []
     for index, layer in enumerate(model.layers):
         ids = {id(parameter) for parameter in parameters[index]}

@@ -36,8 +36,23 @@ def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> fro
     )
 
 
-def layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:
-    """Returns the layers of each buffer that several use and that training may change: they must share a stage."""
+def inseparable_layers(model: TracedModel) -> list[tuple[str, ...]]:
+    """Returns layers that must share a stage, whose parameters need not have anything in common.
+
+    These are the layers that use the same changing buffer, and the two of an in-place change that the reader must see,
+    or that in the model's order comes before it must not.
+    """
+    place = {layer.name: index for index, layer in enumerate(model.layers)}
+    changes = {
+        (hazard.reader, hazard.writer)
+        for hazard in model.hazards
+        if hazard.same_stage or place[hazard.reader] > place[hazard.writer]
+    }
+    return [*_layers_with_same_changing_buffer(model), *sorted(changes)]
+
+
+def _layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:
+    """Returns the layers of each buffer that several use and that training may change."""
     users: dict[int, list[str]] = {}
     for layer, state in layer_states(model).items():
         for tensor in state.values():

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import bapipe
-from bapipe.errors import InvalidFile
+from bapipe.errors import ConstraintsUnmet, InvalidFile
+from bapipe.formats.profile import LOSS
+from bapipe.tracing import trace
+from bapipe.tracing.stages import cut_into_stages
 from tests.models.small_modules import layers, profile
 
 FLOAT = 4  # bytes
@@ -91,3 +94,28 @@ def test_a_layer_may_be_named_target() -> None:
         ("head", ("target",)),
         ("loss", ("head", "input:target")),
     ]
+
+
+class ChangesAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        view = h[:, :4]
+        between = self.b(h.clone())
+        view.add_(1.5)
+        scores: Tensor = self.head(self.c(between + h) + h)
+        return scores
+
+
+def test_layers_that_a_change_in_place_binds_are_in_one_stage_of_every_plan() -> None:
+    made, inputs = profile(ChangesAView(), 6), [torch.randn(4, 6)]
+    model = trace(ChangesAView(), inputs)
+    for num_stages in (2, 3):
+        plan = bapipe.plan(made, num_stages, minibatch_size=8, microbatch_size=4, num_stages=num_stages)
+        stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers if name != LOSS}
+        cut_into_stages(model, stage_of, inputs, 4)  # raises InvalidModel if the stages part them
+    with pytest.raises(ConstraintsUnmet):
+        bapipe.plan(made, 4, minibatch_size=8, microbatch_size=4, num_stages=4)
