@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +57,8 @@ __all__ = [
     "drop_received",
     "forget_unfinished_groups",
     "get_param_groups",
-    "has_hooks",
+    "hooks_in_words",
+    "hooks_of",
     "is_before_2_13",
     "is_compiled",
     "is_functorch_wrapped",
@@ -134,10 +135,19 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module runs hooks, forward or backward."""
+def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
+    """Returns the hooks that a call of a module runs, forward or backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name) for name in names)
+    return [hook for name in names for hook in getattr(module, name).values()]
+
+
+def hooks_in_words(module: nn.Module) -> str | None:
+    """Says whose code a module's first hook is, as other libraries register some; None if it has none."""
+    hooks = hooks_of(module)
+    if not hooks:
+        return None
+    code = hooks[0].func if isinstance(hooks[0], partial) else hooks[0]
+    return f"a hook of '{getattr(code, '__module__', None) or type(code).__module__}'"
 
 
 def reset_method(module: nn.Module) -> Callable[[], object] | None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from bapipe.torch_private import hooks_in_words, hooks_of
+
 _CAUSES = (
     (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
     (("checkpoint",), "uses torch.utils.checkpoint"),
@@ -17,12 +19,6 @@ _CAUSES = (
 )  # fmt: skip
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Returns whether hooks are registered on a module, for its forward or backward."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
-
-
 def own_code(root: nn.Module, path: str) -> str:
     """Returns the innermost module around a path that is not of torch, or has hooks; empty for the root.
 
@@ -30,7 +26,7 @@ def own_code(root: nn.Module, path: str) -> str:
     """
     modules = dict(root.named_modules())
     while path and (
-        path not in modules or (type(modules[path]).__module__.startswith("torch.nn.") and not has_hooks(modules[path]))
+        path not in modules or (type(modules[path]).__module__.startswith("torch.nn.") and not hooks_of(modules[path]))
     ):
         path = path.rpartition(".")[0]
     return path
@@ -44,8 +40,8 @@ def likely_cause(root: nn.Module, path: str, keeps_state: bool = False) -> str:
     """
     module = root.get_submodule(path)
     owner = f"'{path}'" if path else "the model"
-    if has_hooks(module):
-        return f"likely because of the hooks that are registered on {owner}"
+    if (hook := hooks_in_words(module)) is not None:
+        return f"likely because {owner} has {hook}"
     if keeps_state:
         return f"the forward of {owner} keeps values between calls, which tracing does not see"
     code = getattr(type(module).forward, "__code__", None)

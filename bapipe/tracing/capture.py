@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import has_hooks, is_compiled, needs_values
+from bapipe.torch_private import hooks_in_words, is_compiled, needs_values
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
@@ -153,9 +153,9 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[
         InvalidModel: the model itself has hooks.
     """
     hooked = {
-        path: "it has a hook"
+        path: f"it has {hook}"
         for path, part in module.named_modules()
-        if has_hooks(part) and not is_layer(part, path, leaf_modules)
+        if (hook := hooks_in_words(part)) is not None and not is_layer(part, path, leaf_modules)
     }
     if "" in hooked:
         raise InvalidModel(
