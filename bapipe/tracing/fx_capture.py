@@ -34,15 +34,13 @@ from bapipe.tracing.kept_calls import (
 )  # fmt: skip
 from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.python_state import attributes_of, state_restored
+from bapipe.tracing.randomness import has_random_name
 
 _SIZES = frozenset(
     ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
      "is_complex", "get_device", "element_size", "type", "__hash__", "__repr__", "__format__")
 )  # fmt: skip
 """Methods of a tensor that do not read its values, which tracing may call."""
-
-_RANDOM = frozenset(("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"))
-"""Functions that draw random numbers also if no argument is a tensor."""
 
 
 class TracingFailed(Exception):
@@ -144,7 +142,7 @@ class _StateCalls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if any(id(leaf) in self._names for leaf in leaves):
             return self._on_state(func, name, args, kwargs)
-        if name in _RANDOM and not any(isinstance(leaf, Tensor | fx.Proxy) for leaf in leaves):
+        if has_random_name(name) and not any(isinstance(leaf, Tensor | fx.Proxy) for leaf in leaves):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 

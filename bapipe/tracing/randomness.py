@@ -8,7 +8,13 @@ from torch import fx, nn
 from bapipe.torch_private import DropoutBase, OpOverload
 from bapipe.tracing.kept_calls import is_function_operator
 
-_NAMES = re.compile(r"drop|rand|bernoulli|multinomial|normal_|uniform_|exponential|rrelu|lstm|gru|rnn|attention")
+_NAMES = re.compile(
+    "drop|rand|bernoulli|multinomial|binomial|poisson|(^|_)normal(_|$)|uniform|exponential|cauchy|geometric|_standard_gamma"
+    "|dirichlet|gumbel|fractional|rrelu|lstm|gru|rnn|attention"
+)
+"""Names of functions and methods: what torch calls has a tag ("nondeterministic_seeded"), its callers have none."""
+
+_RANDOM_MODULES = DropoutBase | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d
 
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -34,4 +40,4 @@ def _module_is_random(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.nn."):
         return True
     dropout = getattr(module, "dropout", 0.0)
-    return isinstance(module, DropoutBase | nn.RReLU) or (isinstance(dropout, float) and dropout > 0)
+    return isinstance(module, _RANDOM_MODULES) or (isinstance(dropout, float) and dropout > 0)
