@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-import msgspec
-
 from bapipe.formats.plan import Alternative
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
@@ -18,6 +16,7 @@ from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.decision import stage_plan
 from bapipe.planner.options import SEARCH
 from bapipe.planner.pace import ACTIONS_PER_S
 from bapipe.planner.searched_space import ActionOrderSpace
@@ -130,11 +129,13 @@ def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfi
         ):
             # No stage may become empty, and a layer with tied weights cannot leave its partners.
             if first and second and not shares[moved]:
-                pair = (
-                    msgspec.structs.replace(stages[s], layers=first),
-                    msgspec.structs.replace(stages[s + 1], layers=second),
-                )
-                yield (*stages[:s], *pair, *stages[s + 2 :])
+                yield (*stages[:s], _of(stages[s], first), _of(stages[s + 1], second), *stages[s + 2 :])
+
+
+def _of(stage: StagePlan, layers: tuple[str, ...]) -> StagePlan:
+    """Returns a stage with other layers, of which it recomputes those that it did; all if none of these is left."""
+    again = frozenset(stage.recompute_layers or ())
+    return stage_plan(layers, stage.devices, recompute=stage.recompute, recompute_layers=again)
 
 
 def _with_solution(plan: Solution, best: _Partition, solution: OrderSolution, num_others: int) -> Solution:

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.action_order.improve_plan import improve_plan
+from bapipe.formats.stage_plan import StagePlan, check_stages
+from bapipe.planner.action_order.improve_plan import _neighbours, improve_plan
 from bapipe.planner.linearizations import _bound_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
@@ -131,3 +132,23 @@ def test_a_bound_of_orders_does_not_count_for_named_schedules_along_another_orde
     assert _bound_ns(searched, solution) == 7
     assert _bound_ns(searched, searched) == 9
     assert _bound_ns(solution, searched) == solution.lower_bound_ns
+
+
+def test_neighbours_recompute_layers_that_they_have() -> None:
+    """A layer that leaves a stage is not one of those that it recomputes; if these are all that is left, all are."""
+    profile = chain([1, 1, 1, 1])
+    stages = (
+        StagePlan(layers=("l0", "l1", "l2"), devices=("d0",), recompute=True, recompute_layers=("l0", "l2")),
+        StagePlan(layers=("l3",), devices=("d1",)),
+    )
+    (first, second), *others = _neighbours(stages, {"a": profile})
+    assert not others
+    assert (first.layers, first.recomputed, second.layers, second.recomputed) == (
+        ("l0", "l1"),
+        ("l0",),
+        ("l2", "l3"),
+        (),
+    )
+    for neighbour in _neighbours((first, second), {"a": profile}):
+        check_stages(neighbour, devices(2))
+        assert neighbour[0].recomputed == ("l0",)
