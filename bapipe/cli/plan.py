@@ -201,7 +201,7 @@ def _remarks(
 ) -> tuple[str, ...]:
     """Returns what a reader of the plan should know besides its figures."""
     deadline = Deadline(REMARKS_S) if searched_until.is_given or searched_until.is_over else UNLIMITED
-    ties = near_ties(made, profiles, options.schedules, deadline) if options.goal is None else ()
+    ties = near_ties(made, profiles, options, deadline) if options.goal is None else ()
     told = plan_remarks(made, profiles, named_schedules(options), ties, options.num_stages)
     return tuple(map(with_flags, told))
 

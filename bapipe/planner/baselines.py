@@ -191,14 +191,17 @@ def compared_with(alternatives: Iterable[Alternative], this: Prediction) -> tupl
 
 
 def _compared_with(other: Alternative, step_ns: int, peak_bytes: int) -> Alternative:
-    if not other.feasible or (other.step_ns < step_ns and other.peak_bytes <= peak_bytes):
+    if not other.feasible:
         return other
     if other.step_ns > step_ns:
         why_not = slowdown_text(other.step_ns, step_ns)
     elif other.step_ns == step_ns:
         why_not = "as fast as this plan"
-    else:
+    elif other.peak_bytes > peak_bytes:
         why_not = f"{1 - other.step_ns / step_ns:.1%} faster, but needs more memory"
+    else:
+        _, outside, tail = other.why_not.partition(", but outside")
+        why_not = f"{1 - other.step_ns / step_ns:.1%} faster{outside}{tail}"
     return msgspec.structs.replace(other, why_not=why_not)
 
 

@@ -73,6 +73,8 @@ def make(
     check_inputs(profiles, cluster, options)
     layers = next(iter(profiles.values())).layers
     at = None if cuts is None else _cut_positions(cuts, [layer.name for layer in layers])
+    if at is not None and num_stages not in (None, len(at) + 1):
+        raise BapipeError(f"{len(at)} `cuts` make {len(at) + 1} stages, not `num_stages` {num_stages}: leave one out")
     judged = []
     for size in _sizes(profiles, cluster, options):
         groups = _device_groups(

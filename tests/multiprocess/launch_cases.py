@@ -143,6 +143,9 @@ class SlowData(Dataset[Tensor]):
 
     is_slow_to_load = True
 
+    def __len__(self) -> int:
+        return 0
+
 
 def default_workers(rank: Rank) -> int:
     """Returns how many processes load data for a rank of a machine with 16 cores, by default."""

@@ -383,3 +383,9 @@ def test_values_show_themselves_in_one_line() -> None:
     timeline = simulate(plan, {"a": PROFILE})
     assert repr(timeline) == f"Timeline(3 devices, {len(timeline.spans)} actions, {step})"
     assert repr(changed_file(plan, prediction=LEFT_OUT)).endswith("not judged)")
+
+
+def test_cuts_and_a_number_of_stages_must_agree() -> None:
+    with pytest.raises(BapipeError) as error:
+        bapipe.make(chain([1, 1, 1]), 3, cuts=[2], num_stages=3, minibatch_size=2)
+    assert str(error.value) == "1 `cuts` make 2 stages, not `num_stages` 3: leave one out"

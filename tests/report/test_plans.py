@@ -57,7 +57,7 @@ def test_a_step_that_takes_no_time_has_an_unlimited_rate() -> None:
     assert isinstance(compared, Table)
     assert next(iter(compared.columns[3].cells)) == "unlimited"
     assert any("-> unlimited" in line for line in render_changes(slow, plan))
-    ties = near_ties(plan, profiles, ["1f1b", "gpipe"])
+    ties = near_ties(plan, profiles, PlanOptions(minibatch_size=plan.minibatch_size))
     assert all("as fast" in words for words in plan_remarks(plan, profiles, ["1f1b"], ties) if "near-tie" in words)
     figures = {"peak_bytes": 0, "gap": 0.0, "plan": "1", "microbatch_size": 1, "is_new_kind": False}
     rows = [{"link": n, "step_ns": 0, "samples_per_s": 0.0, **figures} for n in (1, 2)]

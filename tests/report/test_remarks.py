@@ -1,6 +1,7 @@
 """What a reader of a plan should know besides its figures."""
 
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,7 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
-from bapipe.planner.options import RUNNABLE
+from bapipe.planner.options import RUNNABLE, PlanOptions
 from bapipe.report.remarks import plan_remarks
 from tests.builders import chain, devices
 
@@ -26,8 +27,12 @@ def gpipe() -> Plan:
     return bapipe.make(profile(), devices(2), cuts=["l1"], schedule="gpipe", minibatch_size=16, microbatch_size=1)
 
 
+def options(*schedules: str, **limits: Any) -> PlanOptions:
+    return PlanOptions(minibatch_size=16, schedules=schedules, **limits)
+
+
 def words(plan: Plan, of: ModelProfile, schedules: tuple[str, ...]) -> list[str]:
-    return list(plan_remarks(plan, {"a": of}, schedules, near_ties(plan, of, schedules)))
+    return list(plan_remarks(plan, {"a": of}, schedules, near_ties(plan, of, options(*schedules))))
 
 
 def test_a_plan_at_whose_size_the_host_was_the_limit_says_so() -> None:
@@ -59,11 +64,13 @@ def test_a_plan_says_in_which_stages_the_host_is_the_limit() -> None:
 
 def test_a_schedule_that_needs_less_memory_is_a_near_tie() -> None:
     other = bapipe.edit(gpipe(), profile(), schedule="1f1b")
-    (tie,) = near_ties(gpipe(), profile(), ("1f1b", "gpipe", "zb-v", "search"))
+    (tie,) = near_ties(gpipe(), profile(), options("1f1b", "gpipe", "zb-v", "search"))
     assert (tie.name, tie.step_ns) == ("1f1b", other.prediction.step_ns)
     assert tie.peak_bytes == max(rank.peak_bytes for rank in other.prediction.ranks)
     assert tie.peak_bytes < 0.2 * max(rank.peak_bytes for rank in gpipe().prediction.ranks)
-    assert near_ties(other, profile(), ("1f1b", "gpipe")) == ()
+    assert near_ties(other, profile(), options("1f1b", "gpipe")) == ()
+    assert near_ties(gpipe(), profile(), options("1f1b", memory_limit_bytes=tie.peak_bytes)) == (tie,)
+    assert near_ties(gpipe(), profile(), options("1f1b", memory_limit_bytes=tie.peak_bytes - 1)) == ()
     assert words(gpipe(), profile(), ("1f1b",))[0] == (
         "a near-tie: schedule 1f1b with the same stages is as fast and needs at most 1.91 MiB a device, not 15.3 MiB"
     )
@@ -78,7 +85,7 @@ def test_one_device_that_is_hardly_slower_is_a_near_tie() -> None:
         bapipe.edit(slow_link, chain([500, 1], output_bytes=1), cuts=["l1"]), alternatives=slow_link.alternatives
     )
     assert len(hardly.stages) == 2
-    (tie,) = near_ties(hardly, chain([500, 1], output_bytes=1), ("1f1b",))
+    (tie,) = near_ties(hardly, chain([500, 1], output_bytes=1), options("1f1b"))
     assert (tie.name, tie.is_schedule) == ("one-device", False)
 
 

@@ -1,6 +1,5 @@
 """Plans that are hardly slower than a plan, and need much less memory or fewer devices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
@@ -8,6 +7,7 @@ from bapipe.formats.plan import Plan
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.edit import edit
 from bapipe.planner.inputs import Profiles
+from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL
 
 MAX_SLOWDOWN = 0.02
@@ -36,17 +36,17 @@ class NearTie:
 
 
 def near_ties(
-    plan: Plan, profiles: Profiles, schedules: Sequence[str], deadline: Deadline = UNLIMITED
+    plan: Plan, profiles: Profiles, options: PlanOptions, deadline: Deadline = UNLIMITED
 ) -> tuple[NearTie, ...]:
     """Returns the near-tie with the least memory among the plan's stages in other schedules, and a single device.
 
     Args:
-        schedules: names of those to try.
+        options: the schedules to try, and the memory that devices may use.
         deadline: those for which no time is left are left out.
     """
     peak_bytes = plan.prediction.peak_bytes
     limit_ns = plan.prediction.step_ns * (1 + MAX_SLOWDOWN)
-    others = [tie for tie in _rescheduled(plan, profiles, schedules, deadline) if tie.step_ns <= limit_ns]
+    others = [tie for tie in _rescheduled(plan, profiles, options, deadline) if tie.step_ns <= limit_ns]
     light = [tie for tie in others if tie.peak_bytes <= MAX_MEMORY * peak_bytes]
     alone = [
         NearTie(name=other.name, is_schedule=False, step_ns=other.step_ns, peak_bytes=other.peak_bytes)
@@ -56,9 +56,10 @@ def near_ties(
     return (*sorted(light, key=lambda tie: (tie.peak_bytes, tie.step_ns, tie.name))[:1], *alone)
 
 
-def _rescheduled(plan: Plan, profiles: Profiles, schedules: Sequence[str], deadline: Deadline) -> list[NearTie]:
+def _rescheduled(plan: Plan, profiles: Profiles, options: PlanOptions, deadline: Deadline) -> list[NearTie]:
     found = []
-    for name in schedules:
+    limits = dict(zip(plan.cluster.index, options.limits(plan.cluster), strict=True))
+    for name in options.schedules:
         if name == plan.schedule or name not in ALL or plan.num_microbatches * len(plan.stages) > MAX_ACTIONS:
             continue
         if deadline.is_over:
@@ -67,7 +68,8 @@ def _rescheduled(plan: Plan, profiles: Profiles, schedules: Sequence[str], deadl
             other = edit(plan, profiles, schedule=name)
         except BapipeError:  # such as a schedule that places stages otherwise, or one that does not fit
             continue
-        if [stage.devices for stage in other.stages] == [stage.devices for stage in plan.stages]:
+        fits = all(rank.peak_bytes <= limits[rank.device] for rank in other.prediction.ranks)
+        if fits and [stage.devices for stage in other.stages] == [stage.devices for stage in plan.stages]:
             step_ns, peak_bytes = other.prediction.step_ns, other.prediction.peak_bytes
             found.append(NearTie(name=name, is_schedule=True, step_ns=step_ns, peak_bytes=peak_bytes))
     return found

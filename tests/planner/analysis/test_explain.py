@@ -104,6 +104,18 @@ def test_balanced_cuts_leave_no_stage_with_the_recomputed_layers_of_another() ->
     assert balanced.stages[0].recomputed == names[:1]
 
 
+def test_an_order_that_cannot_be_cut_so_often_has_no_balanced_plan() -> None:
+    """Layers that must stay together alternate, and the plan is cut along another order."""
+    plan, profiles = planned([1, 1, 1, 1], 2, replicas=False, schedules=("1f1b",))
+    layers = profiles["a"].layers
+    tied = [replace(layer, shares=(layers[(i + 2) % 4].name,)) for i, layer in enumerate(layers)]
+    names = [layer.name for layer in layers]
+    first, second = plan.stages
+    stages = (replace(first, layers=(names[0], names[2])), replace(second, layers=(names[1], names[3])))
+    profiles = {"a": replace(profiles["a"], layers=tuple(tied))}
+    assert time_balanced_plan(replace(plan, stages=stages), profiles) is None
+
+
 def test_several_stages_per_device_have_no_balanced_plan_to_compare_with() -> None:
     plan, profiles = planned([1, 1, 1, 1], 2, schedules=("interleaved-1f1b",))
     assert time_balanced_plan(plan, profiles) is None
