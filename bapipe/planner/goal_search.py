@@ -3,13 +3,15 @@
 Each of the three asks for the first of some problems, from the most wanted to the easiest, that has a plan which is
 fast enough: under rising memory limits, on more devices, with fewer copies. The search for the shortest step answers
 for one problem: its plan is fast enough, or its lower bound says that none is. A plan for one problem is one for every
-easier problem, so bisection finds the first.
+easier problem, so bisection finds the first. (Of many unlike devices not all orders are searched, so that a plan on
+fewer of them may be none of those searched for more: then fewer devices are asked about, each number by itself.)
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
+from itertools import takewhile
 from math import floor
 
 import msgspec
@@ -177,21 +179,15 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 
 
 def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
-    from bapipe.planner.branch_and_bound.devices import ns_per_sample
-    from bapipe.planner.branch_and_bound.space import tries_all_orders  # loads numpy
-    from bapipe.planner.throughput.load_search import is_homogeneous
+    from bapipe.planner.branch_and_bound.devices import ns_per_sample  # loads numpy
 
     grouping = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
     times_ns = ns_per_sample(grouping.profiles, setting.cluster)
+    num_devices = len(setting.cluster.devices)
+    in_order = not _any_order_counts(setting, setting.cluster)
+    choices = cache(partial(sub_clusters, setting.cluster, ns_per_sample=times_ns, in_order=in_order))
 
-    # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
-    limits = setting.options.limits(setting.cluster)
-    is_alike = is_homogeneous(setting.cluster, limits)
-    has_any = setting.options.objective == "step" and tries_all_orders(
-        grouping.profiles, setting.cluster, setting.options
-    )
-    choices = partial(sub_clusters, setting.cluster, ns_per_sample=times_ns, in_order=not (is_alike or has_any))
-
+    @cache
     def ask(num_devices: int) -> Answer:
         is_refuted = True
         for part in choices(num_devices).clusters:
@@ -201,19 +197,73 @@ def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
             is_refuted = is_refuted and answer.is_refuted
         return Answer(is_refuted=is_refuted)
 
-    num_devices = len(setting.cluster.devices)
-    wanted = range(_fewest_for_stages(setting.options), num_devices + 1)
-    best, value, bound = first_with_plan(
-        wanted, fastest, ask, lambda plan, _: len(plan.used_devices), first_stride=max(1, num_devices // 2)
-    )
+    numbers = range(_fewest_for_stages(setting.options), num_devices + 1)
+    covering = num_devices
+    if in_order:
+        covered = takewhile(lambda number: _covers_fewer(setting, choices(number).clusters), numbers)
+        covering = max(covered, default=numbers[0] - 1)
+    best, value, bound = fewest_with_plan(numbers, covering, fastest, ask)
     best = _fastest_on_any(setting, choices(value), best)
     best = msgspec.structs.replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
-    has_all = bound == wanted[0] or choices(bound - 1).has_all
+    refuted = range(max(numbers[0], min(covering, bound - 1)), bound)  # each by itself, the first one with all fewer
+    has_all = all(choices(number).has_all for number in refuted)
     value = len(best.used_devices)  # what could not be decided before may be found now
     reached = ReachedGoal(
         quantity="devices", value=value, bound=min(bound, value), of="" if has_all else "the fastest devices"
     )
     return _with_goal(best, setting, reached)
+
+
+def _any_order_counts(setting: Setting, cluster: Cluster) -> bool:
+    """Returns whether plans may take devices in any order: they are alike, or few enough to try all orders."""
+    from bapipe.planner.branch_and_bound.space import tries_all_orders  # these load numpy
+    from bapipe.planner.throughput.load_search import is_homogeneous
+
+    if is_homogeneous(cluster, setting.options.limits(cluster)):
+        return True
+    # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
+    profiles = groupings(setting.profiles, setting.cluster, setting.options.group)[0].profiles
+    return setting.options.objective == "step" and tries_all_orders(profiles, cluster, setting.options)
+
+
+def _covers_fewer(setting: Setting, clusters: Sequence[Cluster]) -> bool:
+    """Returns whether what is searched for some devices has every plan that is searched for fewer of them.
+
+    Of many unlike devices stages take the first ones of some orders, of few any in any order. Loads are those of any
+    devices in the cluster's order where some may stay unused between others.
+    """
+    from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS  # loads numpy
+
+    has_gaps = setting.options.objective == "throughput" and len(clusters[0].devices) <= MAX_DEVICES_WITH_GAPS
+    return has_gaps or all(_any_order_counts(setting, cluster) for cluster in clusters)
+
+
+def fewest_with_plan(numbers: range, covering: int, known: Plan, ask: Callable[[int], Answer]) -> tuple[Plan, int, int]:
+    """Returns a plan on the fewest devices; their number; and the first number of devices that is not refuted.
+
+    Args:
+        numbers: of devices that may have a plan.
+        covering: up to so many devices each number is refuted with all fewer ones, above each by itself.
+        known: a plan on any of the devices.
+    """
+
+    def first(most: int, known: Plan) -> tuple[Plan, int, int]:
+        wanted, stride = range(numbers[0], most + 1), max(1, most // 2)
+        return first_with_plan(wanted, known, ask, lambda plan, _: len(plan.used_devices), first_stride=stride)
+
+    best, value, bound = first(numbers[-1], known)
+    if value <= covering:
+        return best, value, bound
+    of_covering = ask(covering) if covering in numbers else Answer()
+    if of_covering.plan is not None:
+        return first(covering, of_covering.plan)
+    for number in range(covering + 1 if of_covering.is_refuted else numbers[0], value):
+        answer = ask(number)
+        if answer.plan is not None:
+            return answer.plan, len(answer.plan.used_devices), number
+        if not answer.is_refuted:
+            return best, value, number
+    return best, value, value
 
 
 def _fastest_on_any(setting: Setting, choices: SubClusters, known: Plan) -> Plan:

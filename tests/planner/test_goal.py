@@ -22,7 +22,7 @@ from bapipe.formats.settings import Settings
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal import Goal
-from bapipe.planner.goal_search import first_with_plan, reach_goal
+from bapipe.planner.goal_search import fewest_with_plan, first_with_plan, reach_goal
 from bapipe.planner.goal_setting import Answer, Setting
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import SEARCH, PlanOptions
@@ -215,6 +215,53 @@ def test_the_first_problem_with_a_plan_is_found_from_every_place() -> None:
                 assert value == first
                 assert bound == first if not undecided else bound <= first
                 assert bound - 1 not in undecided or not bound  # what comes before the bound is refuted
+
+
+def on_devices(num: int) -> Plan:
+    """A plan of one layer and stage for each of so many devices."""
+    return bapipe.plan(chain([1] * num), devices(num), minibatch_size=1, num_stages=num, replicas=False)
+
+
+@pytest.mark.parametrize(
+    ("few", "undecided", "covering", "value", "bound"),
+    [
+        *(({9}, set(), covering, 9, 9) for covering in (0, 1, 6, 9)),
+        *(({7, 9}, set(), covering, 7, 7) for covering in (0, 1, 6, 7, 9)),
+        *(({3, 9}, set(), covering, 3, 3) for covering in (0, 2, 3, 6, 9)),
+        *(({9}, {6}, covering, 9, 6) for covering in (0, 5, 6)),
+        ({9}, {6}, 9, 9, 9),  # 8 devices are refuted with all fewer
+        ({7, 9}, {6}, 7, 7, 6),
+    ],
+)
+def test_more_devices_refute_fewer_only_where_they_have_all_plans_of_these(
+    few: set[int], undecided: set[int], covering: int, value: int, bound: int
+) -> None:
+    few = few | {number for number in range(1, covering + 1) if number > min(few)}  # these have the plans of fewer
+
+    def ask(number: int) -> Answer:
+        return Answer(plan=on_devices(min(few))) if number in few else Answer(is_refuted=number not in undecided)
+
+    _, found, not_refuted = fewest_with_plan(range(1, 10), covering, on_devices(9), ask)
+    assert (found, not_refuted) == (value, bound)
+
+
+def test_each_number_of_unlike_devices_that_are_too_many_for_all_orders_is_searched() -> None:
+    """Nine unlike devices and eight are tried in some orders, seven in all: there the only other plan is."""
+    unlike = tuple(
+        msgspec.structs.replace(device, speed=1.0 + rank / 10) for rank, device in enumerate(devices(9).devices)
+    )
+    asked = set()
+
+    def search(_: Any, cluster: Cluster, *__: object) -> Plan:
+        asked.add(len(cluster.devices))
+        if len(cluster.devices) in (7, 9):
+            return on_devices(len(cluster.devices))
+        raise Infeasible("none", is_proven=True)
+
+    cluster, options = msgspec.structs.replace(devices(9), devices=unlike), PlanOptions(minibatch_size=1)
+    plan = reach_goal(chain([1] * 9), cluster, options, Goal(least="devices"), search=search, deadline=Deadline(None))
+    assert plan.certificate.goal == ReachedGoal(quantity="devices", value=7, bound=7)
+    assert asked >= {6, 7, 8}
 
 
 def test_what_is_not_decided_is_not_proven() -> None:
