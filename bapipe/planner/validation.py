@@ -7,11 +7,13 @@ import msgspec
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.host_times import HostTimes
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.schedules import ALL, LOOPED, SCHEDULES
 from bapipe.simulator.groups import check_members, check_same_training, check_tied_weights
+from bapipe.simulator.layer_totals import NO_HOST_TIMES
 
 MAX_MICROBATCHES = 1024
 """Maximum number of micro-batches in a step; larger schedules are too large to be useful."""
@@ -96,7 +98,8 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
 
 def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
     """Raises InvalidFile if values are too large to add up over a step."""
-    fields = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns", "stash_bytes", "workspace_bytes"
+    times = "forward_ns", "input_grad_ns", "weight_grad_ns", "backward_ns"
+    fields = (*times, "stash_bytes", "gradient_stash_bytes", "workspace_bytes")
     for i, measurement in enumerate(profile.measurements):
         for name in fields:
             values = [getattr(layer, name) for layer in measurement.layers]
@@ -168,15 +171,30 @@ def _check_sum(
 
 def _check_speeds(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
     """Raises BapipeError if a step would take years on a device."""
-    last = {kind: profile.measurements[-1] for kind, profile in profiles.items()}
-    microbatch_ns = {kind: sum(m.forward_ns + m.whole_backward_ns for m in one.layers) for kind, one in last.items()}
+    longest_ns = {kind: _longest_step_ns(profile, minibatch_size) for kind, profile in profiles.items()}
     for device in cluster.devices:
-        step_ns = microbatch_ns[device.kind] * minibatch_size // last[device.kind].microbatch_size
-        if step_ns / device.speed >= MAX_TOTAL:
+        if longest_ns[device.kind] / device.speed >= MAX_TOTAL:
             raise BapipeError(
                 f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check "
                 "its speed, and the profile's times"
             )
+
+
+def _longest_step_ns(profile: ModelProfile, minibatch_size: int) -> int:
+    """The step time on one device of speed 1, with the measured micro-batch size that takes the longest."""
+    update_ns = sum(layer.update_ns for layer in profile.layers)
+    return update_ns + max(
+        sum(map(_longest_ns, measurement.layers)) * minibatch_size // measurement.microbatch_size
+        for measurement in profile.measurements
+    )
+
+
+def _longest_ns(layer: LayerMeasurement) -> int:
+    """The time of F and the backward of a layer, as B or as I and W, each on the device or on the host."""
+    host = NO_HOST_TIMES if layer.host is msgspec.UNSET else layer.host
+    apart_ns = max(layer.input_grad_ns, host.input_grad_ns) + max(layer.weight_grad_ns, host.weight_grad_ns)
+    whole_ns = max(layer.whole_backward_ns, host.backward_ns)
+    return max(layer.forward_ns, host.forward_ns) + max(apart_ns, whole_ns)
 
 
 def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:

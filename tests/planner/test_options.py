@@ -1,5 +1,6 @@
 """Options and results of planning: constraints, pinned plans, explanations, the Pareto front, cached plans."""
 
+from collections.abc import Callable
 from dataclasses import replace as replace_options
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,10 @@ import bapipe
 from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.cluster import Cluster, Link
+from bapipe.formats.host_times import HostTimes
+from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Objective, Plan
+from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
@@ -407,6 +411,44 @@ def test_absurd_sizes_are_named() -> None:
             "device 'd0' of speed 1e-12 would take more than four years for a step: check its speed, and the profile's "
             "times"
         )
+
+
+def test_what_input_gradients_leave_is_too_much_to_add_up_as_other_bytes_are() -> None:
+    profile = chain([1, 1])
+    measured = profile.measurements[0]
+    layers = tuple(replace(layer, gradient_stash_bytes=2**56) for layer in measured.layers)
+    profile = replace(profile, measurements=(replace(measured, layers=layers),))
+    with pytest.raises(InvalidFile) as caught:
+        plan_step_time({"a": profile}, devices(2), PlanOptions(minibatch_size=1, schedules=["zb-h1"]))
+    assert str(caught.value) == (
+        "the profile of chain on a: 72,057,594,037,927,936 is too much to add up over a mini-batch of 1; check the unit "
+        "- at `$.measurements[0].layers[0].gradient_stash_bytes`"
+    )
+
+
+def _with_update(profile: ModelProfile) -> ModelProfile:
+    return replace(profile, layers=tuple(replace(layer, update_ns=10**9) for layer in profile.layers))
+
+
+def _with_host_times(profile: ModelProfile) -> ModelProfile:
+    host = HostTimes(forward_ns=10**9, input_grad_ns=0, weight_grad_ns=0, backward_ns=0)
+    measured = profile.measurements[0]
+    layers = tuple(replace(layer, host=host) for layer in measured.layers)
+    return replace(profile, measurements=(replace(measured, layers=layers),))
+
+
+def _with_a_slow_size_first(profile: ModelProfile) -> ModelProfile:
+    measured = profile.measurements[0]
+    slow = tuple(replace(layer, forward_ns=10**9) for layer in measured.layers)
+    return replace(profile, measurements=(Measurement(microbatch_size=4, layers=slow), measured))
+
+
+@pytest.mark.parametrize("with_times", [_with_update, _with_host_times, _with_a_slow_size_first])
+def test_a_speed_is_absurd_by_any_time_of_the_profile(with_times: Callable[[ModelProfile], ModelProfile]) -> None:
+    """A second at speed 1e-9 is 31 years, of 2 ** 57 ns; the times of the chain alone take 0."""
+    slow = replace(devices(1), devices=(replace(devices(1).devices[0], speed=1e-9),))
+    with pytest.raises(BapipeError, match=r"^device 'd0' of speed 1e-09 would take more than four years for a step"):
+        plan_step_time({"a": with_times(chain([0]))}, slow, PlanOptions(minibatch_size=4))
 
 
 @pytest.mark.parametrize(
