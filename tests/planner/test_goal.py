@@ -230,7 +230,7 @@ def on_devices(num: int) -> Plan:
         *(({3, 9}, set(), covering, 3, 3) for covering in (0, 2, 3, 6, 9)),
         *(({9}, {6}, covering, 9, 6) for covering in (0, 5, 6)),
         ({9}, {6}, 9, 9, 9),  # 8 devices are refuted with all fewer
-        ({7, 9}, {6}, 7, 7, 6),
+        ({7, 9}, {6}, 7, 7, 5),  # 4 devices are refuted with all fewer, and 5 are not asked about
     ],
 )
 def test_more_devices_refute_fewer_only_where_they_have_all_plans_of_these(
