@@ -1,6 +1,6 @@
 """What a plan decides, apart from what follows from it; and the step that follows, by the simulator."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -84,6 +84,11 @@ def stage_plan(
     return StagePlan(
         layers=layers, devices=devices, recompute=recompute, recompute_layers=named if only_some else msgspec.UNSET
     )
+
+
+def has_idle_replicas(num_replicas: Iterable[int], num_microbatches: int) -> bool:
+    """Returns whether a stage has more replicas than there are micro-batches, so that some would run none."""
+    return max(num_replicas) > num_microbatches
 
 
 def decision_of(plan: Plan) -> Decision:

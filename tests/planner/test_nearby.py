@@ -13,7 +13,7 @@ from bapipe.planner.make import judge
 from bapipe.planner.nearby import MAX_GAP, Point, can_plan_nearby, plans_nearby
 from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
-from tests.builders import devices
+from tests.builders import chain, devices
 from tests.random_profiles import random_cluster, random_profile
 from tests.step_time import plan_step_time
 
@@ -56,6 +56,15 @@ def _best_ns(profiles: dict[str, ModelProfile], point: Point) -> int | None:
         return plan_step_time(profiles, point.cluster, point.options).prediction.step_ns
     except Infeasible:
         return None
+
+
+def test_the_plan_of_a_neighbour_with_more_micro_batches_leaves_no_replica_without_one() -> None:
+    """With one micro-batch a second, slower replica takes no time, and the line of devices begins with the slower."""
+    slow, fast = devices(2).devices
+    cluster = replace(devices(2), devices=(slow, replace(fast, speed=1.1)))
+    points = [Point(cluster=cluster, options=PlanOptions(minibatch_size=size)) for size in (2, 1)]
+    plans = plans_nearby({"a": chain([1])}, points, lambda number, plan: None)
+    assert [plan.stages[0].devices for plan in plans if isinstance(plan, Plan)] == [("d1", "d0"), ("d1",)]
 
 
 def test_why_a_point_has_no_plan_is_said_beside_the_plans_of_the_others() -> None:

@@ -9,7 +9,7 @@ from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.decision import decision_of
+from bapipe.planner.decision import decision_of, has_idle_replicas
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.partition_space import line_space
 from bapipe.planner.plan_step import solve_partition
@@ -99,7 +99,7 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
         reasons.append("its layers in another order")
     if not options.replicas and any(len(stage.devices) > 1 for stage in plan.stages):
         reasons.append("replicas")
-    elif any(len(stage.devices) > plan.num_microbatches for stage in plan.stages):
+    elif has_idle_replicas((len(stage.devices) for stage in plan.stages), plan.num_microbatches):
         reasons.append("replicas without a micro-batch")
     if not options.recompute and any(stage.recompute for stage in plan.stages):
         reasons.append("recomputation")

@@ -16,7 +16,7 @@ from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import parse_constraints
-from bapipe.planner.decision import stage_plan
+from bapipe.planner.decision import has_idle_replicas, stage_plan
 from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
@@ -318,8 +318,13 @@ class DeviceLine:
         return self._is_allowed(plan, self._groups(plan.counts))
 
     def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the stages are as many as asked for, layers apart that must be, and on devices that may run them."""
+        """Whether the stages are as many as asked for, on devices that may run them, and layers apart that must be.
+
+        Each replica has a micro-batch.
+        """
         if self.options.num_stages not in (None, len(plan.cuts) - 1):
+            return False
+        if has_idle_replicas(plan.counts, self.options.minibatch_size // plan.microbatch_size):
             return False
         if any(
             len(ranks) > 1 and self._without_replicas & {*range(*layers)}
