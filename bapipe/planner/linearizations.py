@@ -17,8 +17,8 @@ from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.graph.downsets import downsets, prefixes
-from bapipe.graph.layer_graph import of_layers, topological_order
+from bapipe.graph.downsets import downsets
+from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
@@ -142,12 +142,11 @@ def _along(failure: BapipeError, num_orders: int) -> BapipeError:
 
 
 def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
-    """Returns the graph of the layers, None if it has one order only, or at least cuts along one order only."""
+    """Returns the graph of the layers, None if all its cuts are along the profile's order."""
     if of_layers(profile).has_single_order:
         return None
     graph = contracted_graph(profile)
-    node_sets = downsets(graph.graph, graph.graph.num_nodes + 1)
-    return graph if node_sets is None else None
+    return graph if downsets(graph.graph, len(graph.prefixes_of_layers())) is None else None
 
 
 def _promising(
@@ -169,7 +168,7 @@ def _promising(
     node_sets = downsets(graph.graph, MAX_DOWNSETS)
     if node_sets is None:
         return
-    chain = graph.boundaries(prefixes(topological_order(graph.graph)))
+    chain = graph.boundaries(graph.prefixes_of_layers())
     every = graph.boundaries(node_sets)
     num_devices = len(cluster.devices)
     limits = dict.fromkeys(max(options.limits(cluster)) for options in chosen_for)

@@ -88,6 +88,51 @@ def test_two_towers_with_interleaved_layers_go_to_two_devices() -> None:
     assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
 
 
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_tied_layers_that_alternate_are_cut_along_another_order(is_joined: bool) -> None:
+    """Two towers a1 a2 and b1 b2 that share parameters each; the profile's order has no cut between them.
+
+    1F1B of M = 8, F + B = 2 * 300 ns a stage: (M + 1) 600, and if b2 reads a2 the transfers of one micro-batch.
+    """
+    inputs = {"a1": ("x",), "b1": ("x",), "a2": ("a1",), "b2": ("b1", "a2") if is_joined else ("b1",)}
+    tied = {"a1": "a2", "a2": "a1", "b1": "b2", "b2": "b1"}
+    profile = ModelProfile(
+        model="tied",
+        device=DeviceKind(kind="a", name="none", memory_bytes=10**6),
+        dtype="float32",
+        optimizer="sgd",
+        layers=tuple(
+            LayerProfile(
+                name=name,
+                kind="Layer",
+                inputs=read,
+                outputs=(name,),
+                param_bytes=10,
+                optimizer_state_bytes=0,
+                shares=(tied[name],),
+            )
+            for name, read in inputs.items()
+        ),
+        measurements=(
+            Measurement(
+                microbatch_size=1,
+                layers=(
+                    LayerMeasurement(
+                        forward_ns=100, input_grad_ns=100, weight_grad_ns=100, stash_bytes=10, output_bytes=(10,)
+                    ),
+                )
+                * 4,
+            ),
+        ),
+    )
+    cluster = devices(2, bytes_per_s=10**10)  # 10 bytes take 1 ns
+    for num_stages in (None, 2):
+        plan = bapipe.plan(profile, cluster, minibatch_size=8, replicas=False, num_stages=num_stages)
+        assert [stage.layers for stage in plan.stages] == [("a1", "a2"), ("b1", "b2")]
+        assert plan.prediction.step_ns == (8 + 1) * 600 + 2 * is_joined
+        assert "2 orders of the layers" in plan.certificate.space
+
+
 def test_every_order_has_its_share_of_a_time_limit() -> None:
     now, shares = 0.0, []
 

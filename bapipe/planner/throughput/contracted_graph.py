@@ -40,6 +40,16 @@ class ContractedGraph:
         num_steps = min(num_boundaries, len(along)) - 1
         return self.boundaries([along[i * (len(along) - 1) // num_steps] for i in range(num_steps + 1)])
 
+    def prefixes_of_layers(self) -> list[int]:
+        """Returns the downsets that are the first layers of the profile: no group of layers lies on both sides."""
+        found, nodes, num_layers = [0], 0, 0
+        for last, node in sorted((max(layers), node) for node, layers in enumerate(self.layers_of_node)):
+            nodes |= 1 << node
+            num_layers += len(self.layers_of_node[node])
+            if num_layers == last + 1:  # all layers up to this one
+                found.append(nodes)
+        return found
+
     def prefixes_of_orders(self) -> list[int]:
         """Returns the downsets that are prefixes of one of three linear orders."""
         graph = self.graph
