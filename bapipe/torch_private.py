@@ -256,6 +256,11 @@ def get_param_groups(inputs: list[Node], weights: list[Node], reverse_graph: Any
     return _backward.get_param_groups(inputs, weights, reverse_graph)
 
 
+def num_outputs(node: Node) -> int:
+    """Returns how many results the operator of a node of the autograd graph has, each of which may have a gradient."""
+    return len(node._input_metadata)
+
+
 def can_begin_at(node: Node) -> bool:
     """Whether W can begin at a node of the autograd graph: before torch 2.13 not at one of an `autograd.Function`."""
     return not is_before_2_13() or not isinstance(node, torch.autograd.function.BackwardCFunction)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, stage_backward_weight
+from bapipe.torch_private import (
+    can_begin_at,
+    construct_reverse_graph,
+    get_param_groups,
+    num_outputs,
+    stage_backward_weight,
+)
 from bapipe.tracing.weight_nodes import weight_nodes
 
 
@@ -89,20 +95,22 @@ def run_input_grads(
         for group in groups
         for index, node in enumerate(group.param_group["intermediates"])
     ]
+    # Of the nodes at which I ends all outputs are asked for: of a tensor that is split, one part may be a root and
+    # another one get its gradient from a later root.
+    ends = [GradientEdge(n, i) for n in dict.fromkeys(edge.node for edge in roots) for i in range(num_outputs(n))]
     try:
-        gradients = torch.autograd.grad(loss, roots, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(loss, ends, retain_graph=True, allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
-    # I does not run the nodes at which it ends, so their hooks were not called.
-    arrived: dict[Node, dict[int, Tensor | None]] = {}  # by output of the node
-    for edge, gradient in zip(roots, gradients, strict=True):
-        arrived.setdefault(edge.node, {})[edge.output_nr] = gradient
+    # I does not run these nodes, so their hooks were not called.
+    arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+    for edge, gradient in zip(ends, gradients, strict=True):
+        arrived[edge.node] = (*arrived.get(edge.node, ()), gradient)
     for group in groups:
         for index, node in enumerate(group.param_group["intermediates"]):
             if node in arrived and not group.param_group["grads"][index]:
-                by_output = arrived[node]
-                group.param_group["grads"][index] = tuple(by_output.get(i) for i in range(max(by_output) + 1))
+                group.param_group["grads"][index] = arrived[node]
 
 
 def _keep_gradients(

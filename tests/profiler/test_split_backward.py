@@ -1,4 +1,4 @@
-"""I and W of two linear layers: together they give the gradients of B."""
+"""I and W: together they give the gradients of B."""
 
 import torch
 from torch import nn
@@ -30,3 +30,17 @@ def test_input_and_weight_gradients_add_up_to_the_backward() -> None:
         assert parameter.grad is not None
         assert gradient is not None
         assert torch.allclose(parameter.grad, gradient)
+
+
+def test_i_keeps_the_gradients_of_all_parts_of_a_tensor_that_is_split_where_it_ends() -> None:
+    layer = nn.Linear(1, 2, bias=False)
+    hidden = layer(torch.tensor([[3.0]]))
+    first, second = hidden.chunk(2, -1)
+    scaled, whole = 5 * second, 7 * hidden
+    loss = 2 * first.sum() + scaled.sum() + whole.sum()
+    roots = [get_gradient_edge(tensor) for tensor in (first, scaled, whole)]  # but not `second`, nor `hidden`
+    (group,) = find_weight_groups(loss, roots, layer.parameters())
+    run_input_grads(loss, roots, (group,), lambda: 0)
+    group.run()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[3 * (2 + 7.0)], [3 * (5 + 7.0)]]
