@@ -41,7 +41,7 @@ from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
-from bapipe.tracing import Inputs, granularity, only_tensor_inputs, state_names, trace, unused_state
+from bapipe.tracing import Inputs, granularity, only_tensor_inputs, persistent_state, state_names, trace, unused_state
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
@@ -120,7 +120,7 @@ class Pipeline:
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 
         # Cut the traced model. Nothing is allocated: shapes come from a pass on the meta device.
-        keys, names = frozenset(module.state_dict()), state_names(module)
+        keys, names = frozenset(persistent_state(module)), state_names(module)
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
 
@@ -346,7 +346,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.
 
-        The state dicts of all ranks together are the original's: what no layer uses is the first stage's.
+        The state dicts of all ranks together are the original's, without extra state (`get_extra_state`): what no layer
+        uses is the first stage's.
         """
         return self._state.state_dict()
 

@@ -18,7 +18,7 @@ class StageState:
         modules: this rank's stages.
         unused: parameters and buffers of the original module that no layer uses, on the rank that keeps them.
         names: names in the original module by the id of a tensor; a tied one has several.
-        keys: names that the original module's state dict has; it leaves out buffers that are not persistent.
+        keys: names of the original module's state dict, which leaves out buffers that are not persistent.
     """
 
     modules: Mapping[int, nn.Module]

@@ -12,6 +12,7 @@ from bapipe.formats.cluster import Device
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest_checkpoint, only_writer
 from bapipe.runtime.checkpoint.manifest import Position, check_model
+from bapipe.runtime.checkpoint.state_outside import check_no_extra_state
 from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough
 from bapipe.runtime.data.validation_split import hold_out
@@ -25,6 +26,7 @@ from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_rank import EvaluationProgress, evaluation_data, train_rank
 from bapipe.runtime.train_result import OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.torchrun import current_job, is_first_rank
+from bapipe.tracing import persistent_state
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 
@@ -54,8 +56,8 @@ def train(
     continues as if it had never stopped.
 
     Raises:
-        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, or a
-            checkpoint is of another model, optimizer, seed or data, all are damaged, or another run writes there.
+        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, the
+            model has extra state and is to have checkpoints, a checkpoint is of another model, optimizer, seed or data, all are damaged, or another run writes there.
         RunFailed: a rank failed, was killed, or waited longer than `timeout_s`; the loss is not finite; or a
             checkpoint cannot be written.
     """
@@ -66,6 +68,8 @@ def train(
         dataset, validation = hold_out(dataset, config.seed, config.evaluate_samples)
         check_scores(evaluation_data(example, validation))
     check_enough(plan, dataset)
+    if config.checkpoint is not None:
+        check_no_extra_state(example.module)
     devices, kind = [plan.cluster.devices[rank] for rank in ranks], device_kind(plan)
     job = TrainJob(
         plan=plan,
@@ -143,7 +147,7 @@ def _newest_checkpoint(job: TrainJob, example: Example, *, tell: bool) -> Checkp
 
 def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) -> None:
     path, there, here = checkpoint.path, checkpoint.manifest, job.manifest(Position())
-    check_model(there, path, tensor_specs(example.module.state_dict()))
+    check_model(there, path, tensor_specs(persistent_state(example.module)))
     for what, old, new in (
         ("optimizer", there.optimizer, here.optimizer),
         ("seed", there.seed, here.seed),

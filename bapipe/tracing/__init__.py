@@ -17,7 +17,15 @@ from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import granularity, trace
-from bapipe.tracing.model import TracedLayer, TracedModel, input_name, layer_states, state_names, unused_state
+from bapipe.tracing.model import (
+    TracedLayer,
+    TracedModel,
+    input_name,
+    layer_states,
+    persistent_state,
+    state_names,
+    unused_state,
+)
 
 __all__ = [
     "Inputs",
@@ -30,6 +38,7 @@ __all__ = [
     "input_name",
     "layer_states",
     "only_tensor_inputs",
+    "persistent_state",
     "state_names",
     "tensor_inputs",
     "trace",

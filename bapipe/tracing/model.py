@@ -122,11 +122,16 @@ def layer_states(model: TracedModel) -> dict[str, dict[str, Tensor]]:
     return states
 
 
+def persistent_state(root: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a module's state dict, by name: all of it but extra state."""
+    names, state = state_names(root), root.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if name in names.get(id(tensor), ())}
+
+
 def unused_state(model: TracedModel) -> dict[str, Tensor]:
-    """Returns the tensors of the module's state dict that no layer uses."""
+    """Returns the parameters and buffers of the module's state dict that no layer uses."""
     used = {id(tensor) for state in layer_states(model).values() for tensor in state.values()}
-    state = model.root.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor) and id(tensor) not in used}
+    return {name: tensor for name, tensor in persistent_state(model.root).items() if id(tensor) not in used}
 
 
 def node_state(module: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, Tensor]]:

@@ -8,17 +8,18 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.tensor_files import opened
+from bapipe.tracing import persistent_state
 
 _NUM_SHOWN = 3
 """Names that an error lists."""
 
 
 def check_weights(path: Path, module: nn.Module) -> None:
-    """Raises BapipeError unless a file has the tensors of a module's state dict, and no others.
+    """Raises BapipeError unless a file has the parameters and buffers of a module's state dict, and no others.
 
     Of tied weights one name is enough. Only names and shapes are read.
     """
-    state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    state = persistent_state(module)
     names: dict[int, set[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), set()).add(name)
