@@ -43,6 +43,7 @@ from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
 from bapipe.tracing import Inputs, granularity, only_tensor_inputs, persistent_state, state_names, trace, unused_state
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import Split, with_inputs
@@ -156,7 +157,13 @@ class Pipeline:
         }
         # The first stage also holds what no layer uses, so that checkpoints have all of the module.
         unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
-        self._state = StageState(modules=self._modules, unused=unused, names=names, keys=keys)
+        self._state = StageState(
+            modules=self._modules,
+            unused=unused,
+            names=names,
+            keys=keys,
+            non_persistent=changing_buffers(self._split.model) - keys,
+        )
         drop_others(self._split, self._state.tensors())
         self._peak_memory = PeakMemory(self._device, self._state.tensors())
         materialize(self._split, self._state.tensors(), self._device, seed, initialize)
@@ -205,6 +212,11 @@ class Pipeline:
     def rank(self) -> int:
         """The schedule's rank that this process runs."""
         return self._layout.rank
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """The modules of this rank's stages, by stage."""
+        return self._modules
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -350,6 +362,10 @@ class Pipeline:
         uses is the first stage's.
         """
         return self._state.state_dict()
+
+    def non_persistent_buffers(self) -> dict[str, Tensor]:
+        """Returns this rank's buffers that training may change and that `state_dict` leaves out, by name."""
+        return self._state.non_persistent_buffers()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that this rank's stages use, with their gradients, by their names in the module."""

@@ -19,12 +19,14 @@ class StageState:
         unused: parameters and buffers of the original module that no layer uses, on the rank that keeps them.
         names: names in the original module by the id of a tensor; a tied one has several.
         keys: names of the original module's state dict, which leaves out buffers that are not persistent.
+        non_persistent: names of the buffers that it leaves out and that training may change.
     """
 
     modules: Mapping[int, nn.Module]
     unused: tuple[Tensor, ...]
     names: Mapping[int, tuple[str, ...]]
     keys: frozenset[str]
+    non_persistent: frozenset[str] = frozenset()
     _names_of_places: dict[tuple[int, str], tuple[str, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,12 +53,21 @@ class StageState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their names in the original module; tied ones by all of them."""
-        named = [(name, tensor) for tensor in self.unused for name in self.names[id(tensor)]]
+        return {name: tensor.detach() for name, tensor in self._named() if name in self.keys}
+
+    def non_persistent_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers, themselves, that training may change and that are not in the state dict, by name."""
+        return {name: tensor for name, tensor in self._named() if name in self.non_persistent}
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name in the original module, tensor); the last of a name counts."""
+        for tensor in self.unused:
+            yield from ((name, tensor) for name in self.names[id(tensor)])
         places = list(self._places())
         for stage, place, tensor in places:
-            named += [(name, tensor) for name in self._names_of_places.get((stage, place), (place,))]
-        named += [(place, tensor) for _, place, tensor in places]  # of those that were one tensor, what is there now
-        return {name: tensor.detach() for name, tensor in named if name in self.keys}
+            yield from ((name, tensor) for name in self._names_of_places.get((stage, place), (place,)))
+        for _, place, tensor in places:  # of those that were one tensor, what is there now
+            yield place, tensor
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that the stages use, by their first names in the original module."""

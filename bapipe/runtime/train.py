@@ -56,8 +56,9 @@ def train(
     continues as if it had never stopped.
 
     Raises:
-        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, the
-            model has extra state and is to have checkpoints, a checkpoint is of another model, optimizer, seed or data, all are damaged, or another run writes there.
+        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, the model
+            is to have checkpoints and has extra state, or a checkpoint is of another model, optimizer, seed or data,
+            all are damaged, or another run writes there.
         RunFailed: a rank failed, was killed, or waited longer than `timeout_s`; the loss is not finite; or a
             checkpoint cannot be written.
     """
@@ -147,7 +148,8 @@ def _newest_checkpoint(job: TrainJob, example: Example, *, tell: bool) -> Checkp
 
 def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) -> None:
     path, there, here = checkpoint.path, checkpoint.manifest, job.manifest(Position())
-    check_model(there, path, tensor_specs(persistent_state(example.module)))
+    stored, named = persistent_state(example.module), example.module.named_buffers(remove_duplicate=False)
+    check_model(there, path, tensor_specs(stored), {name for name, _ in named} - set(stored))
     for what, old, new in (
         ("optimizer", there.optimizer, here.optimizer),
         ("seed", there.seed, here.seed),

@@ -15,6 +15,7 @@ from bapipe.errors import Stopped
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
 from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.checkpoint.state_outside import StateOutside
 from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
@@ -76,8 +77,9 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         load_weights(config.weights, pipeline.state_dict())
     pipeline.start_at(start.step)
     seed_step(config.seed, rank.index, start.step)
+    outside = None if writer is None else StateOutside([example.module, *pipeline.modules.values()], example.loss)
     with closing(_loader(rank, job, pipeline, example, start)) as loader:
-        history, evaluations = _train_steps(rank, job, pipeline, loader, start, writer, validation)
+        history, evaluations = _train_steps(rank, job, pipeline, loader, start, writer, outside, validation)
     if writer is not None:
         writer.wait()
     return replace(_gather(pipeline, rank, job.devices, history), evaluations=tuple(evaluations))
@@ -142,6 +144,7 @@ def _train_steps(
     loader: Iterator[Batch],
     start: Position,
     writer: CheckpointWriter | None,
+    outside: StateOutside | None,
     validation: EvaluationData | None,
 ) -> tuple[_History, list[Evaluation]]:
     """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
@@ -168,6 +171,8 @@ def _train_steps(
         batch = next(loader)
         reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
         position = batch.after
+        if outside is not None and step == start.step:
+            outside.warn_if_changed()
         if not (reports.are_due or config.pauses_after(step + 1)):
             continue
         finished, stop_signal = reports.collect()
@@ -188,7 +193,13 @@ def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position:
     """Begins to write a checkpoint; the next update waits until the state has been copied."""
     check_parameters(pipeline, job.devices, step)
     manifest = msgspec.structs.replace(job.manifest(position), grad_scaler=pipeline.grad_scaler)
-    copied = writer.save(manifest, pipeline.state_dict(), pipeline.optimizer_state(), pipeline.changed_by_forwards())
+    copied = writer.save(
+        manifest,
+        pipeline.state_dict(),
+        pipeline.non_persistent_buffers(),
+        pipeline.optimizer_state(),
+        pipeline.changed_by_forwards(),
+    )
     pipeline.keep_state_until(copied)
 
 
@@ -227,7 +238,8 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
     path, manifest = checkpoint.path, checkpoint.manifest
     if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
         pipeline.grad_scaler = manifest.grad_scaler
-    pipeline.load_optimizer_state(load_tensors(path, manifest, pipeline.state_dict()))
+    state, buffers = pipeline.state_dict(), pipeline.non_persistent_buffers()
+    pipeline.load_optimizer_state(load_tensors(path, manifest, state, buffers))
     return manifest.position
 
 

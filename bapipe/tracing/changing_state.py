@@ -51,6 +51,19 @@ def inseparable_layers(model: TracedModel) -> list[tuple[str, ...]]:
     return [*_layers_with_same_changing_buffer(model), *sorted(changes)]
 
 
+def changing_buffers(model: TracedModel) -> frozenset[str]:
+    """Returns all names of the buffers that training may change: those of layers that may change one."""
+    names, states = state_names(model.root), layer_states(model)
+    return frozenset(
+        name
+        for layer, state in states.items()
+        if changes_buffers(model, layer)
+        for tensor in state.values()
+        if not isinstance(tensor, nn.Parameter)
+        for name in names.get(id(tensor), ())
+    )
+
+
 def _layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:
     """Returns the layers of each buffer that several use and that training may change."""
     users: dict[int, list[str]] = {}

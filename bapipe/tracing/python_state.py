@@ -80,6 +80,16 @@ def numbers_kept(module: nn.Module) -> dict[str, int | float]:
     }
 
 
+def generators_kept(module: nn.Module) -> dict[str, torch.Generator | random.Random]:
+    """Returns the random generators among the attributes of a module and its parts, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Generator | random.Random)
+    }
+
+
 def attributes_of(module: nn.Module) -> Attributes:
     """Returns the attributes of the modules that are not torch's own, with copies of lists, dictionaries and sets."""
     own_code = (part for part in module.modules() if not type(part).__module__.startswith("torch."))

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,6 +77,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         plan: SHA-256 of the plan that the run had; for the reader only. None in a converted checkpoint.
         versions: of the software that wrote it; for the reader only.
         tensors: of the model.
+        non_persistent: buffers that the model's state dict leaves out and that training changes; left out if there are
+            none, and in checkpoints of earlier versions.
         optimizer_tensors, optimizer_numbers: the optimizer's state, by `name of the parameter:key`.
         files: the files with the tensors.
         grad_scaler: loss scaling of the next step, if losses are scaled; stored as `scaling`.
@@ -99,6 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     files: dict[str, FileDigest]
     grad_scaler: GradScalerState | None = msgspec.field(default=None, name="scaling")
     options: KeptOptions | msgspec.UnsetType = msgspec.UNSET
+    non_persistent: dict[str, TensorSpec] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -240,24 +243,35 @@ def _check_tensors(path: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(f"{path} is damaged: '{name}' differs between {MANIFEST} and the files")
 
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, NON_PERSISTENT, OPTIMIZER = "model/", "non-persistent/", "optimizer/"
 """What the names of the model's and of the optimizer's tensors begin with in the files."""
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
     """Returns shape and dtype of all tensors of a checkpoint, by their names in its files."""
     model = {MODEL + name: spec for name, spec in manifest.tensors.items()}
+    if manifest.non_persistent is not msgspec.UNSET:
+        model |= {NON_PERSISTENT + name: spec for name, spec in manifest.non_persistent.items()}
     return model | {OPTIMIZER + name: spec for name, spec in manifest.optimizer_tensors.items()}
 
 
-def check_model(manifest: Manifest, path: Path, model: Mapping[str, TensorSpec]) -> None:
-    """Raises BapipeError with the first difference, unless a checkpoint has the tensors of a model."""
+def check_model(
+    manifest: Manifest, path: Path, model: Mapping[str, TensorSpec], non_persistent: Collection[str]
+) -> None:
+    """Raises BapipeError with the first difference, unless a checkpoint has the tensors of a model.
+
+    `non_persistent` are the names of the buffers that its state dict leaves out: a checkpoint may have some of them, in
+    other shapes.
+    """
     for name in (*model, *manifest.tensors):
         there, here = manifest.tensors.get(name), model.get(name)
         if there != here:
             raise BapipeError(
                 f"{path} is of another model: '{name}' is {_describe(there)} there and {_describe(here)} here"
             )
+    for name in manifest.non_persistent or ():
+        if name not in non_persistent:
+            raise BapipeError(f"{path} is of another model: it has a buffer '{name}', which is not persistent")
     for key in (*manifest.optimizer_tensors, *manifest.optimizer_numbers):
         name, spec = key.rpartition(":")[0], manifest.optimizer_tensors.get(key)
         # No optimizer of torch keeps a tensor for a parameter that is larger than the parameter.

@@ -19,6 +19,7 @@ from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_check
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
     MODEL,
+    NON_PERSISTENT,
     OPTIMIZER,
     Manifest,
     encode_manifest,
@@ -65,18 +66,21 @@ class CheckpointWriter:
         self,
         manifest: Manifest,
         tensors: Mapping[str, Tensor],
+        non_persistent: Mapping[str, Tensor],
         optimizer: OptimizerState,
         changed_by_forwards: Collection[str],
     ) -> torch.cuda.Event | None:
         """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files.
 
-        Returns the event before which a GPU must not change the tensors, but those that forwards change: these are
-        copied at once. None on a CPU, where all are.
+        `non_persistent` are buffers that are not in the state dict. Returns the event before which a GPU must not
+        change the tensors, but those that forwards change: these are copied at once. None on a CPU, where all are.
         """
         self.wait()
         named = {MODEL + name: tensor for name, tensor in tensors.items()}
         named |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
-        copy = copied_to_host(named, {MODEL + name for name in changed_by_forwards}, self._copy_stream)
+        buffers = {NON_PERSISTENT + name: tensor for name, tensor in non_persistent.items()}
+        at_once = {MODEL + name for name in changed_by_forwards} | set(buffers)
+        copy = copied_to_host(named | buffers, at_once, self._copy_stream)
         self._thread = Thread(target=self._write, args=(manifest, copy, dict(optimizer.numbers)), daemon=True)
         self._thread.start()
         return copy.done
@@ -170,6 +174,7 @@ def _completed(
     return msgspec.structs.replace(
         manifest,
         tensors=beginning_with(MODEL),
+        non_persistent=beginning_with(NON_PERSISTENT) or msgspec.UNSET,
         optimizer_tensors=beginning_with(OPTIMIZER),
         optimizer_numbers=dict(sorted((name, n) for of_rank in numbers for name, n in of_rank.items())),
         files={file_name(rank): file for rank, file in enumerate(files) if file is not None},
@@ -191,20 +196,35 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def load_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> OptimizerState:
-    """Loads some of a model's tensors in place; returns the optimizer's state of the same names, on the CPU."""
+def load_tensors(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], non_persistent: Mapping[str, Tensor] | None = None
+) -> OptimizerState:
+    """Loads some of a model's tensors in place; returns the optimizer's state of the same names, on the CPU.
+
+    `non_persistent` buffers that the checkpoint does not have stay as they are; others may change their shapes.
+    """
+    buffers = {NON_PERSISTENT + name: tensor for name, tensor in (non_persistent or {}).items()}
     own = {name: spec for name, spec in manifest.optimizer_tensors.items() if name.rpartition(":")[0] in tensors}
     numbers = {name: n for name, n in manifest.optimizer_numbers.items() if name.rpartition(":")[0] in tensors}
-    wanted = {MODEL + name for name in tensors} | {OPTIMIZER + name for name in own}
+    wanted = {MODEL + name for name in tensors} | {OPTIMIZER + name for name in own} | set(buffers)
     specs = {name: spec for name, spec in stored_tensors(manifest).items() if name in wanted}
     optimizer_tensors: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in read_tensors([path / name for name in manifest.files], specs):
             if name.startswith(MODEL):
                 tensors[name.removeprefix(MODEL)].copy_(tensor)
+            elif name in buffers:
+                _set(buffers[name], tensor)
             else:
                 optimizer_tensors[name.removeprefix(OPTIMIZER)] = tensor.clone()  # else it stays part of the file
     return OptimizerState(tensors=optimizer_tensors, numbers=numbers)
+
+
+def _set(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape == value.shape and buffer.dtype == value.dtype:
+        buffer.copy_(value)
+    else:  # forwards have assigned another one
+        buffer.data = value.to(buffer.device, copy=True)
 
 
 def full_state_dict(path: Path) -> dict[str, Tensor]:
