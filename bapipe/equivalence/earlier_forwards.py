@@ -9,7 +9,7 @@ from bapipe.equivalence.outcome import Microbatch, counters_in, trial
 from bapipe.equivalence.stage_pass import NoTensor, Stage, StageFailed, run_stage
 from bapipe.equivalence.stages import on_finest_stages
 from bapipe.errors import InvalidModel
-from bapipe.tracing.changing_state import limited_embeddings
+from bapipe.tracing.changing_state import layers_with_own_generators, limited_embeddings
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
@@ -20,14 +20,15 @@ def layers_that_read_earlier_forwards(model: TracedModel, microbatches: Sequence
 
     They may keep a tensor that is no buffer, or running statistics that their forward reads. Every layer runs on the
     same inputs with and without the first micro-batch, with the same random numbers. A layer whose result differs even
-    so from run to run is not among them; one that counts its forwards is, because it may read the number later, and one
-    whose trained parameters change with the samples, such as an embedding with `max_norm`. Layers that no cut separates
-    are together. The module is afterwards as it was.
+    so from run to run is not among them, unless it holds a random generator of its own; one that counts its forwards
+    is, because it may read the number later, and one whose trained parameters change with the samples, such as an
+    embedding with `max_norm`. Layers that no cut separates are together. The module is afterwards as it was.
 
     Raises:
         StageFailed: a layer fails.
     """
-    return on_finest_stages(model, lambda stages: _reading(model, stages, microbatches))[1]
+    reading = on_finest_stages(model, lambda stages: _reading(model, stages, microbatches))[1]
+    return reading | layers_with_own_generators(model)
 
 
 def _reading(model: TracedModel, stages: Sequence[Stage], microbatches: Sequence[Microbatch]) -> frozenset[str]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor, nn
 
 from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.model import TracedModel, layer_states, state_names
+from bapipe.tracing.model import TracedModel, attribute, layer_states, state_names
+from bapipe.tracing.python_state import generators_kept
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 """Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""
@@ -62,6 +64,23 @@ def changing_buffers(model: TracedModel) -> frozenset[str]:
         if not isinstance(tensor, nn.Parameter)
         for name in names.get(id(tensor), ())
     )
+
+
+def layers_with_own_generators(model: TracedModel) -> frozenset[str]:
+    """Returns the layers that hold a random generator of their own, of which each forward leaves the next one another.
+
+    It may be an attribute of a module, or a constant that one of its operators is given.
+    """
+    holding = {
+        layer
+        for node, layer in model.layer_of.items()
+        if (node.op == "call_module" and generators_kept(model.module.get_submodule(str(node.target))))
+        or any(
+            source.op == "get_attr" and isinstance(attribute(model.module, str(source.target)), torch.Generator)
+            for source in node.all_input_nodes
+        )
+    }
+    return frozenset(holding)
 
 
 def _layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:

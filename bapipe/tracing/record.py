@@ -40,6 +40,7 @@ from bapipe.tracing.kept_calls import (
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
@@ -97,6 +98,9 @@ def _copy_without_values(module: nn.Module, device: torch.device, names: dict[in
     for part in module.modules():
         for tensor in tensors_in(vars(part)):
             memo.setdefault(id(tensor), tensor)
+    for generator in generators_kept(module).values():
+        if isinstance(generator, torch.Generator):  # whose own copies need tensors with values
+            memo[id(generator)] = generator.clone_state()
     return copy.deepcopy(module, memo)
 
 

@@ -1,5 +1,6 @@
 """What a forward changes in a model restricts the plans of its profile."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,33 @@ class NormTwice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.c(self.norm(self.b(self.norm(self.a(x)))))
         return y
+
+
+class Noisy(nn.Module):
+    """A layer that adds noise from a generator of its own; `is_whole`: torch.fx cannot follow its code."""
+
+    def __init__(self, *, is_whole: bool = False) -> None:
+        super().__init__()
+        self.linear, self.generator, self.is_whole = nn.Linear(5, 5), torch.Generator().manual_seed(1), is_whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_whole and float(x.detach().sum()) > 1e9:
+            return x
+        y: Tensor = self.linear(x)
+        return y + torch.randn(y.shape, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (Noisy(), "linear"),  # of whose operators one is given the generator
+        (nn.Sequential(nn.Linear(5, 5), Noisy()), "1"),
+        (nn.Sequential(nn.Linear(5, 5), Noisy(is_whole=True)), "1"),
+    ],
+)
+def test_a_layer_that_draws_from_a_generator_of_its_own_allows_no_replicas(module: nn.Module, name: str) -> None:
+    made = profile(module, 5)
+    assert [each for each, (layer, _) in layers(made).items() if not layer.allows_replicas] == [name]
 
 
 def test_a_layer_whose_buffer_the_next_forward_reads_allows_no_replicas() -> None:
