@@ -135,6 +135,13 @@ def is_compiled(module: nn.Module) -> bool:
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)
 
 
+def is_exported(module: nn.Module) -> bool:
+    """Whether a module is what `torch.export` makes of a model: operators in one mode, which has no layers."""
+    from torch.export._unlift import _StatefulGraphModule
+
+    return isinstance(module, _StatefulGraphModule)
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     """Returns the hooks that a call of a module runs, forward or backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

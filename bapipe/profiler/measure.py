@@ -25,7 +25,7 @@ from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepared_cpu
 from bapipe.torch_settings import autocast_dtype, in_memory_format
-from bapipe.tracing import Inputs, TracedModel, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing import Inputs, TracedModel, check_has_layers, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
@@ -89,6 +89,7 @@ def measure_model(
         raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
     check_inputs(inputs)
     check_examples(tensor_inputs(inputs), target)
+    check_has_layers(module)
     check_trainable(module)
     settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
     profile = resume_from

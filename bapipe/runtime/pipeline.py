@@ -41,7 +41,16 @@ from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
-from bapipe.tracing import Inputs, granularity, only_tensor_inputs, persistent_state, state_names, trace, unused_state
+from bapipe.tracing import (
+    Inputs,
+    check_has_layers,
+    granularity,
+    only_tensor_inputs,
+    persistent_state,
+    state_names,
+    trace,
+    unused_state,
+)
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.python_random import generators_restored
@@ -117,6 +126,7 @@ class Pipeline:
         check_optimizer_factory(optimizer)
         self._plan, self._device = plan, current_device(device)
         self._layout = layout_of(plan, self._device, group)
+        check_has_layers(module)
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import hooks_in_words, is_compiled, needs_values
+from bapipe.torch_private import hooks_in_words, is_compiled, is_exported, needs_values
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
@@ -43,7 +43,7 @@ def capture(
     Raises:
         InvalidModel: all of this fails; the message says where.
     """
-    _check_has_layers(module)
+    check_has_layers(module)
     num_inputs = None if inputs is None else len(inputs)
     leaves = _Leaves(leaf_modules)
     leaves.add(_hooked_containers(module, leaves.paths))
@@ -165,7 +165,8 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[
     return hooked
 
 
-def _check_has_layers(module: nn.Module) -> None:
+def check_has_layers(module: nn.Module) -> None:
+    """Raises InvalidModel if a module is of a kind that has no layers to cut between, or a parameter has no shape."""
     has_no_layers = {
         "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
         "compiled by torch.compile": is_compiled(module),
@@ -180,6 +181,12 @@ def _check_has_layers(module: nn.Module) -> None:
             raise InvalidModel(
                 f"module '{path}' has a '#' in its name, which marks the later calls of a module: rename it"
             )
+        if is_exported(part):
+            name = f"module '{path}'" if path else "the module"
+            raise InvalidModel(
+                f"{name} was made by torch.export, so it has no layers to cut between, nor a training mode: give the "
+                "module that it was made from"
+            )
         if isinstance(part, torch.jit.ScriptModule) and (*part.parameters(), *part.buffers()):
             raise InvalidModel(
                 f"module '{path}' is scripted by torch.jit, so its parameters and buffers cannot be given to one "
@@ -187,7 +194,7 @@ def _check_has_layers(module: nn.Module) -> None:
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise InvalidModel(f"'{name}' has no shape yet: call the module once, on any samples, before it is traced")
+            raise InvalidModel(f"'{name}' has no shape yet: call the module once, on any samples, where it is made")
 
 
 def _first_line(error: Exception) -> str:

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.runtime.pipeline import Pipeline
 from tests.multiprocess.runtime_cases import make_plan
 
@@ -53,6 +54,15 @@ def test_a_pipeline_needs_a_process_group() -> None:
         "there is no process group: call torch.distributed.init_process_group in every process before, or train with "
         "bapipe.run, which starts the processes"
     )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_without_a_shape_is_refused_before_settings_are_compared() -> None:
+    plan = make_plan(["0", "1"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    plan = structs.replace(plan, settings=plan.compute_settings)
+    with pytest.raises(InvalidModel) as caught:
+        Pipeline(nn.Sequential(nn.LazyLinear(3), nn.Tanh()), plan, loss=mse_loss, inputs=(X,))
+    assert str(caught.value) == "'0.weight' has no shape yet: call the module once, on any samples, where it is made"
 
 
 @pytest.mark.usefixtures("alone")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bapipe
 from bapipe.errors import InvalidModel
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import is_layer
@@ -97,6 +98,19 @@ def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     activation = torch.jit.script(nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 2), activation)
     torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
+
+
+@pytest.mark.parametrize(("whole", "name"), [(True, "the module"), (False, "module '1'")])
+def test_what_torch_export_made_is_refused_before_it_is_asked_to_train(*, whole: bool, name: str) -> None:
+    x = torch.zeros(2, 2)
+    exported = torch.export.export(nn.Sequential(nn.Linear(2, 2)), (x,)).module()
+    module = exported if whole else nn.Sequential(nn.Linear(2, 2), exported)
+    with pytest.raises(InvalidModel) as caught:
+        bapipe.profile(module, (x,), x, nn.functional.mse_loss)
+    assert str(caught.value) == (
+        f"{name} was made by torch.export, so it has no layers to cut between, nor a training mode: give the module that "
+        "it was made from"
+    )
 
 
 def test_a_module_named_as_a_later_call_is_refused() -> None:
