@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from threading import Thread
@@ -33,6 +34,10 @@ class Refused(RunFailed):
     """A rank of the job was refused before it joined; `told` if another one of the same host says so."""
 
 
+_num_opened: Counter[int] = Counter()
+"""How many stores this process has opened by torchrun's agent, by rank."""
+
+
 def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     """Returns the store of the job that this process is part of, as the environment variables of torchrun say.
 
@@ -51,7 +56,9 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
         # Under torchrun its agent has the port.
         server = serve(address, port if attempt is None else 0, secret) if index == 0 else None
         if attempt is not None:
-            port = _port_by_agent(address, port, f"bapipe{attempt}of{len(names)}", server, timeout_s)
+            _num_opened[index] += 1
+            prefix = f"bapipe{attempt}of{len(names)}run{_num_opened[index]}"
+            port = _port_by_agent(address, port, prefix, server, timeout_s)
         store = _connect(address, port, secret, timeout_s, end_s)
         store.server = server
     except NotOfTheJob:
@@ -88,7 +95,8 @@ def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | N
     """Returns the port at which rank 0 serves the job's store, by the store of torchrun's agent.
 
     The agent's store keeps what an attempt that died has left (pytorch#135712), so every attempt has a prefix of its
-    own; an elastic restart with fewer processes has the same number, so the prefix also has the size.
+    own; an elastic restart with fewer processes has the same number, so the prefix also has the size. Of several runs
+    of one process each has its number.
     """
     agent = PrefixStore(prefix, TCPStore(address, port, None, False, timedelta(seconds=timeout_s)))
     if server is not None:

@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,23 @@ def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch)
     for attempt, names in (("0", NAMES), ("1", NAMES), ("1", NAMES[:2])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
+
+
+def test_every_run_of_a_job_finds_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv(secrets.VARIABLE, "known to the job only")
+    monkeypatch.setattr("bapipe.job.rendezvous._num_opened", Counter())
+    first = [open_store(index, NAMES, 20.0) for index in (0, 1)]
+    early: list[JobStore] = []
+    rank = threading.Thread(target=lambda: early.append(open_store(1, NAMES, 20.0)))
+    rank.start()  # before rank 0 has the second run's server
+    rank.join(0.5)
+    late = open_store(0, NAMES, 20.0)
+    rank.join(20)
+    assert [store.add("failed", 1) for store in (*first, *early, late)] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(("address", "port"), [(None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "any")])
