@@ -179,7 +179,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
         tracer, counts = _Tracer(leaf_modules), _counts(module)
         graph = _trace(tracer, module, defaults)
         texts = tracer.texts()
-        _drop_arguments(graph, defaults)
+        _drop_arguments(graph, defaults, _num_named(module, num_inputs))
         _drop_star_arguments(graph)
         output = output_node(graph)
         returned, spec = tree_flatten(_plain(output.args[0]))
@@ -288,10 +288,19 @@ def _default_arguments(module: nn.Module, num_inputs: int | None) -> dict[str, A
     return {p.name: p.default for p in parameters[num_inputs:] if p.default is not Parameter.empty}
 
 
-def _drop_arguments(graph: fx.Graph, defaults: Mapping[str, Any]) -> None:
-    """Removes the placeholders of arguments with defaults, and torch.fx's assertions that they have these."""
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in defaults:
+def _num_named(module: nn.Module, num_inputs: int | None) -> int:
+    """Returns how many of the inputs of `forward` have an argument each, before those that keep their defaults."""
+    parameters = list(signature(module.forward).parameters.values())[:num_inputs]
+    return sum(parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for parameter in parameters)
+
+
+def _drop_arguments(graph: fx.Graph, defaults: Mapping[str, Any], num_named: int) -> None:
+    """Removes the placeholders of arguments with defaults, and torch.fx's assertions that they have these.
+
+    torch.fx names such a placeholder by the argument and a number, which may be the name of an input before it.
+    """
+    for node in [node for node in graph.nodes if node.op == "placeholder"][num_named:]:
+        if str(node.target).rpartition("_")[0] in defaults:
             checks = [node]
             for check in checks:
                 checks += [user for user in check.users if user not in checks]

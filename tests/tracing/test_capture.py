@@ -88,6 +88,21 @@ def test_any_number_of_arguments() -> None:
     assert inputs == ["x"]
 
 
+def test_an_input_may_have_the_name_of_another_argument_and_a_number() -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x_1: Tensor, x: Tensor | None = None) -> Tensor:
+            y: Tensor = self.linear(x_1)
+            return y if x is None else y + x
+
+    x, module = torch.rand(1, 2), Numbered()
+    captured = capture(module, (x,), ())
+    torch.testing.assert_close(captured.module(x)[0], module(x))
+
+
 def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     x = torch.zeros(1, 2)
     scripted = torch.jit.script(nn.Linear(2, 2))
