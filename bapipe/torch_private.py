@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
 from torch._C._profiler import _EventType as EventType
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -42,13 +41,13 @@ if TYPE_CHECKING:
 __all__ = [
     "PIPELINE_LOG",
     "DispatchMode",
-    "DropoutBase",
     "FakeTensor",
     "FakeTensorMode",
     "NormBase",
     "OpOverload",
     "TreeSpec",
     "argument_schemas",
+    "aten_overloads",
     "backend_name",
     "can_begin_at",
     "construct_reverse_graph",
@@ -98,6 +97,14 @@ def argument_schemas(operator: OpOverload) -> Sequence[Any]:
     """Returns the arguments in an operator's schema, with what they alias and whether they are written."""
     arguments: Sequence[Any] = operator._schema.arguments
     return arguments
+
+
+def aten_overloads(name: str) -> list[OpOverload]:
+    """Returns the operators of torch behind a function or method of this name; none if there is no such one."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return (
+        [getattr(packet, overload) for overload in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+    )
 
 
 def return_schemas(operator: OpOverload) -> Sequence[Any]:

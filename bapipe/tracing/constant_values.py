@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bapipe.torch_private import storage_key, without_fake_tensors
-from bapipe.tracing.randomness import has_random_name
+from bapipe.tracing.randomness import draws_random_numbers
 
 _READS = ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
 _MOST_ELEMENTS = 1024
@@ -39,7 +39,7 @@ class ConstantValues:
         if name == "rand":
             with without_fake_tensors():
                 low, high = (torch.full(result.shape, value, dtype=result.dtype) for value in (0.0, 1.0 - 2.0**-24))
-        elif has_random_name(name) or "empty" in name or not all(map(self._is_known, (*args, *kwargs.values()))):
+        elif draws_random_numbers(func) or "empty" in name or not all(map(self._is_known, (*args, *kwargs.values()))):
             return
         else:
             with without_fake_tensors(), torch.no_grad():

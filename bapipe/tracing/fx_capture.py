@@ -34,7 +34,7 @@ from bapipe.tracing.kept_calls import (
 )  # fmt: skip
 from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.python_state import attributes_of, state_restored
-from bapipe.tracing.randomness import has_random_name
+from bapipe.tracing.randomness import draws_random_numbers
 
 _SIZES = frozenset(
     ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
@@ -142,7 +142,7 @@ class _StateCalls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if any(id(leaf) in self._names for leaf in leaves):
             return self._on_state(func, name, args, kwargs)
-        if has_random_name(name) and not any(isinstance(leaf, Tensor | fx.Proxy) for leaf in leaves):
+        if draws_random_numbers(func) and not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -1,20 +1,17 @@
-"""Finds the operators of a graph that draw random numbers."""
+"""Finds the operators of a graph that draw random numbers, by torch's own tag of its operators."""
 
-import re
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
-from bapipe.torch_private import DropoutBase, OpOverload
+from bapipe.torch_private import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
-
-_NAMES = re.compile(
-    "drop|rand|bernoulli|multinomial|binomial|poisson|(^|_)normal(_|$)|uniform|exponential|cauchy|geometric|_standard_gamma"
-    "|dirichlet|gumbel|fractional|rrelu|lstm|gru|rnn|attention"
-)
-"""Names of functions and methods: what torch calls has a tag ("nondeterministic_seeded"), its callers have none."""
-
-_RANDOM_MODULES = DropoutBase | nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d
+from bapipe.tracing.reached import reached
 
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -26,18 +23,57 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if is_function_operator(node.target):
         return True  # nobody can say
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if isinstance(node.target, OpOverload):
+        return _is_tagged(node.target)
+    if node.op == "call_method":
+        return _is_random_operator(str(node.target)) or draws_random_numbers(getattr(Tensor, str(node.target), None))
+    return draws_random_numbers(node.target)
+
+
+@cache
+def draws_random_numbers(function: Any) -> bool:
+    """Returns whether a function may draw random numbers: it is an operator of torch that does, or its code, or that of
+    functions of torch that it calls, names one.
+    """
+    if _is_random_operator(getattr(function, "__name__", "")):
         return True
-    return has_random_name(getattr(node.target, "__name__", str(node.target)))
+    return any(_is_random_operator(name) for called in reached([function], _called) for name in _names(called))
 
 
-def has_random_name(name: str) -> bool:
-    """Returns whether a function's name says that it may draw random numbers."""
-    return bool(_NAMES.search(name))
+@cache
+def _is_random_operator(name: str) -> bool:
+    return any(map(_is_tagged, aten_overloads(name)))
+
+
+def _is_tagged(overload: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in overload.tags
+
+
+def _called(function: Any) -> list[Any]:
+    """Returns the functions of torch that a function written in Python may call."""
+    if not isinstance(function, FunctionType):
+        return []
+    found = [function.__globals__.get(name) for name in _names(function)]
+    found += [getattr(functional, name, None) for name in _names(function)]
+    found += [cell.cell_contents for cell in function.__closure__ or ()]
+    return [called for called in found if isinstance(called, FunctionType) and called.__module__.startswith("torch.")]
+
+
+def _names(function: Any) -> list[str]:
+    """Returns the names of functions and attributes in a function written in Python."""
+    return [name for code in _codes(getattr(function, "__code__", None)) for name in code.co_names]
+
+
+def _codes(code: Any) -> Iterator[CodeType]:
+    """Yields the code of a function and of the functions inside it."""
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            yield from _codes(constant)
 
 
 def _module_is_random(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.nn."):
         return True
-    dropout = getattr(module, "dropout", 0.0)
-    return isinstance(module, _RANDOM_MODULES) or (isinstance(dropout, float) and dropout > 0)
+    dropout = getattr(module, "dropout", None)
+    return dropout > 0 if isinstance(dropout, float) else draws_random_numbers(type(module).forward)

@@ -1,13 +1,17 @@
 """Operators that draw random numbers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
+from bapipe.errors import InvalidModel
 from bapipe.tracing import trace
-from bapipe.tracing.randomness import has_random_name, is_random
+from bapipe.tracing.randomness import draws_random_numbers, is_random
+from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages
 
 
@@ -28,7 +32,10 @@ class Leaf(fx.Tracer):
         (nn.Dropout(0.5), True),
         (nn.LSTM(2, 2), False),
         (nn.LSTM(2, 2, 2, dropout=0.1), True),
-        (nn.FractionalMaxPool2d(2, output_size=1), True),
+        (nn.RReLU(), True),
+        (nn.AlphaDropout(), True),
+        (nn.FractionalMaxPool2d(2, output_size=2), True),
+        (nn.MultiheadAttention(2, 1), False),
         (Own(), True),
     ],
 )
@@ -41,54 +48,98 @@ def test_modules_are_random_by_their_dropout_unless_they_are_from_outside_torch(
     assert is_random(traced, call) is random
 
 
-def test_functions_are_random_by_their_names() -> None:
-    class Functions(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = torch.relu(x) + torch.rand_like(x) + torch.normal(x, 1.0) + torch.poisson(x)
-            y = nn.functional.normalize(y) + nn.functional.gumbel_softmax(y) + torch.lgamma(y)
-            y, _ = nn.functional.fractional_max_pool2d_with_indices(y, [2, 2], output_size=[1, 1])
-            return y
-
-    traced = fx.symbolic_trace(Functions())
-    found = [n.name for n in traced.graph.nodes if is_random(traced, n)]
-    assert found == ["rand_like", "normal", "poisson", "gumbel_softmax", "fractional_max_pool2d_with_indices"]
-
-
-def test_every_operator_of_torch_that_draws_random_numbers_has_such_a_name() -> None:
-    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::")}
-    found = set()
-    for name in (name.removeprefix("aten::") for name in names):
-        packet = getattr(torch.ops.aten, name, None)  # TorchScript knows some that are no operators
-        for overload in packet.overloads() if packet is not None else ():
-            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
-                found.add(name)
-    drawing_none = {"_fused_sdp_choice", "_nested_tensor_softmax_with_shape"}  # tagged all the same
-    assert len(found) > 50
-    assert {name for name in found if not has_random_name(name)} <= drawing_none
-
-
-class SharedNoise(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.draw, self.first, self.last = draw, nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = self.draw(x)
-        y: Tensor = self.last(self.first(x + noise)) - noise
-        return y
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.rand_like, torch.randperm, torch.normal, torch.poisson, torch.binomial, torch.bernoulli, functional.dropout,
+        functional.dropout2d, functional.gumbel_softmax, functional.fractional_max_pool2d, functional.rrelu_,
+        functional.scaled_dot_product_attention, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_, torch.svd_lowrank,
+    ],
+)  # fmt: skip
+def test_functions_of_torch_that_draw_are_random(function: Callable[..., Any]) -> None:
+    assert draws_random_numbers(function)
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [
-        lambda x: torch.normal(torch.zeros_like(x), 1.0),
-        lambda x: torch.poisson(x * 0 + 3),
-        lambda x: torch.zeros_like(x).cauchy_(),
-    ],
+    "function",
+    [torch.relu, torch.ones, functional.linear, functional.max_pool2d, functional.interpolate, functional.softmax,
+     functional.cross_entropy, functional.layer_norm, functional.batch_norm, Tensor.split, Tensor.__getitem__, torch.einsum],
+)  # fmt: skip
+def test_other_functions_of_torch_are_not(function: Callable[..., Any]) -> None:
+    assert not draws_random_numbers(function)
+
+
+class Shared(nn.Module):
+    """Two layers that use one random tensor, which is made of the input alone."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.noise = nn.Linear(4, 4), nn.Linear(4, 4), noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.noise(x)
+        y: Tensor = self.last(self.first(x) + noise) + noise
+        return y
+
+
+def normal(x: Tensor) -> Tensor:
+    return torch.normal(torch.zeros_like(x), 1.0)
+
+
+def poisson(x: Tensor) -> Tensor:
+    return torch.poisson(torch.ones_like(x))
+
+
+def gumbel(x: Tensor) -> Tensor:
+    return functional.gumbel_softmax(x, dim=-1)
+
+
+def fractional(x: Tensor) -> Tensor:
+    images = x[:, None, :, None].expand(-1, 1, -1, 4)
+    return functional.fractional_max_pool2d(images, 2, output_size=(2, 2)).flatten(1)
+
+
+@pytest.mark.parametrize("noise", [normal, poisson, gumbel, fractional])
+def test_stages_share_the_numbers_that_one_operator_draws(noise: Callable[[Tensor], Tensor]) -> None:
+    x = torch.rand(4, 4)
+    model = trace(Shared(noise), (x,))
+    parts = cut_into_stages(model, {"first": 0, "last": 1}, (x,), 4)
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # what the rank drew before does not matter
+        held: dict[str, Tensor] = {}
+        for index, stage in enumerate(parts.stages):
+            module = stage_module(parts, index, before_random=lambda name: torch.manual_seed(len(name)))
+            outputs = module(*(held[name] for name in stage.received), *(x for _ in stage.loaded))
+            held = dict(zip(stage.outputs, outputs, strict=True))
+        results += held.values()
+    assert torch.equal(*results)
+    assert not any(is_random(model.module, node) for node in model.replicated)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.normal(0.0, 1.0, (1,)), lambda: torch.poisson(torch.ones(1)) - 1], ids=["normal", "poisson"]
 )
-def test_what_is_drawn_for_several_stages_is_drawn_once(draw: Callable[[Tensor], Tensor]) -> None:
-    """Else each stage draws its own numbers."""
-    parts = cut_into_stages(
-        trace(SharedNoise(draw), [torch.ones(2, 4)]), {"first": 0, "last": 1}, [torch.ones(2, 4)], 2
-    )
-    assert len(parts.stages[0].outputs) == 2
+def test_a_branch_on_a_random_number_is_refused(draw: Callable[[], Tensor]) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return self.layer(y) if draw() > 0 else y
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with pytest.raises(InvalidModel, match="uses values of tensors"):
+            trace(Branching(), (torch.rand(2, 4),))
+
+
+def test_functions_are_random_by_their_names() -> None:
+    class Functions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(x) + torch.rand_like(x)
+
+    traced = fx.symbolic_trace(Functions())
+    assert [n.name for n in traced.graph.nodes if is_random(traced, n)] == ["rand_like"]
