@@ -102,9 +102,9 @@ def argument_schemas(operator: OpOverload) -> Sequence[Any]:
 def aten_overloads(name: str) -> list[OpOverload]:
     """Returns the operators of torch behind a function or method of this name; none if there is no such one."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return (
-        [getattr(packet, overload) for overload in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
-    )
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
 def return_schemas(operator: OpOverload) -> Sequence[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from bapipe.torch_private import NormBase, OpOverload, argument_schemas, return_schemas
+from bapipe.torch_private import NormBase, OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reached import reached
@@ -33,10 +33,12 @@ class Memory:
 
 _MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _OPERATORS = frozenset(
-    ("chunk", "contiguous", "detach", "dropout", "expand", "expand_as", "flatten", "float", "getitem", "narrow",
-     "permute", "reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "t", "to", "transpose", "type_as",
-     "unbind", "unflatten", "unsqueeze", "view", "view_as")
+    ("alpha_dropout", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool", "broadcast_tensors", "cdouble",
+     "cfloat", "cpu", "cuda", "double", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout",
+     "float", "getitem", "half", "int", "long", "meshgrid", "type", "type_as")
 )  # fmt: skip
+"""Functions that may return memory of their input though no schema of torch says so."""
+
 _VIEW_ATTRIBUTES = ("data", "T", "H", "mT", "mH", "real", "imag")
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 
@@ -53,10 +55,15 @@ def may_alias(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is getattr:
         return node.args[1] in _VIEW_ATTRIBUTES
     if isinstance(node.target, OpOverload):
-        aliased = any(result.alias_info is not None for result in return_schemas(node.target))
-        return aliased or node.target.overloadpacket.__name__ == "dropout"
+        return _returns_memory(node.target) or changes or node.target.overloadpacket.__name__ in _OPERATORS
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in _OPERATORS or changes
+    return name in _OPERATORS or any(map(_returns_memory, aten_overloads(name))) or changes
+
+
+def _returns_memory(overload: OpOverload) -> bool:
+    """Returns whether an operator's schema says that its result may be a view of an input."""
+    results = (result.alias_info for result in return_schemas(overload))
+    return any(alias is not None and not alias.is_write for alias in results)
 
 
 def changes_in_place(module: fx.GraphModule, node: fx.Node) -> bool:

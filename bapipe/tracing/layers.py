@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from bapipe.errors import InvalidModel
 from bapipe.tracing.aliasing import (
     alias_set,
+    may_alias,
     returns_what_it_changes,
     rewire_inplace_uses,
     writers,
@@ -350,10 +351,17 @@ def _hazards(module: fx.GraphModule, layer_of: Mapping[fx.Node, str]) -> Iterato
             continue
         after = set(reached([writer], lambda node: node.users)) if returns_what_it_changes(writer) else {writer}
         # A view of what the writer returned holds the change, wherever it goes.
-        for alias in alias_set(module, tensor) - after:
+        aliases = alias_set(module, tensor)
+        for alias in aliases - after:
             for user in alias.users:
                 if user in after or layer_of.get(user, layer_of[writer]) == layer_of[writer]:
                     continue
                 yield Hazard(
                     reader=layer_of[user], writer=layer_of[writer], same_stage=position[user] > position[writer]
                 )
+        later = (user for alias in aliases - after for user in alias.users if user not in after)
+        if any(position[user] > position[writer] for user in later):
+            # A stage that received a tensor and its view would have two tensors.
+            views = {layer_of[node] for node in aliases - after if node in layer_of and may_alias(module, node)}
+            for layer in sorted(views - {layer_of[writer]}):
+                yield Hazard(reader=layer, writer=layer_of[writer], same_stage=True)

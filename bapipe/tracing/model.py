@@ -50,8 +50,8 @@ class Hazard:
     """An operator of layer `reader` reads memory that an operator of `writer` changes, which restricts the cuts.
 
     Attributes:
-        same_stage: True if the reader comes after the writer and sees the change through another view: they must be in
-            one stage. False if the reader comes before: its stage must not be after the writer's.
+        same_stage: True if the reader comes after the writer and sees the change through another view, or makes such a
+            view: they must be in one stage. False if the reader comes before: its stage must not be after the writer's.
     """
 
     reader: str

@@ -104,12 +104,16 @@ def test_stages_share_the_numbers_that_one_operator_draws(noise: Callable[[Tenso
     x = torch.rand(4, 4)
     model = trace(Shared(noise), (x,))
     parts = cut_into_stages(model, {"first": 0, "last": 1}, (x,), 4)
-    results = []
+    results: list[Tensor] = []
+
+    def seeded(name: str) -> None:
+        torch.manual_seed(len(name))
+
     for seed in (1, 2):
         torch.manual_seed(seed)  # what the rank drew before does not matter
         held: dict[str, Tensor] = {}
         for index, stage in enumerate(parts.stages):
-            module = stage_module(parts, index, before_random=lambda name: torch.manual_seed(len(name)))
+            module = stage_module(parts, index, before_random=seeded)
             outputs = module(*(held[name] for name in stage.received), *(x for _ in stage.loaded))
             held = dict(zip(stage.outputs, outputs, strict=True))
         results += held.values()
