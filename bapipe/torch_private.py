@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PIPELINE_LOG",
     "DispatchMode",
+    "DropoutBase",
     "FakeTensor",
     "FakeTensorMode",
     "NormBase",
