@@ -260,13 +260,14 @@ def _solve_throughput(request: SearchRequest) -> Solution:
 
 def _check_throughput_options(options: PlanOptions) -> None:
     """Raises BapipeError for options that only the search for the step time knows."""
-    if "1f1b" not in options.schedules:
-        raise BapipeError(
-            f"`objective` throughput runs 1f1b, not {', '.join(options.schedules)}: leave `schedules` out"
-        )
+    defaults = PlanOptions(minibatch_size=options.minibatch_size)
+    if "1f1b" not in options.schedules or not {*options.schedules} <= {*defaults.schedules}:
+        others = ", ".join(name for name in options.schedules if name != "1f1b")
+        raise BapipeError(f"`objective` throughput runs 1f1b, not {others}: leave `schedules` out")
     if options.num_stages is not None:
         raise BapipeError(f"`objective` throughput chooses the stages: leave `num_stages` {options.num_stages} out")
     given = {
+        "search_effort": options.search_effort != defaults.search_effort,
         "memory_margin": options.memory_margin,
         "constraints": options.constraints,
         "replicas": not options.replicas,

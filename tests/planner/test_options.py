@@ -557,3 +557,16 @@ def test_a_memory_limit_may_be_a_whole_float(tmp_path: Path) -> None:
     bapipe.write(tmp_path / "plan.json", plan)
     assert bapipe.read(tmp_path / "plan.json", Plan) == plan
     assert plan == bapipe.plan(chain([1, 2]), devices(2), minibatch_size=4, memory_limit_bytes=2 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedules": ("1f1b", "zb-h1")}, "runs 1f1b, not zb-h1: leave `schedules` out"),
+        ({"schedules": "gpipe"}, "runs 1f1b, not gpipe: leave `schedules` out"),
+        ({"search_effort": 3.0}, "does not know `search_effort`"),
+    ],
+)
+def test_throughput_refuses_schedules_and_efforts_that_it_does_not_know(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BapipeError, match=message):
+        bapipe.plan(chain([1, 1]), devices(2), objective="throughput", minibatch_size=4, **options)
