@@ -19,6 +19,7 @@ from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal import Goal
@@ -754,3 +755,18 @@ def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
         limit_ns=10**8,
     )
     assert setting.ask() == Answer()
+
+
+def test_a_faster_and_lighter_alternative_is_compared_with_the_plan_shown() -> None:
+    plan = plan_step_time({"a": chain([1, 1, 1, 1])}, devices(2), PlanOptions(minibatch_size=4))
+    this, outside = plan.prediction, ", but outside the searched space"
+    for tail in (outside, ""):
+        other = msgspec.structs.replace(
+            plan.alternatives[0],
+            feasible=True,
+            step_ns=this.step_ns * 3 // 4,
+            peak_bytes=this.peak_bytes,
+            why_not=f"7.0% faster{tail}",
+        )
+        (compared,) = compared_with([other], this)
+        assert compared.why_not == f"25.0% faster{tail}"

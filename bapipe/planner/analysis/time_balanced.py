@@ -18,8 +18,8 @@ MAX_LAYERS_TO_BALANCE = 400
 def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadline: Deadline = UNLIMITED) -> Plan | None:
     """Returns the plan with the cuts that minimize the slowest stage's compute; transfers and memory are ignored.
 
-    None if devices have several stages, if there are more layers than `MAX_LAYERS_TO_BALANCE`, or if the profile's order
-    cannot be cut so often, though another one of a branching model can. O(stages * layers**2) at most.
+    None if devices have several stages, if there are more layers than `MAX_LAYERS_TO_BALANCE`, or if the profile's
+    order cannot be cut so often, though another one of a branching model can. O(stages * layers**2) at most.
 
     Raises:
         OutOfTime: the deadline has passed.
