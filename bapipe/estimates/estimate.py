@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bapipe.errors import BapipeError
 from bapipe.estimates.exchange import Members, Part
 from bapipe.estimates.member_layer import MemberLayer
-from bapipe.estimates.split_layers import split_layers
+from bapipe.estimates.split_layers import split_layers, with_samples
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -43,9 +43,10 @@ def estimate(
     members = Members(num=num_members, links=_links(cluster, profile.device.kind, num_members))
     layers = split_layers(profile.layers, split, num_members, whole)
     measurements = tuple(
-        _measurement(profile.layers, layers, measurement, members)
+        _measurement(profile.layers, shares, measurement, members)
         for measurement in profile.measurements
-        if split != "sharded" or measurement.microbatch_size >= num_members
+        if (size := measurement.microbatch_size) >= num_members or split != "sharded"
+        for shares in [with_samples(layers, size, num_members) if split == "sharded" else layers]
     )
     if not measurements:
         raise BapipeError(

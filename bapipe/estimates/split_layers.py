@@ -12,7 +12,15 @@ from fractions import Fraction
 from msgspec import UNSET
 
 from bapipe.estimates.exchange import Exchange
-from bapipe.estimates.member_layer import CannotSplit, Held, LayerInputs, MemberLayer, computed_whole, exchanges_of
+from bapipe.estimates.member_layer import (
+    CannotSplit,
+    Held,
+    LayerInputs,
+    MemberLayer,
+    computed_whole,
+    exchanges_of,
+    largest_share,
+)
 from bapipe.estimates.split_channels import by_both, by_channels, by_filters
 from bapipe.estimates.split_planes import by_planes
 from bapipe.formats.layer_profile import LayerProfile
@@ -87,15 +95,11 @@ def tightest_limit(layers: Sequence[LayerProfile], split: Split, whole: Collecti
 def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
     """Each member computes its samples, and keeps its part of the parameters between the times that all need them.
 
-    Buffers are whole on each.
+    Buffers are whole on each. `with_samples` has the shares of its samples.
     """
     weights = Exchange(part="forward", how="gather", num_bytes=layer.weight_bytes)
-    own = Fraction(1, num_members)
     return MemberLayer(
-        share=own,
-        weight_share=own,
-        stash_share=own,
-        output_share=own,
+        weight_share=Fraction(1, num_members),
         whole_bytes=layer.param_bytes - layer.weight_bytes,
         gathered_bytes=layer.weight_bytes,
         exchanges=exchanges_of(
@@ -104,6 +108,12 @@ def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Memb
             Exchange(part="weight_grad", how="gather", num_bytes=layer.gradient_bytes),
         ),
     )
+
+
+def with_samples(members: Sequence[MemberLayer], num_samples: int, num_members: int) -> list[MemberLayer]:
+    """Returns what the member with the most of `num_samples` samples does of each layer of a `sharded` split."""
+    own = largest_share(num_samples, num_members)
+    return [replace(member, share=own, stash_share=own, output_share=own) for member in members]
 
 
 _RULES: dict[Split, Callable[[LayerProfile, LayerInputs, int], MemberLayer]] = {

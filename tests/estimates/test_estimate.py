@@ -144,6 +144,19 @@ def test_buffers_of_members_that_share_samples_are_whole_and_not_gathered(
     assert made.measurements == estimate(profile, split, 2, hosts()).measurements
 
 
+@pytest.mark.parametrize(("size", "members", "most"), [(5, 4, 2), (3, 2, 2), (5, 2, 3), (8, 4, 2)])
+def test_members_that_share_samples_take_as_long_as_the_one_with_the_most(size: int, members: int, most: int) -> None:
+    measured = replace(network(1).measurements[0], microbatch_size=size)
+    layers = tuple(
+        replace(layer, forward_ns=120 * size, stash_bytes=64 * size, output_bytes=(16 * size,))
+        for layer in measured.layers
+    )
+    profile = replace(network(1), measurements=(replace(measured, layers=layers),))
+    for layer in estimate(profile, "sharded", members, hosts(members)).measurements[0].layers:
+        assert layer.forward_ns - layer.forward_exchange_ns == 120 * most
+        assert (layer.stash_bytes, layer.output_bytes) == (64 * most, (16 * most,))
+
+
 def test_parts_that_are_rounded_up_are_no_more_than_their_sum() -> None:
     profile = network(1)
     first = replace(profile.layers[0], param_bytes=5, trained_bytes=2, buffer_bytes=2)
