@@ -1,6 +1,7 @@
 """Made-up data of any model: like its example inputs, and within the range that its embeddings allow."""
 
 import pickle
+import random
 
 import pytest
 import torch
@@ -55,6 +56,35 @@ def test_items_depend_on_their_number_alone_and_the_module_stays_as_it_was() -> 
     assert torch.equal(data.part(7, 4), again[7][1])
     with pytest.raises(IndexError):
         data[len(data)]
+
+
+class Changing(nn.Module):
+    """Changes its weights, a counter, a list and Python's random numbers in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, max_norm=0.5)
+        self.num_calls, self.seen = 0, list[float]()
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.seen.append(random.random())
+        return self.words(words) * mask.unsqueeze(2)
+
+
+def test_making_data_leaves_parameters_attributes_and_random_numbers_as_they_were() -> None:
+    module, inputs = Changing(), (torch.arange(10).view(2, 5), torch.ones(2, 5))
+    weight, drawn = module.words.weight.detach().clone(), random.getstate()
+    assert like_example(module, inputs, TARGET, inputs).num_rows == {0: 10}
+    assert torch.equal(module.words.weight, weight)
+    assert (module.num_calls, module.seen, random.getstate()) == (0, [], drawn)
+
+
+def test_of_inputs_that_are_views_of_one_tensor_only_those_that_select_rows_are_drawn() -> None:
+    words, mask = torch.stack((torch.arange(10).view(2, 5), torch.ones(2, 5, dtype=torch.int64)))
+    by_name = {"words": words, "mask": mask}
+    for call in ((words, mask), by_name):
+        assert like_example(Changing(), (words, mask), TARGET, call).num_rows == {0: 10}
 
 
 def test_a_model_that_fails_gives_rows_of_its_example() -> None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.torch_private import DispatchMode, storage_key
+from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_state import state_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
 NUM_SYNTHETIC = 10_000
@@ -56,15 +58,29 @@ class LikeExample(PipelineDataset[Any]):
 def like_example(
     module: nn.Module, inputs: Sequence[Tensor], target: Tensor, call: Sequence[Any] | Mapping[str, Any]
 ) -> LikeExample:
-    """Returns data for a module; it runs once on `call`, all of its inputs, of which `inputs` are the tensors."""
+    """Returns data for a module; it runs once on `call`, all of its inputs, of which `inputs` are the tensors.
+
+    The run leaves the module, the inputs and the generators of random numbers as they were. What it changes outside of
+    them, such as a global variable or a file, stays.
+    """
     recorder = _EmbeddingRecorder()
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), recorder:
+    copies = {id(tensor): tensor.detach().clone() for tensor in inputs}  # inputs may be views of one tensor
+    args, kwargs = _arguments(call)
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        generators_restored(),
+        state_restored(module, parameters=True),
+        recorder,
+    ):
         try:
-            torch.func.functional_call(module, buffers, *_arguments(call))
+            module(
+                *(copies.get(id(value), value) for value in args),
+                **{name: copies.get(id(value), value) for name, value in kwargs.items()},
+            )
         except Exception:  # whatever the model's own code raises; training says so better
             recorder.num_rows.clear()
-    by_place = ((place, recorder.num_rows.get(storage_key(tensor))) for place, tensor in enumerate(inputs))
+    by_place = ((place, recorder.num_rows.get(storage_key(copies[id(tensor)]))) for place, tensor in enumerate(inputs))
     examples = tuple(tensor.detach().cpu() for tensor in (*inputs, target))
     return LikeExample(examples=examples, num_rows={place: num for place, num in by_place if num is not None})
 
