@@ -94,6 +94,23 @@ def test_other_data_is_refused() -> None:
     assert str(error.value) == "data 'synthetic' is no folder of images, so `augment` cannot draw pieces of them"
 
 
+def test_hidden_folders_are_no_classes_and_folders_no_images(folder: Path) -> None:
+    (folder / ".ipynb_checkpoints").mkdir()
+    for name in ("sub.png", ".hidden"):
+        (folder / "a" / name).mkdir()
+    for name in (".hidden/0.png", "sub.png/0.png", "._0.png"):
+        (folder / "a" / name).write_bytes((folder / "a" / "0.png").read_bytes())
+    data = images(str(folder), image_size=8, num_classes=1)
+    assert [int(label) for _, label in (data[place] for place in range(len(data)))] == [0] * 5
+
+
+def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
+    ramp = numpy.arange(0, 256, dtype=numpy.uint8).reshape(16, 16)
+    Image.fromarray(ramp).save(tmp_path / "8.png")
+    Image.fromarray(ramp.astype(numpy.uint16) * 257).save(tmp_path / "16.png")
+    assert torch.equal(read_image(tmp_path / "16.png", 16), read_image(tmp_path / "8.png", 16))
+
+
 def test_images_that_cannot_be_read_are_left_out_if_wanted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 100)
     (folder / "a" / "3.png").write_bytes((folder / "a" / "0.png").read_bytes()[:300])

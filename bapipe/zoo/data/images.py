@@ -1,6 +1,7 @@
 """Labelled images to train on: MNIST digits, synthetic images, or those of a folder."""
 
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -204,9 +205,9 @@ def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
         raise BapipeError(
             f"data '{spec}' is not a folder: want mnist, synthetic, or a folder with a subfolder per class"
         )
-    apart = any(path.is_dir() for path in root.glob("train/*"))
+    apart = (root / "train").is_dir() and bool(_class_folders(root / "train"))
     training = root / "train" if apart else root
-    classes = [path.name for path in sorted(training.iterdir()) if path.is_dir()]
+    classes = [path.name for path in _class_folders(training)]
     if len(classes) > num_classes:
         raise BapipeError(
             f"data '{spec}' has {len(classes)} classes, the model {num_classes}: "
@@ -222,18 +223,28 @@ def _folder(spec: str, image_size: int, num_classes: int) -> _Folder:
 
 def _files(root: Path, classes: list[str]) -> tuple[tuple[str, int], ...]:
     number = {name: label for label, name in enumerate(classes)}
-    folders = sorted(path for path in root.iterdir() if path.is_dir())
+    folders = _class_folders(root)
     for folder in folders:
         if folder.name not in number:
             raise BapipeError(f"data '{root}' has class '{folder.name}', which {root.parent / 'train'} has not")
-    files = tuple(
-        (str(path), number[folder.name])
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.suffix.lower() in _SUFFIXES
-    )
+    files = tuple((str(path), number[folder.name]) for folder in folders for path in _image_files(folder))
     if not files:
         raise BapipeError(
             f"data '{root}' holds no images: want a subfolder per class with {', '.join(sorted(_SUFFIXES))} files in it"
         )
     return files
+
+
+def _class_folders(root: Path) -> list[Path]:
+    """The folders in a folder by name; hidden ones, such as `.ipynb_checkpoints`, are no classes."""
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _image_files(folder: Path) -> list[Path]:
+    """The files with the suffix of an image in a folder and in those within it, sorted; hidden ones are left out."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # those that are walked next
+        paths = (Path(place, name) for name in names if not name.startswith("."))
+        found.extend(path for path in paths if path.suffix.lower() in _SUFFIXES)
+    return sorted(found)
