@@ -276,10 +276,11 @@ def _start(index: int, job_fd: int, folder: Path, environment: dict[str, str], q
 
 
 def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:
-    """Ends the processes that still run; a second signal does not stop it."""
+    """Ends the processes that still run after `grace_s` in all; a second signal does not stop it."""
     with blocked(signal.SIGINT, *ENDING):
+        until = time.monotonic() + grace_s
         for process in processes:
-            if process.exit_code(grace_s) is None:
+            if process.exit_code(max(0, until - time.monotonic())) is None:
                 process.popen.kill()
         for process in processes:
             process.popen.wait()

@@ -77,6 +77,13 @@ def test_processes_end_with_the_context(tmp_path: Path) -> None:
     assert [process.popen.returncode for process in processes] == [-signal.SIGKILL] * 2
 
 
+def test_processes_that_do_not_end_share_their_grace(tmp_path: Path) -> None:
+    with local_processes(sleep, 4, (), folder=tmp_path, grace_s=0.5) as processes:
+        began = time.monotonic()
+    assert 0.5 <= time.monotonic() - began < 1.5
+    assert [process.popen.returncode for process in processes] == [-signal.SIGKILL] * 4
+
+
 UNGUARDED = """
 import tempfile
 from pathlib import Path
