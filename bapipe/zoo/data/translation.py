@@ -96,7 +96,8 @@ class _Listed:
         return tuple(self.number.get(word, UNKNOWN) for word in text.split())
 
     def decode(self, words: Sequence[int]) -> str:
-        return " ".join(dict(enumerate(self.words, END + 1)).get(word, "?") for word in words)
+        last = END + len(self.words)
+        return " ".join(self.words[word - END - 1] if END < word <= last else "?" for word in words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +254,7 @@ def _folder(root: Path) -> Texts:
 def _lines(path: Path) -> list[str]:
     check_can_be_read_whole(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first word
         # `splitlines` would also split at Unicode's other line separators.
         return [line.strip() for line in text.removesuffix("\n").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
