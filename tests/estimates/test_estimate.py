@@ -153,6 +153,7 @@ def test_members_that_share_samples_take_as_long_as_the_one_with_the_most(size: 
     )
     profile = replace(network(1), measurements=(replace(measured, layers=layers),))
     for layer in estimate(profile, "sharded", members, hosts(members)).measurements[0].layers:
+        assert layer.forward_exchange_ns is not UNSET
         assert layer.forward_ns - layer.forward_exchange_ns == 120 * most
         assert (layer.stash_bytes, layer.output_bytes) == (64 * most, (16 * most,))
 

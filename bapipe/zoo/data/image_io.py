@@ -67,7 +67,7 @@ def _decoded(path: Path) -> "PIL.Image.Image":
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"{width} x {height} pixels; want at most {MAX_PIXELS:,}")
-            if image.mode.startswith("I;16"):  # pillow would clip it to 255, which is nearly black, not scale it
+            if image.mode.startswith("I;16"):  # pillow would clip it to white, not scale it
                 return Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8)).convert("RGB")
             return image.convert("RGB")
     except Exception as error:  # pillow's readers of damaged files raise errors of many types
