@@ -62,14 +62,16 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         rank: list[int] = []
-        with connection, suppress(OSError):
-            channel = self._greet(connection)
-            while True:
-                request = msgspec.msgpack.decode(channel.receive(), type=list[Any])
-                channel.send(msgspec.msgpack.encode(self._answer(request, rank)))
-        with self._lock:
-            self._greeted.pop(connection, None)
-            self._joined.difference_update(rank)
+        try:
+            with connection, suppress(OSError):
+                channel = self._greet(connection)
+                while True:
+                    request = msgspec.msgpack.decode(channel.receive(), type=list[Any])
+                    channel.send(msgspec.msgpack.encode(self._answer(request, rank)))
+        finally:  # whatever ended it, the rank may join again
+            with self._lock:
+                self._greeted.pop(connection, None)
+                self._joined.difference_update(rank)
 
     def _greet(self, connection: socket.socket) -> Channel:
         timer = threading.Timer(_GREETING_S, _shut_down, (connection,))  # in all: a byte now and then is no excuse
@@ -91,6 +93,8 @@ class StoreServer:
                 self._joined.add(arguments[0])
                 rank.append(arguments[0])
                 return True
+            if name not in _EVALUATE:
+                raise ConnectionError(f"a request '{name}', of another version")  # ends the connection
             return _EVALUATE[name](self._values, *arguments)
 
 

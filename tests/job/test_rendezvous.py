@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections import Counter
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def test_all_ranks_wait_for_one_another(store: JobStore) -> None:
     for rank in ranks:
         rank.join(20)
     assert not any(rank.is_alive() for rank in ranks)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_whose_request_is_unknown_may_join_again(server: StoreServer, store: JobStore) -> None:
+    assert store.join(0)
+    with pytest.raises(ConnectionError):
+        store._ask("newer")
+    again = JobStore(("127.0.0.1", server.port), SECRET, 20.0)
+    until = time.monotonic() + 10
+    while not (joined := again.join(0)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert joined
 
 
 def test_the_ranks_that_are_missing_are_named(store: JobStore) -> None:
