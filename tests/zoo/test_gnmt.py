@@ -269,8 +269,8 @@ def test_words_of_a_list(tmp_path: Path) -> None:
 
 def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path: Path) -> None:
     written(tmp_path, PAIRS)
-    for name in ("vocabulary.txt", "source.txt"):
-        (tmp_path / name).write_text("the\ncat\n", encoding="utf-8-sig")
+    (tmp_path / "vocabulary.txt").write_text("the\ncat\n", encoding="utf-8-sig")
+    (tmp_path / "source.txt").write_text("the\ncat\n")
     (tmp_path / "target.txt").write_text("cat\nthe\n")
     data = opened(tmp_path)
     assert [data[place][0][0].tolist()[0] for place in range(2)] == [4, 5]
