@@ -3,8 +3,8 @@
 import os
 import socket
 import threading
-from collections import Counter
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
