@@ -7,23 +7,31 @@ from typing import TypeVar
 
 from rich.table import Table
 
-from bapipe.cli.progress import note, show_json, show_parts, show_written
+from bapipe.cli.progress import note, print_to_stderr, show_json, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, copy_file, encode_for, write_bytes, written_file
+from bapipe.formats.codec import check_writable, copy_file, encode_for, open_descriptor, write_bytes, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+
+_STDOUT = 1
 
 Measured = TypeVar("Measured", ModelProfile, Cluster)
 
 
 def check_output(path: Path, *inputs: Path) -> None:
-    """Raises BapipeError, before hours of work are lost, if `path` cannot be written, or is a file that is read."""
+    """Raises BapipeError, before hours of work are lost, if `path` cannot be written, or is a file that is read.
+
+    If it is stdout, nothing else is printed there from now on.
+    """
     if str(path) == "-":
         raise BapipeError("-: nothing is written to stdout by this name: name a file, or /dev/stdout")
     check_writable(path)
     if path.is_file() and any(each.is_file() and path.samefile(each) for each in inputs):
         raise BapipeError(f"{path} would be overwritten, and is an input of this command: name another file to write")
+    descriptor = open_descriptor(path)
+    if descriptor is not None and os.path.sameopenfile(descriptor, _STDOUT):
+        print_to_stderr()
 
 
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:

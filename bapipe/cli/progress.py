@@ -45,6 +45,11 @@ IN_ASCII = str.maketrans("░▓▒█", ".#-%")
 """What stands for the shades of a Gantt chart where they cannot be printed."""
 
 
+def print_to_stderr() -> None:
+    """Prints everything to stderr from now on: stdout is the file that a command makes."""
+    out.stderr = True
+
+
 def show_parts(parts: Iterable[Any]) -> None:
     """Prints tables and texts, each followed by an empty line."""
     for part in parts:
@@ -100,7 +105,7 @@ def show_error(text: str) -> None:
 
 def show_json(value: object) -> None:
     """Prints a value as JSON in ASCII: data for programs that a terminal shows safely too."""
-    sys.stdout.write(json.dumps(msgspec.to_builtins(value)) + "\n")
+    out.file.write(json.dumps(msgspec.to_builtins(value)) + "\n")
 
 
 class _Lines:

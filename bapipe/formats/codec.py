@@ -186,11 +186,21 @@ def written_file(path: Path) -> Path | None:
 
     None for a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it.
     """
-    if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+    if open_descriptor(path) is not None:
         return None
     if path.exists() and not path.is_file() and not path.is_dir():
         return None
     return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def open_descriptor(path: Path) -> int | None:
+    """Returns the descriptor of the open file that a path names, as /dev/stdout and /dev/fd/1 do; else None."""
+    descriptors = os.path.realpath("/proc/self/fd")
+    while path.exists() and path.is_symlink():
+        if os.path.realpath(path.parent) == descriptors:
+            return int(path.name)
+        path = path.parent / os.readlink(path)
+    return None
 
 
 def write_bytes(path: Path, text: bytes) -> None:
@@ -267,10 +277,17 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _write_in_place(path: Path, text: bytes) -> None:
+    with os.fdopen(_opened_in_place(path), "wb") as file:
+        file.write(text)
+
+
+def _opened_in_place(path: Path) -> int:
+    """Returns a new descriptor: of an open file one with its position, so that nothing of it is written over."""
+    if (descriptor := open_descriptor(path)) is not None:
+        return os.dup(descriptor)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # to a pipe that nobody reads it does not wait
     os.set_blocking(handle, True)
-    with os.fdopen(handle, "wb") as file:
-        file.write(text)
+    return handle
 
 
 def _umask() -> int:

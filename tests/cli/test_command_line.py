@@ -494,6 +494,17 @@ def test_a_user_error_is_one_line(folder: Path, arguments: tuple[str, ...], code
     assert sorted(os.listdir(folder)) == before
 
 
+@pytest.mark.parametrize("stdout", ["/dev/stdout", "/dev/fd/1"])
+@pytest.mark.parametrize("layout", [(), ("--json",)])
+def test_a_file_on_stdout_is_alone_there(folder: Path, stdout: str, layout: tuple[str, ...]) -> None:
+    plan = ("plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "8", *layout)
+    done = bapipe(folder, *plan, "-o", stdout)
+    assert done.returncode == 0
+    bapipe(folder, *plan, "-o", "plan.json")
+    assert done.stdout == (folder / "plan.json").read_text()
+    assert ('"certificate"' if layout else f"wrote {stdout}") in done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -338,7 +338,8 @@ def test_a_device_or_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
             check_writable(path)
             write_bytes(path, b"text")
             assert path.is_symlink()
-    assert own.read_bytes() == b"text"
+        opened.write(b"more")
+    assert own.read_bytes() == b"textmore"
     with pytest.raises(BapipeError, match=r"^.*full: cannot be written: No space left on device"):
         write_bytes(full, b"text")
     with pytest.raises(BapipeError, match=r"^.*pipe: cannot be written: No such device or address"):  # nobody reads it
