@@ -65,8 +65,11 @@ def convert(folder: Path) -> tuple[Path, ...]:
     Each keeps its name, and the old one is kept beside it as `old-step-...`.
 
     Raises:
-        BapipeError: there is none, one is damaged or names what no checkpoint has, or a run writes to the folder.
+        BapipeError: there is no such folder or checkpoint, one is damaged or names what no checkpoint has, or a run
+            writes to the folder.
     """
+    if not folder.is_dir():
+        raise BapipeError(f"{folder}: no such folder")
     one = (folder / MANIFEST).is_file()
     with only_writer(folder.parent if one else folder):
         old = [path for path in ((folder,) if one else list_checkpoints(folder)) if is_old(path)]

@@ -143,3 +143,9 @@ def test_a_damaged_or_strange_old_checkpoint_is_refused(kept: Path) -> None:
         (checkpoint / "bapipe.json").write_text(json.dumps(tree | change, separators=(",", ":")))
         with pytest.raises(BapipeError, match=said):
             convert_checkpoint(checkpoint)
+
+
+def test_a_folder_that_is_none_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(BapipeError, match=r"nowhere/kept: no such folder$"):
+        convert_checkpoint(tmp_path / "nowhere" / "kept")
+    assert list(tmp_path.iterdir()) == []
