@@ -4,6 +4,6 @@
 for it, by the rules of `split_channels.py` and `split_planes.py`; `exchange.py` says how long that takes.
 """
 
-from bapipe.estimates.estimate import estimate
+from bapipe.estimates.estimate import check_whole, estimate
 
-__all__ = ["estimate"]
+__all__ = ["check_whole", "estimate"]

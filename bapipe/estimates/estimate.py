@@ -64,15 +64,20 @@ def estimate(
     )
 
 
+def check_whole(profile: ModelProfile, whole: Collection[str]) -> None:
+    """Raises BapipeError if a name of those that every member computes whole is of no layer."""
+    names = {layer.name for layer in profile.layers}
+    for name in whole:
+        if name not in names:
+            raise BapipeError(f"`whole` names '{name}', which is no layer of {profile.model}")
+
+
 def _check(profile: ModelProfile, split: Split, num_members: int, whole: Collection[str]) -> None:
     if profile.device.num_members > 1:
         raise BapipeError("the profile is of a group already: estimate from a profile of single devices")
     if num_members < 2:
         raise BapipeError(f"a group of {num_members}: want two or more members")
-    names = {layer.name for layer in profile.layers}
-    for name in whole:
-        if name not in names:
-            raise BapipeError(f"`whole` names '{name}', which is no layer of {profile.model}")
+    check_whole(profile, whole)
     if split == "sharded" and whole:
         raise BapipeError("members that share samples compute no layer `whole`: leave it out, or use another split")
     if split != "sharded" and all(layer.shape is UNSET for layer in profile.layers):

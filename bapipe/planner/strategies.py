@@ -11,7 +11,7 @@ from math import gcd
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.estimates import estimate
+from bapipe.estimates import check_whole, estimate
 from bapipe.estimates.split_layers import tightest_limit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
@@ -113,6 +113,7 @@ class StrategyPlanner:
         if any(device.num_members > 1 for device in cluster.devices):
             raise BapipeError("the cluster has groups already: give one of single devices to compare strategies")
         check_inputs(self.single, self.cluster, self.options)
+        check_whole(next(iter(self.single.values())), whole)
         self.layers = next(iter(self.single.values())).layers
 
     def data(self) -> Strategy:

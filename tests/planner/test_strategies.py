@@ -139,6 +139,8 @@ def test_wrong_input_is_refused() -> None:
         strategies(grouped)
     with pytest.raises(BapipeError, match="two profiles are of the same kind of device, members and split"):
         strategies(hosts(2), network(2), network(2))
+    with pytest.raises(BapipeError, match=f"^`whole` names 'nix', which is no layer of {network(2).model}$"):
+        compare_strategies([network(2)], hosts(2), PlanOptions(minibatch_size=SAMPLES), whole=["nix"])
 
 
 def test_the_page_has_a_row_for_each_strategy() -> None:
