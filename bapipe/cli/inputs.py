@@ -20,6 +20,7 @@ from bapipe.planner.inputs import by_kind, homogeneous_cluster, local_cluster
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
 from bapipe.profiler.profile import profile_model_cached
+from bapipe.simulator.cuts import check_layers
 from bapipe.zoo import resolve
 
 MODEL_SIZES, MULTI_THREAD_SIZES = (1, 2, 4, 8), (4, 8)
@@ -130,10 +131,19 @@ def profiles_of_plan(plan: Plan, paths: Sequence[Path]) -> dict[str, ModelProfil
     """Returns profiles by kind: those given, and for the other kinds the profiles that the plan was made from.
 
     Raises:
-        BapipeError: a kind of which none is given, and the cache does not hold the plan's.
+        BapipeError: a kind of which none is given, and the cache does not hold the plan's; or a profile that is given
+            is of another kind than the plan's devices, or of other layers.
     """
     found = by_kind([read(path, ModelProfile) for path in paths]) if paths else {}
-    for kind in sorted({device.kind for device in plan.cluster.devices} - set(found)):
+    kinds = {device.kind for device in plan.cluster.devices}
+    for kind, profile in found.items():
+        if kind not in kinds:
+            raise BapipeError(
+                f"the profile of {profile.model} is of kind '{kind}', and the plan's devices are of kind "
+                f"{', '.join(sorted(kinds))}: leave its --profile out"
+            )
+        check_layers(plan.stages, profile)
+    for kind in sorted(kinds - set(found)):
         cached = load_profile_by_fingerprint(plan.profiles[kind]) if kind in plan.profiles else None
         if cached is None:
             raise BapipeError(

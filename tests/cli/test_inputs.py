@@ -130,3 +130,20 @@ def test_a_page_is_written_before_anything_is_printed(
     with pytest.raises(BrokenPipeError):
         show(file, file if what == "two plans" else None, html=page)
     assert page.read_bytes().startswith(b"<!DOCTYPE html>")
+
+
+def test_a_profile_that_is_not_of_the_plan_is_refused(tmp_path: Path) -> None:
+    plan, path = bapipe.plan(PROFILE, 2, minibatch_size=4), tmp_path / "profile.json"
+    write(tmp_path / "plan.json", plan)
+    write(path, structs.replace(PROFILE, device=DeviceKind(kind="b", name="none", memory_bytes=1)))
+    with pytest.raises(BapipeError) as caught:
+        inputs.profiles_of_plan(plan, [path])
+    assert str(caught.value) == (
+        "the profile of chain is of kind 'b', and the plan's devices are of kind a: leave its --profile out"
+    )
+    write(path, chain([1, 2, 3, 4]))
+    with pytest.raises(
+        BapipeError, match=r"^the profile's layer 'l3' is in no stage of the plan: use the profile that"
+    ):
+        show(tmp_path / "plan.json", html=tmp_path / "page.html", profile=[path])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.json", "profile.json"]
