@@ -97,7 +97,8 @@ def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
 def _tie_words(plan: Plan, tie: NearTie) -> str:
     slower = tie.step_ns / max(plan.prediction.step_ns, 1) - 1 if tie.step_ns else 0.0
     what = f"schedule {tie.name} with the same stages" if tie.is_schedule else tie.name
-    pace = "as fast" if f"{slower:.1%}" == "0.0%" else f"{slower:.1%} slower"
+    percent = f"{abs(slower):.1%}"
+    pace = "as fast" if percent == "0.0%" else f"{percent} {'slower' if slower > 0 else 'faster'}"
     needs = f"needs at most {mib(tie.peak_bytes)} a device, not {mib(plan.prediction.peak_bytes)}"
     if not tie.is_schedule:
         needs = f"needs 1 device, not {len(plan.used_devices)}"

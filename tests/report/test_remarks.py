@@ -87,6 +87,17 @@ def test_one_device_that_is_hardly_slower_is_a_near_tie() -> None:
     assert len(hardly.stages) == 2
     (tie,) = near_ties(hardly, chain([500, 1], output_bytes=1), options("1f1b"))
     assert (tie.name, tie.is_schedule) == ("one-device", False)
+    (alone,) = (other for other in hardly.alternatives if other.name == "one-device")
+
+    def told(step_ns: int) -> list[str]:
+        others = (msgspec.structs.replace(alone, step_ns=step_ns),)
+        return words(msgspec.structs.replace(hardly, alternatives=others), chain([500, 1], output_bytes=1), ("1f1b",))
+
+    step_ns = hardly.prediction.step_ns
+    assert told(round(0.99 * step_ns))[0] == "a near-tie: one-device is 1.0% faster and needs 1 device, not 2"
+    assert told(round(1.01 * step_ns))[0] == "a near-tie: one-device is 1.0% slower and needs 1 device, not 2"
+    for far in (0.7, 1.3):
+        assert not any("near-tie" in text for text in told(round(far * step_ns)))
 
 
 def test_sizes_that_follow_from_another_are_named() -> None:

@@ -11,7 +11,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.schedules import ALL
 
 MAX_SLOWDOWN = 0.02
-"""How much slower than the plan a near-tie may be."""
+"""How much slower than the plan a near-tie may be; one device outside the searched space may be as much faster."""
 
 MAX_MEMORY = 0.8
 """Share of the plan's peak memory that a near-tie may need at most, unless it needs fewer devices."""
@@ -51,7 +51,8 @@ def near_ties(
     alone = [
         NearTie(name=other.name, is_schedule=False, step_ns=other.step_ns, peak_bytes=other.peak_bytes)
         for other in plan.alternatives
-        if other.name == "one-device" and other.feasible and len(plan.used_devices) > 1 and other.step_ns <= limit_ns
+        if other.name == "one-device" and other.feasible and len(plan.used_devices) > 1
+        if abs(other.step_ns - plan.prediction.step_ns) <= MAX_SLOWDOWN * plan.prediction.step_ns
     ]
     return (*sorted(light, key=lambda tie: (tie.peak_bytes, tie.step_ns, tie.name))[:1], *alone)
 
