@@ -32,7 +32,8 @@ class Comparison:
 
     Attributes:
         plans: the best plan of each strategy, by the name of the strategy.
-        others: the baselines (one device, data parallelism, equal layers), from the alternatives of the best plan.
+        others: the alternatives of the best plan, with its baselines (one device, data parallelism, equal layers) under
+            all schedules that are compared.
         failed: the reason why a strategy has no plan, by the name of the strategy.
         replicas: whether stages of the plans might have several devices.
     """
@@ -103,9 +104,9 @@ def compare(
     cluster = as_cluster(cluster, profiles)
     searches = {name: replace(options, schedules=[name]) for name in options.schedules or named_schedules(options)}
     plans: dict[str, Plan] = {}
-    was_ended: dict[str, bool] = {}
     failed: dict[str, str] = {}
     deadline, baselines_s = deadline or deadline_of(options.time_limit_s), MAX_BASELINES_S
+    whole = deadline
     if deadline.is_given and (left_s := deadline.remaining_s) is not None:
         baselines_s = max(MIN_BASELINES_S, min(MAX_BASELINES_S, BASELINES_PART * left_s))
         deadline = deadline.earlier(baselines_s)
@@ -116,17 +117,13 @@ def compare(
         if progress:
             progress(name)
         try:
-            share = deadline.share(len(searches) - number)
-            plans[name] = plan_once(profiles, cluster, search, deadline=share)
-            was_ended[name] = share.is_over
+            plans[name] = plan_once(profiles, cluster, search, deadline=deadline.share(len(searches) - number))
         except BapipeError as error:
             failed[name], last = str(error), error
     if not plans:
         raise last
-    best = min(plans, key=lambda name: plans[name].prediction.step_ns)
-    if not was_ended[best]:
-        return Comparison(plans=plans, others=plans[best].alternatives, failed=failed, replicas=options.replicas)
-    baselines = _baselines(plans[best], profiles, searches[best], Deadline(baselines_s))
+    best = min(plans.values(), key=lambda plan: plan.prediction.step_ns)
+    baselines = _baselines(best, profiles, options, Deadline(baselines_s) if deadline.is_over else whole)
     failed |= {name: _why_left_out(deadline) for name in baselines.left_out}
     return Comparison(plans=plans, others=baselines.alternatives, failed=failed, replicas=options.replicas)
 
@@ -136,7 +133,10 @@ def _why_left_out(deadline: Deadline) -> str:
 
 
 def _baselines(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> Baselines:
-    """Returns the alternatives of a plan whose search was ended, with the baselines that it did not come to."""
+    """Returns the alternatives of a plan, with its baselines under the schedules of the options.
+
+    Those of the plan itself are under its own schedule, or were left out as its search was ended.
+    """
     sizes, schedules = microbatch_sizes(profiles, plan.cluster, options), named_schedules(options)
     limits = options.limits(plan.cluster)
     baselines = baseline_alternatives(plan, profiles, sizes, schedules, limits, deadline)
