@@ -53,8 +53,10 @@ def run(
     ] = None,
     clip_norm: Annotated[float | None, typer.Option("--clip-norm", help=_HELP["clip_norm"])] = None,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help=_HELP["checkpoint"])] = None,
-    checkpoint_every: Annotated[int, typer.Option("--checkpoint-every", min=1, help=_HELP["checkpoint_every"])] = 100,
-    keep: Annotated[int, typer.Option("--keep", min=1, help=_HELP["keep"])] = 3,
+    checkpoint_every: Annotated[
+        int | None, typer.Option("--checkpoint-every", min=1, help=_HELP["checkpoint_every"])
+    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", min=1, help=_HELP["keep"])] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_HELP["resume"])] = False,
     replan: Annotated[bool, typer.Option("--replan", help=_HELP["replan"])] = False,
     profile: Annotated[
@@ -87,7 +89,7 @@ def run(
         if trace is not None:
             check_output(trace, Path(source), *(profile or ()), *([weights] if weights else []))
         config = TrainConfig(
-            trust_factory=trust_factory if is_file(source) else resolve(source),  # what the user names is trusted
+            trust_factory=trust_factory or (None if is_file(source) else resolve(source)),  # a model that is named
             data=data,
             data_workers=data_workers,
             buckets=buckets,
@@ -225,7 +227,7 @@ def train_with_bar(
             if is_first_rank():
                 devices = ", ".join(name for stage in plan.stages for name in stage.devices)
                 step = report.ms(plan.prediction.step_ns)
-                note(f"{reason}; continuing with stages on {devices}, {step} per step predicted")
+                note(with_flags(f"{reason}; continuing with stages on {devices}, {step} per step predicted"))
 
         try:
             result = bapipe.run(

@@ -145,7 +145,8 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def check_training(factory: str, arguments: Mapping[str, object], config: TrainConfig) -> None:
-    """Raises BapipeError if a model cannot be built, or not be trained on a configuration's data, from its weights.
+    """Raises BapipeError if a model cannot be built, or not be trained on a configuration's data, from its weights,
+    or is not the one that the configuration trusts.
 
     Nothing is measured and nothing trained.
     """
@@ -153,7 +154,9 @@ def check_training(factory: str, arguments: Mapping[str, object], config: TrainC
     from bapipe.runtime.build import model_build
     from bapipe.runtime.data.training_data import training_data
     from bapipe.zoo.factory import current_folder_importable
+    from bapipe.zoo.trust import check_trusted
 
+    check_trusted(factory, config.trust_factory)
     with current_folder_importable():
         build, example = model_build(factory, dict(arguments), config.seed)
         _check_weights(config, example)

@@ -14,6 +14,8 @@ from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS, check_clip_norm, default_arguments
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
+DEFAULT_CHECKPOINT_EVERY, DEFAULT_KEEP = 100, 3
+
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 """Seconds, up to about 30 years, which timeouts of torch can hold."""
 
@@ -55,8 +57,8 @@ class TrainConfig:
         evaluate_samples: number of held-out samples to evaluate on, drawn with the seed; by default all that the data
             holds out itself, or a tenth of other data, which is then not trained on.
         checkpoint: folder for checkpoints.
-        checkpoint_every: steps between two checkpoints, with one after the last step too.
-        keep: number of checkpoints to keep, the newest ones.
+        checkpoint_every: steps between two checkpoints, with one after the last step too; by default 100.
+        keep: number of checkpoints to keep, the newest ones; by default 3.
         resume: continue from the newest checkpoint, if there is one, whatever plan it was made under; options of
             training that are not given are those that it was made with.
         replan: if devices are lost, plan for the others and continue from the newest checkpoint. Lost are those in
@@ -97,8 +99,8 @@ class TrainConfig:
     evaluate_samples: Positive | None = None
 
     checkpoint: Path | None = None
-    checkpoint_every: Positive = 100
-    keep: Positive = 3
+    checkpoint_every: Positive | None = None
+    keep: Positive | None = None
     resume: bool = False
 
     replan: bool = False
@@ -125,6 +127,9 @@ class TrainConfig:
         for name in ("resume", "replan"):
             if getattr(self, name) and self.checkpoint is None:
                 raise BapipeError(f"`{name}` needs `checkpoint`, the folder to continue from")
+        for name in ("checkpoint_every", "keep"):
+            if getattr(self, name) is not None and self.checkpoint is None:
+                raise BapipeError(f"`{name}` needs `checkpoint`, the folder for checkpoints: else none is written")
         if self.without and not self.replan:
             raise BapipeError(f"`without` {', '.join(self.without)} goes with `replan`")
 
@@ -135,7 +140,13 @@ class TrainConfig:
 
     def checkpoint_after(self, steps: int) -> bool:
         """Returns whether a checkpoint is written after `steps` steps."""
-        return self.checkpoint is not None and (steps % self.checkpoint_every == 0 or steps == self.steps)
+        every = self.checkpoint_every or DEFAULT_CHECKPOINT_EVERY
+        return self.checkpoint is not None and (steps % every == 0 or steps == self.steps)
+
+    @property
+    def num_kept(self) -> int:
+        """How many checkpoints are kept, the newest ones."""
+        return self.keep or DEFAULT_KEEP
 
     def pauses_after(self, steps: int) -> bool:
         """Returns whether all ranks wait for their devices after `steps` steps, whatever is reported."""

@@ -109,7 +109,7 @@ def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> Checkpoint
         return None
     if rank.index == 0:
         set_damaged_aside(config.checkpoint, start.step)
-    return CheckpointWriter(config.checkpoint, config.keep, rank.group_timeout, job.devices, rank.device)
+    return CheckpointWriter(config.checkpoint, config.num_kept, rank.group_timeout, job.devices, rank.device)
 
 
 def _loader(

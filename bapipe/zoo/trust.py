@@ -21,7 +21,12 @@ _ZOO_MODULES = frozenset(path.partition(":")[0] for path in ZOO.values())
 
 
 def check_trusted(factory: str, trusted: str | None) -> None:
-    """Raises InvalidModel if a plan's factory is neither the one that is trusted nor known to be harmless."""
+    """Raises InvalidModel if a plan's factory is neither the trusted one nor, without one, known to be harmless."""
+    if trusted is not None and factory != trusted:
+        raise InvalidModel(
+            f"`trust_factory` {trusted} is not the plan's factory, which is '{factory}': leave it out, or name that "
+            "one if you trust the plan"
+        )
     if factory == trusted or is_of_zoo(factory):
         return
     with current_folder_importable():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapipe.cli import main
+from bapipe.cli.run import train_with_bar
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read, write
 from bapipe.formats.plan import Plan
@@ -133,11 +135,32 @@ def test_what_the_data_cannot_give_is_refused(
     [
         (("--resume",), "--resume needs --checkpoint, the folder to continue from"),
         (("--eval-samples", "5"), "--eval-samples needs --eval-every, the steps between two evaluations"),
+        (("--keep", "1"), "--keep needs --checkpoint, the folder for checkpoints: else none is written"),
         (("--profile", "profile.json"), "--profile goes with --replan: a plan runs without its profile"),
     ],
 )
 def test_options_that_lack_another_are_refused(folder: Path, options: tuple[str, ...], message: str) -> None:
     assert refused(folder, "run", "plan.json", *options) == f"error: {message}\n"
+
+
+def test_another_factory_than_that_of_the_model_is_not_the_one_to_trust(folder: Path) -> None:
+    leave = "is not the plan's factory, which is 'tiny:tiny': leave it out, or name that one if you trust the plan"
+    for source in ("plan.json", "tiny:tiny"):
+        said = refused(folder, "run", source, "--trust-factory", "os:system")
+        assert said == f"error: --trust-factory os:system {leave}\n"
+
+
+def test_the_reason_to_plan_again_names_flags(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = read(folder / "plan.json", Plan)
+
+    def lost(*_: object, on_replan: Callable[[str, Plan], None], **__: object) -> None:
+        on_replan("rank 1 was killed: plan with a smaller `microbatch_size`", plan)
+
+    monkeypatch.setattr("bapipe.run", lost)
+    train_with_bar(plan, {})
+    assert "plan with a smaller --microbatch-size; continuing with stages on cpu0, cpu1, " in capsys.readouterr().err
 
 
 def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:

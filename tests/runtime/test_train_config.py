@@ -1,5 +1,6 @@
 """Options of training that are out of range, or lack another one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from tests.builders import chain, devices
         ({"steps": 1.5}, "`steps` is 1.5: want int"),
         ({"resume": True}, "`resume` needs `checkpoint`, the folder to continue from"),
         ({"replan": True}, "`replan` needs `checkpoint`, the folder to continue from"),
+        ({"keep": 3}, "`keep` needs `checkpoint`, the folder for checkpoints: else none is written"),
+        (
+            {"checkpoint_every": 1},
+            "`checkpoint_every` needs `checkpoint`, the folder for checkpoints: else none is written",
+        ),
         ({"evaluate_samples": 5}, "`evaluate_samples` needs `evaluate_every`, the steps between two evaluations"),
         ({"timeout_s": 0}, "`timeout_s` is 0: want more than 0"),
         ({"timeout_s": -1.5}, "`timeout_s` is -1.5: want more than 0"),
@@ -43,3 +49,12 @@ def test_profiles_that_a_run_does_not_use_are_refused() -> None:
     with pytest.raises(BapipeError) as caught:
         bapipe.run(plan, profiles=profile)
     assert str(caught.value) == "`profiles` goes with `replan`: a plan runs without its profile"
+
+
+def test_a_hundred_steps_are_between_checkpoints_and_three_are_kept_unless_others_are_asked_for() -> None:
+    config = TrainConfig(steps=250, checkpoint=Path("kept"))
+    assert [steps for steps in range(1, 251) if config.checkpoint_after(steps)] == [100, 200, 250]
+    assert config.num_kept == 3
+    config = TrainConfig(steps=5, checkpoint=Path("kept"), checkpoint_every=2, keep=1)
+    assert [steps for steps in range(1, 6) if config.checkpoint_after(steps)] == [2, 4, 5]
+    assert config.num_kept == 1

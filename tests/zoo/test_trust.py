@@ -56,6 +56,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )  # fmt: skip
 def test_factories_of_the_zoo_and_of_the_current_folder_are_trusted(here: Path, factory: str) -> None:
     check_trusted(factory, None)
+    with pytest.raises(InvalidModel) as caught:
+        check_trusted(factory, "own_trusted:another")
+    assert str(caught.value) == (
+        f"`trust_factory` own_trusted:another is not the plan's factory, which is '{factory}': leave it out, or name "
+        "that one if you trust the plan"
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,6 @@ def test_any_other_factory_is_refused_with_what_allows_it(here: Path, factory: s
     )
     assert "installed_there" not in set(sys.modules) - before
     check_trusted(factory, factory)
-    with pytest.raises(InvalidModel):
-        check_trusted(factory, "own_trusted:own")
 
 
 def test_a_factory_that_is_not_there_is_said_to_be_missing(here: Path) -> None:
