@@ -69,6 +69,7 @@ def _rescheduled(plan: Plan, profiles: Profiles, options: PlanOptions, deadline:
             other = edit(plan, profiles, schedule=name)
         except BapipeError:  # such as a schedule that places stages otherwise, or one that does not fit
             continue
+        # `edit` knows the devices' memory, not what the options leave of it.
         fits = all(rank.peak_bytes <= limits[rank.device] for rank in other.prediction.ranks)
         if fits and [stage.devices for stage in other.stages] == [stage.devices for stage in plan.stages]:
             step_ns, peak_bytes = other.prediction.step_ns, other.prediction.peak_bytes

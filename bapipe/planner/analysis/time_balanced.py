@@ -50,6 +50,7 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadlin
             if candidate is not None:
                 extended[stop] = candidate
         best = extended
+    # The stages may be along another order, which has more cuts.
     if len(layers) not in best:
         return None
     (_, cuts) = best[len(layers)]
