@@ -16,6 +16,7 @@ class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that draws random numbers starts from a seed of its name, its shape and the micro-batch.
 
     So two passes draw the same numbers even if they run operators in another order, or one of them more than once.
+    One that draws from a generator of its own starts from that one's seed, too, and draws nothing from it.
 
     Attributes:
         microbatch: what runs; the caller sets it.
@@ -29,7 +30,11 @@ class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         generator = (kwargs or {}).get("generator")
-        (generator.manual_seed if generator is not None else torch.manual_seed)(self._seed(func, args))
+        if generator is None:
+            torch.manual_seed(self._seed(func, args))
+        else:
+            seed = _hash(f"{generator.initial_seed()}:{self._seed(func, args)}")
+            kwargs = {**(kwargs or {}), "generator": torch.Generator(generator.device).manual_seed(seed)}
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.is_contiguous():
             return func(*args, **(kwargs or {}))

@@ -5,18 +5,20 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, export
+from torch.overrides import TorchFunctionMode
 
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
 from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -29,10 +31,17 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     examples = tuple(repeat_to_batch(example, num_rows, device) for example in inputs)
     batch = Dim("batch")
     before = generator_states()
-    with silenced(), torch.random.fork_rng(devices=[]), generators_restored(), functions_refused():
-        program = export(
-            _copy_sharing_memory(module), examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False
-        )
+    copied = _copy_sharing_memory(module)
+    with (
+        silenced(),
+        torch.random.fork_rng(devices=[]),
+        generators_restored(),
+        functions_refused(),
+        seeding_noticed(_refuse_seeding, restoring=False),  # torch.export restores the state itself
+        generators_watched(copied) as generator_fault,
+        _GeneratorsRefused(generator_fault),
+    ):
+        program = export(copied, examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)
         source = program.module(check_guards=False)
         if generator_states() != before:
             raise CannotKeep({"": DRAWS_IN_PYTHON})
@@ -53,6 +62,24 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     for node in graph.nodes:
         node.meta = {key: value for key, value in node.meta.items() if key == NO_GRAD}
     return Captured(module=traced, returned=returned, spec=spec, layer_of_call=layer_of_call, kinds=kinds)
+
+
+def _refuse_seeding() -> None:
+    raise CannotKeep({"": SEEDS_ITSELF})
+
+
+class _GeneratorsRefused(TorchFunctionMode):
+    """Raises CannotKeep where a forward draws from a generator that a graph cannot draw from."""
+
+    def __init__(self, fault: Callable[[object], str | None]) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fault = self._fault((kwargs or {}).get("generator"))
+        if fault is not None:
+            raise CannotKeep({"": fault})
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from bapipe.tracing.kept_calls import (
 from bapipe.tracing.python_random import generator_states, generators_restored
 from bapipe.tracing.python_state import attributes_of, state_restored
 from bapipe.tracing.randomness import draws_random_numbers
+from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 
 _SIZES = frozenset(
     ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
@@ -62,6 +63,7 @@ class _Tracer(fx.Tracer):
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
         self.failed_in: str | None = None
         self.path_of_node: dict[fx.Node, str] = {}
+        self.generator_fault: Callable[[object], str | None] = lambda value: None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_layer(m, module_qualified_name, self.leaf_modules)
@@ -83,6 +85,9 @@ class _Tracer(fx.Tracer):
             raise RuntimeError(f"torch.fx takes a {type(a).__name__} for a dictionary")
         if type(a).__module__ == "numpy" and getattr(a, "ndim", None) == 0:
             a = a.item()  # the code of a graph does not import numpy
+        fault = self.generator_fault(a)
+        if fault is not None:
+            raise CannotKeep({self._path(): fault})
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -109,6 +114,10 @@ class _Tracer(fx.Tracer):
         if any(isinstance(leaf, nn.Module) for leaf in leaves):  # whose parameters would belong to no layer
             raise CannotKeep({self._path(): f"it gives modules to {cls.__name__}"})
         return self.create_proxy("call_function", function_operator(cls), args, kwargs)
+
+    def seeds(self) -> None:
+        """Raises CannotKeep: the running forward seeds random numbers."""
+        raise CannotKeep({self._path(): SEEDS_ITSELF})
 
     def texts(self) -> list[tuple[str, ...]]:
         """Returns for each operator the path of the module in whose forward it is, and what identifies it."""
@@ -208,6 +217,8 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
             generators_restored(),
             torch.random.fork_rng(devices=[]),
             functions_intercepted(tracer.apply_function),
+            generators_watched(module) as tracer.generator_fault,
+            seeding_noticed(tracer.seeds),
             _StateCalls(tracer, module),
         ):
             before = generator_states()

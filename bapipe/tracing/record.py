@@ -44,6 +44,7 @@ from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.run_with_values import run_with_values
+from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 
 
 class _StartAgain(Exception):
@@ -64,14 +65,20 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
     """
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, quiet_fake_tensors(), torch.random.fork_rng(devices=[]), generators_restored():
+    with (
+        generators_watched(module) as generator_fault,
+        fake,
+        quiet_fake_tensors(),
+        torch.random.fork_rng(devices=[]),
+        generators_restored(),
+    ):
         names: dict[int, str] = {}
         own = _copy_without_values(module, device, names)
         examples = tuple(
             torch.empty((batch, *e.shape[1:]), dtype=e.dtype, device=device).requires_grad_(e.requires_grad)
             for e in inputs
         )
-        return _Recorder(own, module, names, leaf_modules).run(examples)
+        return _Recorder(own, module, names, leaf_modules, generator_fault).run(examples)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -86,7 +93,7 @@ def _holds_tensors(value: Any) -> bool:
 def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
     """Returns a copy whose parameters and buffers are fake, and puts their names into `names`, by `id`.
 
-    Tensors in other attributes stay the module's own.
+    Tensors and random generators in other attributes stay the module's own.
     """
     memo: dict[int, Any] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -112,7 +119,12 @@ class _Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, module: nn.Module, original: nn.Module, names: dict[int, str], leaf_modules: frozenset[str]
+        self,
+        module: nn.Module,
+        original: nn.Module,
+        names: dict[int, str],
+        leaf_modules: frozenset[str],
+        generator_fault: Callable[[object], str | None],
     ) -> None:
         super().__init__()
         self._module, self._original, self._leaf_modules = module, original, leaf_modules
@@ -129,6 +141,7 @@ class _Recorder(TorchFunctionMode):
         self._recorded: set[str] = set()  # paths of modules whose own code was recorded
         self._reasons: dict[str, str] = {}  # why modules became leaf modules, by path
         self._paused = False
+        self._generator_fault = generator_fault
         self._values = ConstantValues()
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
 
@@ -136,7 +149,12 @@ class _Recorder(TorchFunctionMode):
         for name, tensor in zip(argument_names(self._module, len(inputs)), inputs, strict=True):
             self._add(Call(op="placeholder", target=name, shape=tuple(tensor.shape)), tensor)
         try:
-            with self._module_calls_routed(), functions_intercepted(self._apply), self:
+            with (
+                self._module_calls_routed(),
+                functions_intercepted(self._apply),
+                seeding_noticed(self._seeds),
+                self,
+            ):
                 result = self._module(*inputs)
             register_dataclasses(result)
             leaves, spec = tree_flatten(result)
@@ -259,6 +277,9 @@ class _Recorder(TorchFunctionMode):
             return {key: self._argument(part) for key, part in value.items()}
         if isinstance(value, slice):
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        fault = self._generator_fault(value)
+        if fault is not None:
+            raise NotRecorded(fault)
         if _holds_tensors(value):
             raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
         return self._constant(value)
@@ -359,6 +380,11 @@ class _Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         with self._pause():
             return self._observed(function, args, kwargs, ("call_function", function), None)
+
+    def _seeds(self) -> None:
+        """Raises NotRecorded if what seeds random numbers is not inside of a layer."""
+        if not self._paused:
+            raise NotRecorded(SEEDS_ITSELF)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.rng import PerOperatorRng
 from bapipe.tracing import trace
 from bapipe.tracing.randomness import draws_random_numbers, is_random
 from bapipe.tracing.stage_module import stage_module
@@ -147,3 +148,56 @@ def test_functions_are_random_by_their_names() -> None:
 
     traced = fx.symbolic_trace(Functions())
     assert [n.name for n in traced.graph.nodes if is_random(traced, n)] == ["rand_like"]
+
+
+class Noise(nn.Module):
+    """Adds random numbers that its own code seeds, in one of several ways."""
+
+    def __init__(self, how: str, branches: bool) -> None:
+        super().__init__()
+        self.linear, self.how, self.branches = nn.Linear(4, 4), how, branches
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.branches and x.shape[0] < 0:  # which torch.fx cannot follow
+            return x
+        h: Tensor = self.linear(x)
+        if self.how == "made":
+            return h + torch.randn(4, generator=torch.Generator().manual_seed(5))
+        if self.how == "seeded again":
+            self.generator.manual_seed(5)
+            return h + torch.randn(4, generator=self.generator)
+        if self.how == "kept":
+            return h + torch.randn(4, generator=self.generator)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return h + torch.randn(4)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("how", ["made", "seeded again", "forked"])
+def test_a_module_that_seeds_its_random_numbers_is_one_layer_and_draws_these(how: str, branches: bool) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(4, 4), Noise(how, branches), nn.Linear(4, 2)), torch.randn(2, 4)
+    model = trace(module, [x])
+    assert [layer.name for layer in model.layers] == ["0", "1", "2"]
+    assert "generator" in model.leaf_reasons["1"] or "seeds" in model.leaf_reasons["1"]
+    rng = PerOperatorRng(7, torch.device("cpu"))
+    stage = stage_module(cut_into_stages(model, {"0": 0, "1": 0, "2": 0}, (x,), 2), 0, torch.device("cpu"), rng)
+    for _ in range(2):
+        torch.testing.assert_close(stage(x)[0], module(x))
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("how", ["made", "seeded again", "forked"])
+def test_a_model_that_seeds_its_random_numbers_in_its_own_forward_is_refused(how: str, branches: bool) -> None:
+    with pytest.raises(InvalidModel, match=r"^Noise cannot be traced: its forward .*\(.*line \d+.*put this code into"):
+        trace(Noise(how, branches), [torch.randn(2, 4)])
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_generator_that_a_module_keeps_is_used_as_it_is(branches: bool) -> None:
+    noise = Noise("kept", branches)
+    before = noise.generator.get_state()
+    assert [layer.name for layer in trace(noise, [torch.randn(2, 4)]).layers] == ["linear"]
+    assert torch.equal(noise.generator.get_state(), before)

@@ -1,0 +1,79 @@
+"""Notices forwards that seed torch's random numbers themselves, or draw them from a generator that they make.
+
+A graph keeps neither: it would draw other numbers than the forward does. A module that is called as it is does not.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+SEEDS_ITSELF = "its forward seeds torch's random numbers (a seed holds within its layer only)"
+_MADE = "its forward draws random numbers from a generator that no module has as an attribute"
+_SEEDED = "its forward seeds a generator of random numbers"
+
+_OF_CUDA = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
+_UNUSUAL_SEED = 5_201_314_159_265
+
+
+class _Watched:
+    """torch's default generator, for the functions that seed it."""
+
+    def __init__(self, seeds: Callable[[], None], names: frozenset[str]) -> None:
+        self._seeds, self._names = seeds, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            self._seeds()
+        return getattr(torch.default_generator, name)
+
+
+@contextmanager
+def seeding_noticed(seeds: Callable[[], None], *, restoring: bool = True) -> Iterator[None]:
+    """In this context `seeds` is called before anything seeds torch's global generators.
+
+    Args:
+        restoring: whether setting a state counts, as `torch.random.fork_rng` does at its end.
+    """
+    names = frozenset(("manual_seed", "seed", *(("set_state",) if restoring else ())))
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seeds()
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch.random, "default_generator", _Watched(seeds, names)))
+        for name in _OF_CUDA if restoring else ():
+            patches.enter_context(patch.object(torch.cuda, name, watched(getattr(torch.cuda, name))))
+        yield
+
+
+@contextmanager
+def generators_watched(module: nn.Module) -> Iterator[Callable[[object], str | None]]:
+    """Yields a function that says why a graph of the module's forward, which runs here, cannot draw from a generator.
+
+    It returns None for a generator that a part of the module has as an attribute, and that nothing has seeded here.
+    """
+    own = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Generator)]
+    before = [generator.get_state() for generator in own]
+    for generator in own:
+        generator.manual_seed(_UNUSUAL_SEED)  # so that seeding it as before is a change, too
+
+    def fault(generator: object) -> str | None:
+        if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
+            return None
+        if all(generator is not kept for kept in own):
+            return _MADE
+        return None if generator.initial_seed() == _UNUSUAL_SEED else _SEEDED
+
+    try:
+        yield fault
+    finally:
+        for generator, state in zip(own, before, strict=True):
+            generator.set_state(state)
