@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from bapipe.equivalence import check_scalar
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.processes import one_line
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.local_stage import LocalStage, Loss, check_outputs
+from bapipe.runtime.local_stage import LocalStage, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import finished_sends, lower_for
 from bapipe.runtime.model_errors import model_errors
@@ -66,13 +66,13 @@ class ScheduleExecutor:
         stages: Sequence[LocalStage],
         *,
         channels: Channels,
-        loss: Loss,
+        loss: nn.Module,
         weights: LossWeights,
         clock: Clock,
         rng: PerOperatorRng,
     ) -> None:
         self._layout, self._schedule = layout, layout.schedule
-        self._loss, self._weights, self._clock, self._rng = loss, weights, clock, rng
+        self._weights, self._clock, self._rng = weights, clock, rng
         self.loss_scale = 1.0
         self._ran: list[_TimedAction] = []  # in the last step
         self._arguments: Mapping[str, Sequence[Tensor]] = {}  # by name, a chunk per micro-batch
@@ -81,7 +81,8 @@ class ScheduleExecutor:
         self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I was a whole backward
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # the whole backwards that W runs
         last = self._schedule.num_stages - 1
-        self._recomputes_loss = any(stage.recompute and stage.index == last for stage in stages)
+        self._recomputing_last = next((stage for stage in stages if stage.recompute and stage.index == last), None)
+        self._loss = loss if self._recomputing_last is None else RecomputedStage(loss, layout.device)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
         self._transfers = Transfers(channels, finished_sends(self._schedule, layout.rank))
@@ -225,7 +226,11 @@ class ScheduleExecutor:
             args, kwargs = inputs_of.pop(microbatch)
             with module.recomputing(microbatch):
                 output = original(microbatch, args, kwargs, save_forward_output=False)
-                return self._loss_share(output, self._targets.pop(microbatch)) if torch_stage.is_last else None
+            if not torch_stage.is_last:
+                return None
+            assert isinstance(self._loss, RecomputedStage)
+            with self._loss.recomputing(microbatch):
+                return self._loss_share(output, self._targets.pop(microbatch))
 
         torch_stage.forward_one_chunk = forward  # type: ignore[method-assign, assignment]
         torch_stage.get_fwd_send_ops = send_then_drop  # type: ignore[method-assign, assignment]
@@ -360,13 +365,29 @@ class ScheduleExecutor:
         """Computes a micro-batch's loss: the runtime calls it right after F of the last stage, whose time it is in."""
         forward = self._ran[-1]
         microbatch = forward.action.microbatch
-        with torch.no_grad() if self._recomputes_loss else nullcontext():
+        if self._recomputing_last is None:
             share = self._loss_share(output, target)
-        if self._recomputes_loss:
+        else:
+            share = self._first_loss_share(self._recomputing_last, microbatch, output, target)
             self._targets[microbatch] = target
         self._losses[microbatch] = share
         forward.end = self._clock.stamp()
         return share.detach()  # which the runtime keeps until the step ends: not with what I leaves of the graph for W
+
+    def _first_loss_share(self, stage: LocalStage, microbatch: int, output: Any, target: Tensor) -> Tensor:
+        """Computes the loss of a recomputing stage's F, which its backward computes again, with the same result.
+
+        The loss gets copies of the outputs that require gradients as those of the backward will: it may ask whether
+        they do, and it may change them in place, and with them what the stage has kept.
+        """
+        assert isinstance(self._loss, RecomputedStage)
+        with torch.enable_grad():
+            copies = tuple(
+                tensor.detach().requires_grad_(example.requires_grad).clone()
+                for tensor, example in zip(output, stage.outputs, strict=True)
+            )
+            share = self._loss.remembering(microbatch, lambda: self._loss_share(copies, target))
+        return share.detach()
 
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""

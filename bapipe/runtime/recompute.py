@@ -101,6 +101,18 @@ class RecomputedStage(nn.Module):
                 set_attributes(now)
 
 
+class LossModule(nn.Module):
+    """A loss as a module, whose state `RecomputedStage` then finds: that of the loss, if it is a module itself."""
+
+    def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
+        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
+        super().__init__()
+        self.loss, self.computed = loss, computed
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return self.computed(output, target)
+
+
 def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
     """Returns sums over the trained parameters, which differ after almost any change of one."""
     trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad and not p.is_complex()}

@@ -18,6 +18,7 @@ from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage, Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.recompute import LossModule
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
@@ -59,7 +60,7 @@ class ExecutorFactory:
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
         )
-        loss = self._loss_of_stage_outputs(parts.model)
+        loss = LossModule(self.loss, self._loss_of_stage_outputs(parts.model))
         return ScheduleExecutor(
             self.layout,
             stages,

@@ -1,5 +1,7 @@
 """A stage that runs its forward again does so exactly, and leaves nothing twice."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,3 +68,43 @@ def test_only_buffers_that_change_are_kept() -> None:
     assert set(stage._before[0].tensors) == set(stage._before[1].tensors)
     assert "table" not in stage._before[1].tensors
     assert stage._before[1].tensors["0.num_batches_tracked"].item() == 1
+
+
+class Centred(nn.Module):
+    """A loss with a running mean and a counter, which changes its input in place and asks whether it has a gradient."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3, dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        output.mul_(2.0 if output.requires_grad else 3.0)
+        return nn.functional.mse_loss(output - self.centre, target) * self.calls
+
+
+@pytest.mark.parametrize("backward", ["B", "IW"])
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.usefixtures("alone")
+def test_the_state_of_a_loss_changes_once(backward: str, cut: int) -> None:
+    """With the cut at 2 the last stage is nothing but the loss, which changes what the stage keeps."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double()
+    whole, loss, own_loss = copy.deepcopy(module), Centred(), Centred()
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    order = [f"{s}F{m}" for m in range(3) for s in (0, 1)]
+    order += [f"{s}{phase}{m}" for m in range(3) for s in (1, 0) for phase in backward]
+    plan = make_plan(["0", "1"], (cut,), (0, 0), [order], 4, 3, (1,), ())
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.1))
+    got = pipeline.step(x, target=y)
+    parts = [own_loss(whole(a), b) / 3 for a, b in zip(x.chunk(3), y.chunk(3), strict=True)]
+    torch.stack(parts).sum().backward()
+    assert got == pytest.approx(sum(part.item() for part in parts), abs=1e-6)  # the pipeline adds up in float32
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
+    torch.testing.assert_close(loss.centre, own_loss.centre)
+    assert loss.calls == 3

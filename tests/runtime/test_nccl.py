@@ -25,6 +25,7 @@ from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import lower_schedule, ranks_with_stage, receives_one_ahead
 from bapipe.runtime.process_groups import connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.recompute import LossModule
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
@@ -71,6 +72,10 @@ class RecordedExecutor(ScheduleExecutor):
         return super()._timed(action, computed)
 
 
+def _loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return (output[0] - target).sum()
+
+
 @contextmanager
 def recorded_transfers(calls: list[Call], transfer_ns: int) -> Iterator[None]:
     def recorder(is_send: bool) -> Any:
@@ -106,7 +111,7 @@ def _calls_of(
             layout,
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
-            loss=lambda output, target: (output[0] - target).sum(),
+            loss=LossModule(_loss, _loss),
             weights=LossWeights(None, (), lambda part: part),
             clock=CpuClock(),
             rng=PerOperatorRng(0, CPU),
