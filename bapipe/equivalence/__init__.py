@@ -18,7 +18,7 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.losses import TargetWeights, check_scalar, loss_over_parts, target_weights
+from bapipe.equivalence.losses import TargetWeights, check_no_parameters, check_scalar, loss_over_parts, target_weights
 from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
 
@@ -30,6 +30,7 @@ __all__ = [
     "Stage",
     "TargetWeights",
     "Unchecked",
+    "check_no_parameters",
     "check_scalar",
     "compare_split",
     "compare_stages",

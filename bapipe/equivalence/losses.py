@@ -62,6 +62,18 @@ def check_scalar(loss: object) -> None:
         raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
 
 
+def check_no_parameters(loss: Loss) -> None:
+    """Raises InvalidModel if a loss has parameters to train: an optimizer gets the parameters of the stages only."""
+    own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    trained = [name for name, parameter in own if parameter.requires_grad]
+    if trained:
+        raise InvalidModel(
+            f"the loss has parameters to train, such as '{trained[0]}', but only those of the model are trained: make "
+            "the part that has them a module of the model, which returns what it computes, or freeze them "
+            "(`requires_grad_(False)`)"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TargetWeights:
     """How much each target counts in a mean over targets, by its class.

@@ -9,6 +9,7 @@ import torch
 from msgspec import UNSET, structs
 from torch import Tensor, nn
 
+from bapipe.equivalence import check_no_parameters
 from bapipe.errors import BapipeError
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
@@ -91,6 +92,7 @@ def measure_model(
     check_examples(tensor_inputs(inputs), target)
     check_has_layers(module)
     check_trainable(module)
+    check_no_parameters(loss)
     settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
     profile = resume_from
     missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]

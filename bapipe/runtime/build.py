@@ -66,7 +66,9 @@ def model_build(factory: Factory, arguments: Mapping[str, object], seed: int) ->
             example = without_values()
     except InvalidModel:  # such as code that reads a parameter; if it fails for another reason, it fails below too
         return plain, plain()
-    if _draws_its_own_values(example.module, made, example.initialize):
+    loss = example.loss
+    loss_has_values = not isinstance(loss, nn.Module) or not any(p.is_meta for p in loss.parameters())
+    if loss_has_values and _draws_its_own_values(example.module, made, example.initialize):
         return without_values, example
     return plain, plain()
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.equivalence import check_no_parameters
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.optimizers import check_clip_norm
@@ -121,6 +122,7 @@ class Pipeline:
             group: the processes; None is the default group.
         """
         check_no_groups(plan)
+        check_no_parameters(loss)
         check_clip_norm(clip_norm)
         optimizer = sgd() if optimizer is None else optimizer
         check_optimizer_factory(optimizer)

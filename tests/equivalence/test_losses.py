@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from bapipe.equivalence import Microbatch, loss_over_parts
+from bapipe.errors import InvalidModel
 from bapipe.profiler.measure import measure_model
 from bapipe.report.profiles import render_profile
 from tests.models.small_zoo import SMALL, small
@@ -110,3 +111,27 @@ def test_a_loss_may_read_a_parameter_that_the_model_returns() -> None:
 
     batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))
     assert loss_over_parts(ReturnsItsWeight(), loss, batch) is None
+
+
+class Temperature(nn.Module):
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output * self.scale, target)
+
+
+def test_a_loss_with_parameters_to_train_is_refused() -> None:
+    def measured(trained: bool) -> object:
+        target = torch.zeros(1, dtype=torch.int64)
+        module, loss = nn.Linear(6, 4), Temperature(trained)
+        return measure_model(
+            module, (torch.randn(1, 6),), target, loss, microbatch_sizes=(1,), name="it", seconds_per_size=0.0
+        )
+
+    with pytest.raises(
+        InvalidModel, match=r"^the loss has parameters to train, such as 'scale', but only those of the"
+    ):
+        measured(True)
+    measured(False)

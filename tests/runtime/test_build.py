@@ -239,3 +239,24 @@ def test_random_numbers_outside_stay_as_they_were() -> None:
     torch.manual_seed(1)
     build_of("plain")[0]()
     assert math.isclose(torch.rand(1).item(), want.item())
+
+
+def _with_a_frozen_loss() -> Example:
+    scale = nn.Linear(2, 2).requires_grad_(False)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.mse_loss(self.scale(output), target)
+
+    return Example(module=nn.Linear(2, 2), inputs=(torch.zeros(1, 2),), target=torch.zeros(1, 2), loss=Scaled())
+
+
+def test_parameters_of_a_loss_have_values() -> None:
+    build, example = model_build(_with_a_frozen_loss, {}, 0)
+    assert isinstance(example.loss, nn.Module)
+    assert not any(parameter.is_meta for parameter in example.loss.parameters())
+    assert not build.without_values
