@@ -103,8 +103,9 @@ class TargetWeights:
 
     def _of(self, target: Tensor) -> Tensor:
         assert self.of_classes is not None
-        counts = target.ne(self.ignored)
-        return self.of_classes.detach().to(target.device)[target.masked_fill(~counts, 0)] * counts
+        # Labels out of range are for the loss to refuse.
+        weights = self.of_classes.detach().to(target.device)[target.clamp(0, len(self.of_classes) - 1)]
+        return weights * target.ne(self.ignored)
 
 
 def target_weights(loss: Loss) -> TargetWeights | None:

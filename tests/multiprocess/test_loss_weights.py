@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.equivalence import TargetWeights
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
@@ -68,6 +68,15 @@ def test_evaluation_is_the_mean_over_all_targets(num_samples: int) -> None:
     assert nothing is not None
     assert nothing.loss is not None
     assert isnan(nothing.loss)
+
+
+@pytest.mark.usefixtures("alone")
+def test_labels_out_of_range_are_refused_by_the_loss() -> None:
+    loss = nn.CrossEntropyLoss(torch.ones(4))
+    plan, x = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1), torch.randn(2, 6)
+    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 4)), plan, loss=loss, inputs=[x])
+    with pytest.raises(LayerFailed, match="its targets are 1 to 7"):
+        pipeline.step(x, target=torch.tensor([1, 7]))
 
 
 def test_replicas_count_together() -> None:
