@@ -106,8 +106,8 @@ def _copy_without_values(module: nn.Module, device: torch.device, names: dict[in
         for tensor in tensors_in(vars(part)):
             memo.setdefault(id(tensor), tensor)
     for generator in generators_kept(module).values():
-        if isinstance(generator, torch.Generator):  # whose own copies need tensors with values
-            memo[id(generator)] = generator.clone_state()
+        if isinstance(generator, torch.Generator):  # copies need tensors with values; `generators_watched` restores it
+            memo[id(generator)] = generator
     return copy.deepcopy(module, memo)
 
 

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from bapipe.tracing.python_state import generators_kept
+
 SEEDS_ITSELF = "its forward seeds torch's random numbers (a seed holds within its layer only)"
 _MADE = "its forward draws random numbers from a generator that no module has as an attribute"
 _SEEDED = "its forward seeds a generator of random numbers"
@@ -60,7 +62,7 @@ def generators_watched(module: nn.Module) -> Iterator[Callable[[object], str | N
 
     It returns None for a generator that a part of the module has as an attribute, and that nothing has seeded here.
     """
-    own = [value for part in module.modules() for value in vars(part).values() if isinstance(value, torch.Generator)]
+    own = [kept for kept in generators_kept(module).values() if isinstance(kept, torch.Generator)]
     before = [generator.get_state() for generator in own]
     for generator in own:
         generator.manual_seed(_UNUSUAL_SEED)  # so that seeding it as before is a change, too
