@@ -16,7 +16,6 @@ from bapipe.planner.branch_and_bound.placements import (
     positions_of_stages,
 )
 from bapipe.planner.branch_and_bound.problem import Root
-from bapipe.planner.equal_groups import group_sizes
 from bapipe.planner.searched_space import GIVEN_ORDER
 from bapipe.schedules import SCHEDULES
 from bapipe.units import decimal
@@ -30,9 +29,6 @@ MAX_DEVICE_ORDERS = 500
 
 SOME_ORDERS = f"{GIVEN_ORDER}, those of a host together, the fastest first, or those with the most memory first"
 """The orders that are tried where all are too many, in the words of a certificate; they are part of plan files."""
-
-MAX_CONSECUTIVE_COUNTS = 64
-"""If devices are taken in some orders, every number up to this one is tried, then powers of two."""
 
 
 def allow_any_order(classes: Sequence[DeviceClass], max_devices: int) -> bool:
@@ -98,10 +94,9 @@ def make_roots(
                 add(used, placements.roots_any_order(used, num_stages))
     else:
         # Too many choices: the first devices of each order, consecutive ones for each stage.
-        for count in _device_counts(len(lines[0])):
-            if count <= max_devices and (num_stages is None or count >= num_stages):
-                for devices in _first_devices(lines, count):
-                    add(_count_classes(devices, classes), placements.roots_in_order(devices, num_stages))
+        for count in range(num_stages or 1, min(len(lines[0]), max_devices) + 1):
+            for devices in _first_devices(lines, count):
+                add(_count_classes(devices, classes), placements.roots_in_order(devices, num_stages))
     return roots
 
 
@@ -116,11 +111,6 @@ def _classes_by_rank(classes: Sequence[DeviceClass]) -> list[int]:
 
 def _count_classes(devices: ClassSequence, classes: Sequence[DeviceClass]) -> ClassCounts:
     return tuple(devices.count(c) for c in range(len(classes)))
-
-
-def _device_counts(num_devices: int) -> list[int]:
-    """The numbers of devices to try of many: any number up to `MAX_CONSECUTIVE_COUNTS`, then powers of two, and all."""
-    return sorted({*range(1, min(num_devices, MAX_CONSECUTIVE_COUNTS) + 1), *group_sizes(num_devices)})
 
 
 def num_in_any_order(classes: Sequence[DeviceClass]) -> int:

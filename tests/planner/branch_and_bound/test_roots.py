@@ -10,6 +10,8 @@ from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.planner.branch_and_bound.devices import device_classes
 from bapipe.planner.branch_and_bound.roots import MAX_DEVICE_ORDERS, _all_orders, num_in_any_order
+from bapipe.planner.branch_and_bound.space import search_space
+from bapipe.planner.options import PlanOptions
 from tests.builders import chain
 
 FAST, SLOW = Bandwidth(bytes_per_s=10**12, latency_ns=0), Bandwidth(bytes_per_s=10**9, latency_ns=0)
@@ -100,3 +102,12 @@ def test_the_number_of_orders_is_bounded() -> None:
     assert max(counts) <= MAX_DEVICE_ORDERS
     assert counts[:4] == [1, 2, 4, 10]
     assert num_in_any_order(classes) == 7
+
+
+def test_every_number_of_many_devices_is_tried() -> None:
+    """80 alike devices are taken in the cluster's order: too many for any order."""
+    cluster = cluster_of([0] * 80, [1.0] * 80)
+    options = PlanOptions(minibatch_size=2, schedules=["1f1b", "interleaved-1f1b"], replicas=False)
+    space = search_space({"a": chain([1] * 70)}, cluster, options)
+    assert "in the cluster's order" in space.order
+    assert space.device_counts == tuple(range(1, 71))
