@@ -34,7 +34,7 @@ from bapipe.runtime.process_groups import connect_channels, connect_replicas, co
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
-from bapipe.runtime.split import split
+from bapipe.runtime.split import for_bucket, split
 from bapipe.runtime.stage_check import check_stages_equal
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
@@ -56,7 +56,7 @@ from bapipe.tracing.captured import Autocast
 from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
-from bapipe.tracing.stages import Split, with_inputs
+from bapipe.tracing.stages import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,27 +137,33 @@ class Pipeline:
         leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
 
-            def cut(traced_in: torch.dtype | None, mode: Autocast | None) -> Split:
+            def cut(traced_in: torch.dtype | None, mode: Autocast | None, examples: Sequence[Tensor]) -> Split:
                 model = trace(
                     module,
-                    tensors,
+                    examples,
                     leaf_modules=leaf_modules,
                     operator_layers=operator_layers,
                     microbatch_size=plan.microbatch_size,
                     autocast=traced_in,
                 )
-                return split(model, plan, tensors, mode)
+                return split(model, plan, examples, mode)
 
             mode = None if autocast is None else Autocast(self._device.type, autocast, True)
+            traced_in = autocast
             try:
-                self._split = cut(autocast, mode)
+                self._split = cut(traced_in, mode, tensors)
             except InvalidModel:  # it has other layers in autocast than the profile, which then has those without
                 if mode is None:
                     raise
-                self._split = cut(None, mode)
+                traced_in = None
+                self._split = cut(traced_in, mode, tensors)
+            of_buckets = [
+                for_bucket(self._split, cut(traced_in, mode, other), plan, bucket)
+                for bucket, other in enumerate(buckets)
+            ]
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
             if check:
-                exact = self._split if mode is None else cut(None, None)
+                exact = self._split if mode is None else cut(None, None, tensors)
                 check_stages_equal(
                     exact, tensors, plan, group, trains_on=self._device, trained=self._split, evaluated=evaluated
                 )
@@ -196,7 +202,7 @@ class Pipeline:
             rng=self._rng,
         )
         # torch's stages have buffers of fixed shapes, so there is an executor for every size of the inputs.
-        sized = [self._split, *(with_inputs(self._split, other, plan.microbatch_size) for other in buckets)]
+        sized = [self._split, *of_buckets]
         self._executors = [executors.training(parts) for parts in sized]
         self._executor = self._executors[0]  # of the last step
         self._forward_executor = None if evaluated is None else executors.evaluation(evaluated)

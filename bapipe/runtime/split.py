@@ -1,8 +1,11 @@
 """Cuts a traced model as a plan says."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from operator import attrgetter
 
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
@@ -10,6 +13,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.simulator.cuts import check_flow
 from bapipe.tracing import TracedModel
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split, cut_into_stages
 
 
@@ -25,6 +29,42 @@ def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor], autocast: Au
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
     check_flow(model.layers, stage_of)
     return cut_into_stages(model, stage_of, inputs, plan.microbatch_size, autocast)
+
+
+def for_bucket(parts: Split, traced: Split, plan: Plan, bucket: int) -> Split:
+    """Returns a plan's stages for inputs of other sizes, such as shorter sentences.
+
+    Args:
+        traced: the split of the model traced with these inputs.
+        bucket: the number of these inputs, for errors.
+
+    Raises:
+        InvalidModel: a stage would compute with a size of the planned inputs, which is a number in its graph.
+    """
+    for s, stage in enumerate(plan.stages):
+        recomputed = frozenset(stage.recomputed)
+        for planned, other in zip(stage_parts(parts, s, recomputed), stage_parts(traced, s, recomputed), strict=True):
+            lines = zip_longest(*(_computation(part.module, parts.model.root) for part in (planned, other)))
+            for line, other_line in lines:
+                if line != other_line:
+                    raise InvalidModel(
+                        f"`buckets`: stage {s} computes '{line}' for inputs of the planned sizes, but '{other_line}' "
+                        f"for those of bucket {bucket}: a stage holds all sizes but the batch's as numbers. Let the "
+                        "layer that uses a size read it from its own input, or train without buckets"
+                    )
+    return replace(parts, examples=traced.examples)
+
+
+def _computation(stage: fx.GraphModule, root: nn.Module) -> Iterator[str]:
+    """Yields what a stage of a model computes, line by line: its code, and the constants that the trace made."""
+    for line in stage.code.splitlines():
+        yield line.partition(";")[0].strip()
+    own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    for node in stage.graph.nodes:
+        if node.op == "get_attr":
+            value = attrgetter(node.target)(stage)
+            if isinstance(value, Tensor) and id(value) not in own:
+                yield f"{node.target} = {tuple(value.shape) if value.is_meta else value.tolist()}"
 
 
 def check_layers(model: TracedModel, plan: Plan) -> None:

@@ -142,11 +142,20 @@ class _Extraction:
             return self._env[node]
         if node.op == "get_attr":
             self._env[node] = self._graph.node_copy(node)
-        elif node in self._model.replicated and not is_size(self._model.sizes, node):
+        elif node in self._model.replicated and (not is_size(self._model.sizes, node) or self._is_computable(node)):
             self._add(node)
         else:
             self._env[node] = self._stage_sizes.node(node)
         return self._env[node]
+
+    def _is_computable(self, node: fx.Node) -> bool:
+        """Returns whether the extracted module has all that a replicated operator reads."""
+        return all(
+            source in self._env
+            or source.op == "get_attr"
+            or (source.op != "placeholder" and self._is_computable(source))
+            for source in node.all_input_nodes
+        )
 
     def _changed_in_place(self, input_nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Returns the inputs whose memory the extracted layers write to."""

@@ -1,7 +1,7 @@
 """Cuts a traced model into stages: the tensors that each stage receives, loads and sends, and their shapes."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,16 +105,6 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
     crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
     inputs = [parts.examples[name] for name in parts.model.inputs]
     return _examples(parts.model, crossing, inputs, microbatch_size, parts.autocast)
-
-
-def with_inputs(parts: Split, inputs: Sequence[Tensor], microbatch_size: int) -> Split:
-    """Returns the same split for inputs of other sizes.
-
-    Raises:
-        InvalidModel: the model does not run on these sizes.
-    """
-    crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
-    return replace(parts, examples=_examples(parts.model, crossing, inputs, microbatch_size, parts.autocast))
 
 
 def trained_layers(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec import structs
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from bapipe.errors import BapipeError, InvalidModel
@@ -76,6 +76,35 @@ def test_buckets_are_numbered_from_zero() -> None:
             "the planned size"
         )
     assert bucketed.step(X, target=Y, bucket=0) is not None
+
+
+class MeanOverLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x / x.size(1))).sum(1) / x.size(1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_size_that_a_stage_holds_as_a_number_must_be_that_of_all_buckets() -> None:
+    """The last stage divides by a length that it cannot see: by 4, also where sentences have 2 words."""
+    actions = [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]
+    options: dict[str, Any] = {
+        "loss": mse_loss,
+        "inputs": (torch.randn(4, 4, 3),),
+        "buckets": [(torch.randn(4, 2, 3),)],
+    }
+    with pytest.raises(InvalidModel) as caught:
+        Pipeline(MeanOverLength(), make_plan(["first", "last"], (1,), (0, 0), actions, 2, 2), **options)
+    assert str(caught.value) == (
+        "`buckets`: stage 1 computes 'truediv_1 = sum_1 / 4' for inputs of the planned sizes, but 'truediv_1 = sum_1 / 2' for "
+        "those of bucket 0: a stage holds all sizes but the batch's as numbers. Let the layer that uses a size read it "
+        "from its own input, or train without buckets"
+    )
+    options["buckets"] = [(torch.randn(2, 4, 3),)]
+    Pipeline(MeanOverLength(), make_plan(["first", "last"], (1,), (0, 0), actions, 2, 2), **options)
 
 
 @pytest.mark.usefixtures("alone")
