@@ -6,10 +6,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from bapipe.formats.plan import Plan
+from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
@@ -19,16 +19,14 @@ _SEPARATE = {
 }  # fmt: skip
 """Options that may differ between hosts, such as folders, or that show in the plan, the data or the checkpoint."""
 
-_DIGITS = 12
-
 
 def job_facts(plan: Plan, config: TrainConfig, data: PipelineDataset[Any], resume_from: Path | None) -> dict[str, str]:
     """Returns the value of each fact by what it is of."""
     return {
         "bapipe": version("bapipe"),
         "torch": str(torch.__version__),
-        "the plan": _digest(msgspec.json.encode(_what_runs(plan), order="sorted")),
-        **{f"the {kind} profile": digest[:_DIGITS] for kind, digest in sorted(plan.profiles.items())},
+        "the plan": plan_digest(plan),
+        **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},
         "the data": f"{len(data)} samples{_content(data)}",
         "the checkpoint to continue from": "none" if resume_from is None else resume_from.name,
         **{
@@ -37,14 +35,6 @@ def job_facts(plan: Plan, config: TrainConfig, data: PipelineDataset[Any], resum
             if field.name not in _SEPARATE
         },
     }
-
-
-def _what_runs(plan: Plan) -> list[object]:
-    """Returns the parts of a plan that ranks follow; how long a search took, for one, may differ."""
-    return [
-        plan.model, plan.factory, plan.arguments, plan.stages, plan.order, plan.minibatch_size, plan.microbatch_size,
-        [device.name for device in plan.cluster.devices],
-    ]  # fmt: skip
 
 
 def _content(data: PipelineDataset[Any]) -> str:
@@ -65,8 +55,4 @@ def _samples_digest(data: PipelineDataset[Any], seed: int) -> str:
                 tensor = torch.as_tensor(part)
                 content.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
                 content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()[:_DIGITS]
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.sha256(text).hexdigest()[:_DIGITS]
+    return content.hexdigest()[:NUM_DIGITS]

@@ -15,6 +15,9 @@ from bapipe.tracing.stages import Split
 _UNSET = -(2**40) - 7
 """Fills integers before initialization, as NaN fills floats: a value that is still there afterwards was never set."""
 
+_DROPPED = "_bapipe_dropped"
+"""An attribute of tensors that another rank has the values of."""
+
 
 def materialize(
     parts: Split,
@@ -30,7 +33,8 @@ def materialize(
     name alone. So the initial weights do not depend on the cuts. Tensors that have values keep them.
 
     Raises:
-        InvalidModel: a parameter or buffer on the meta device that nothing initializes.
+        InvalidModel: a parameter or buffer on the meta device that nothing initializes, or that `drop_others` put there
+            for an earlier pipeline of the module.
     """
     model = parts.model
     local = {id(tensor) for tensor in tensors}
@@ -48,13 +52,18 @@ def materialize(
 
 
 def drop_others(parts: Split, tensors: Iterable[Tensor]) -> None:
-    """Puts all parameters and buffers of a model but some on the meta device, in place."""
+    """Puts all parameters and buffers of a model but some on the meta device, in place.
+
+    They are marked: another pipeline of the same module must not take them for ones that were never initialized.
+    """
     model = parts.model
     kept = {id(tensor) for tensor in tensors}
     with without_weak_references(model.root):
         for tensor in _all_tensors(model.root, model.module):
-            if id(tensor) not in kept and not tensor.is_meta:
-                _swap(tensor, torch.empty_like(tensor, device="meta"))
+            if id(tensor) not in kept:
+                if not tensor.is_meta:
+                    _swap(tensor, torch.empty_like(tensor, device="meta"))
+                setattr(tensor, _DROPPED, True)
 
 
 def _all_tensors(*modules: nn.Module) -> list[Tensor]:
@@ -77,6 +86,12 @@ def _initialize_layer(
 ) -> None:
     # On the CPU, so that the values do not depend on the device.
     unset = {name: tensor for name, tensor in state.items() if tensor.is_meta}
+    dropped = next((name for name, tensor in unset.items() if hasattr(tensor, _DROPPED)), None)
+    if dropped is not None:
+        raise InvalidModel(
+            f"'{dropped}' has no values in this process: an earlier Pipeline of the same module left it to another "
+            "rank. Build the module again, with the trained values from a checkpoint of that Pipeline"
+        )
     for tensor in unset.values():
         _swap(tensor, _filled_with_marker(tensor))
     written = {id(tensor) for tensor in unset.values()}

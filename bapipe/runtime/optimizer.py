@@ -205,7 +205,8 @@ def clip_grad_norm(
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in counted:
-        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+        real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        squares += torch.linalg.vector_norm(real, dtype=torch.float64) ** 2
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -16,7 +16,7 @@ from bapipe.errors import BapipeError
 from bapipe.job.groups import new_proven_group
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.replicas import Replicas
+from bapipe.runtime.replicas import Replicas, broadcast_from_first
 from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.runtime.transfers import Channels
 from bapipe.torch_private import default_group_timeout
@@ -24,7 +24,9 @@ from bapipe.tracing.stages import Split, trained_layers
 
 
 def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
-    """Returns the parameters that this rank's stages share with those of other ranks.
+    """Returns the trained parameters that this rank's stages share with those of other ranks.
+
+    All that are shared, frozen ones too, get the values of the first rank that has them.
 
     Raises:
         BapipeError: there are some, and a group other than the default one was given.
@@ -34,7 +36,7 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
     users_of = []
     for tied in parts.tied:
         users = tuple(sorted({rank for s in tied.stages for rank in schedule.devices[s]}))
-        if len(users) == 1 or not tied.parameter.requires_grad:
+        if len(users) == 1:
             continue
         if layout.group is not None:
             raise BapipeError(
@@ -43,7 +45,9 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
         if users not in groups:
             groups[users] = _new_group(layout, users)
         if layout.rank in users:
-            users_of.append((tied.parameter, groups[users]))
+            broadcast_from_first(tied.parameter, groups[users])
+            if tied.parameter.requires_grad:
+                users_of.append((tied.parameter, groups[users]))
     return TiedGradients(users_of)
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.plan_digest import plan_digest
 from bapipe.schedules.table import Schedule
 from bapipe.torch_private import backend_name
 
@@ -47,10 +48,11 @@ class ProcessLayout:
 
 
 def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> ProcessLayout:
-    """Returns which process of the group runs which rank of a plan, seen from this process.
+    """Returns which process of the group runs which rank of a plan, seen from this process; all processes call it.
 
     Raises:
-        BapipeError: there is no process group, or the plan cannot run, or not with this number of processes.
+        BapipeError: there is no process group, the plan cannot run, or not with this number of processes, or another
+            process has another plan.
     """
     if group is None and not dist.is_initialized():
         raise BapipeError(
@@ -62,6 +64,13 @@ def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None)
         raise BapipeError(
             f"the plan runs on {len(ranks)} devices but this group has {num_processes} processes: start {len(ranks)}, "
             f"or plan for {num_processes} devices"
+        )
+    digests = [""] * num_processes
+    dist.all_gather_object(digests, plan_digest(plan), group=group)
+    other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise BapipeError(
+            f"processes 0 and {other} of the group have different plans: give all the same, such as one file"
         )
     rank = ranks[dist.get_rank(group)]
     return ProcessLayout(schedule=plan.table, ranks=ranks, rank=rank, device=device, group=group)

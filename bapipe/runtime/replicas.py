@@ -42,6 +42,13 @@ class _Reduction:
         return self.flat.nbytes + sum(grad.nbytes for grad in self.large)
 
 
+def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Gives a tensor, on every rank of a group, the values that it has on the group's first rank."""
+    value = tensor.detach().contiguous()
+    dist.broadcast(value, group=group, group_src=0)
+    tensor.detach().copy_(value)
+
+
 class GradientSum:
     """Sums the gradients of a stage's replicas once per step, by all-reduce in buckets.
 
@@ -272,9 +279,7 @@ class Replicas:
     ) -> None:
         """Gives the module the first replica's values; see `GradientSum` and `BufferAverage`."""
         for tensor in (*module.parameters(), *module.buffers()):
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, group=group, group_src=0)
-            tensor.detach().copy_(value)
+            broadcast_from_first(tensor, group)
         self._group = group
         self.gradients = GradientSum(layers, group, clock)
         self.buffers = BufferAverage(stage, module, group, share)

@@ -10,7 +10,7 @@ from torch import nn
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.runtime.optimizer import optimizer_factory
+from bapipe.runtime.optimizer import clip_grad_norm, optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.run import _check_optimizer
 from bapipe.runtime.train_config import TrainConfig
@@ -49,6 +49,19 @@ def test_clipping_is_that_of_the_whole_model() -> None:
         reference.step()
         for name, parameter in pipeline.named_parameters().items():
             torch.testing.assert_close(parameter, whole.get_parameter(name), atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_complex_gradients_are_clipped_as_torch_does() -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, dtype=dtype)) for dtype in (torch.complex64, torch.float32)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    norm = clip_grad_norm(gradients, gradients, 0.5, torch.device("cpu"), None)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(parameters, 0.5).item())
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
 
 
 @pytest.mark.usefixtures("alone")

@@ -316,6 +316,15 @@ def test_only_what_a_reset_may_set_is_copied_meanwhile(monkeypatch: pytest.Monke
     assert torch.equal(table.norm.weight, torch.ones(4))
 
 
+def test_what_was_dropped_is_not_initialized_again() -> None:
+    """A second pipeline of a module, cut elsewhere, would train new values in place of those on another rank."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
+    _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
+    with pytest.raises(InvalidModel, match=r"^'1.weight' has no values in this process: an earlier Pipeline"):
+        _materialize(_split(module, (1,), torch.zeros(1, 4)), (1,))
+
+
 def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
     class Reader(nn.Module):
         def __init__(self) -> None:

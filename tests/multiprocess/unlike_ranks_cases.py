@@ -1,0 +1,44 @@
+"""Ranks that were given different modules and plans."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.launch.worker import Rank
+from bapipe.runtime.pipeline import Pipeline
+from tests.multiprocess.runtime_cases import make_plan, named_order
+
+WORDS = torch.arange(4) % 3
+
+
+class Tied(nn.Module):
+    """Its first and last layers share a weight, which is frozen or not."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.words, self.middle, self.head = nn.Embedding(3, 4), nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.words.weight
+        self.words.weight.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.middle(self.words(x)))
+        return y
+
+
+def run(rank: Rank) -> tuple[list[list[float]], str]:
+    """Returns the tied weights, trained and frozen, after a step, and what is said of different plans."""
+    order = named_order("1f1b", 2, 2)
+    tied = []
+    for frozen in (False, True):
+        torch.manual_seed(rank.index)
+        plan = make_plan(["words", "middle", "head"], (2,), (0, 1), order, 2, 2)
+        pipeline = Pipeline(Tied(frozen=frozen), plan, loss=cross_entropy, inputs=[WORDS])
+        pipeline.step(WORDS, target=WORDS)
+        tied.append(pipeline.state_dict()["words.weight"].flatten().tolist())
+    try:
+        plan = make_plan(["words", "middle", "head"], (1 + rank.index,), (0, 1), order, 2, 2)
+        Pipeline(Tied(frozen=True), plan, loss=cross_entropy, inputs=[WORDS])
+    except BapipeError as error:
+        return tied, str(error)
+    return tied, ""
