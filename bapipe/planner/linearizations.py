@@ -25,13 +25,14 @@ from bapipe.planner.decision import stage_plan
 from bapipe.planner.lightest_cuts import MORE_THAN_ANY, lightest_cuts
 from bapipe.planner.no_plan import bounds_without_plan, error_of_all
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace
+from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace, partitions_in
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
+from bapipe.planner.work_bound import step_bound_ns
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
@@ -88,14 +89,23 @@ def solve_over_linearizations(
     if len(orders) == 1:
         return best
     # The space is now the plans along all linearizations, so the bound is the lowest of their bounds.
-    bounds_ns += [_bound_ns(solution, best) for solution in solutions]
+    of_any_plan_ns = step_bound_ns(profiles, cluster, chosen_for[0])
+    bounds_ns += [_bound_ns(solution, best, of_any_plan_ns) for solution in solutions]
     bound_ns = min(best.prediction.step_ns, *bounds_ns)
     space = LinearizationsSpace(num_orders=len(orders), along_each=best.space)
     return replace(best, lower_bound_ns=bound_ns, space=space)
 
 
-def _bound_ns(solution: Solution, best: Solution) -> int:
-    """Returns what is proven along one order, for plans such as those that the space of the best one has."""
+def _bound_ns(solution: Solution, best: Solution, of_any_plan_ns: int) -> int:
+    """Returns what is proven along one order, for plans such as those that the space of the best one has.
+
+    Args:
+        of_any_plan_ns: what holds for any plan: a search that was cut off may have covered fewer orders of the devices.
+    """
+    space, of_best = partitions_in(solution.space), partitions_in(best.space)
+    # Along each order the cuts allow other numbers of stages.
+    if replace(space, stage_counts=of_best.stage_counts, device_counts=of_best.device_counts) != of_best:
+        return of_any_plan_ns
     if isinstance(solution.space, ActionOrderSpace) and not isinstance(best.space, ActionOrderSpace):
         return solution.space.named_bound_ns
     return solution.lower_bound_ns

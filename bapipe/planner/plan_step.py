@@ -11,7 +11,7 @@ from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.pace import ACTIONS_PER_S
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
+from bapipe.planner.searched_space import ActionOrderSpace, partitions_in
 from bapipe.planner.solution import Solution, sort_alternatives
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
@@ -221,9 +221,7 @@ def _without_worse(progress: SearchProgress | None, first: Solution) -> SearchPr
 
 def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
     """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for."""
-    space = solution.space
-    partitions = space.stages_from if isinstance(space, ActionOrderSpace) else space
-    assert isinstance(partitions, PartitionSpace)
+    partitions = partitions_in(solution.space)
     baselines = baseline_alternatives(
         solution,
         solution.profiles,

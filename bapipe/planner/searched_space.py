@@ -274,6 +274,13 @@ def _as_one_stage(space: ThroughputSpace) -> str:
     return "; or all layers on one device, or on any number of the first ones" + WITH_MICROBATCH
 
 
+def partitions_in(space: SearchedSpace) -> PartitionSpace:
+    """Returns the partitions of a search along one order of the layers, with or without a search of action orders."""
+    partitions = space.stages_from if isinstance(space, ActionOrderSpace) else space
+    assert isinstance(partitions, PartitionSpace)
+    return partitions
+
+
 def _count(range_of_counts: tuple[int, int], noun: str) -> str:
     low, high = range_of_counts
     return f"{low} {noun}{'s' if low > 1 else ''}" if low == high else f"{low} to {high} {noun}s"
