@@ -129,9 +129,9 @@ def test_a_bound_of_orders_does_not_count_for_named_schedules_along_another_orde
         schedule="1f1b", has_same_stages=True, num_other_partitions=0, named_bound_ns=7, stages_from=solution.space
     )
     searched = replace_data(solution, space=space, lower_bound_ns=9)
-    assert _bound_ns(searched, solution) == 7
-    assert _bound_ns(searched, searched) == 9
-    assert _bound_ns(solution, searched) == solution.lower_bound_ns
+    assert _bound_ns(searched, solution, 0) == 7
+    assert _bound_ns(searched, searched, 0) == 9
+    assert _bound_ns(solution, searched, 0) == solution.lower_bound_ns
 
 
 def test_neighbours_recompute_layers_that_they_have() -> None:
