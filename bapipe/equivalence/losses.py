@@ -1,6 +1,6 @@
 """Notices losses of which the mean over micro-batches is not the loss of the mini-batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,20 +114,29 @@ def target_weights(loss: Loss) -> TargetWeights | None:
     Micro-batches are weighted by their targets' sums then. Smoothed labels of classes without weight are left out: they
     are part of the loss and not of that sum.
     """
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        if loss.reduction != "mean":
-            return None
-        settings = vars(loss) | {"weight": loss.weight}
-    else:
-        function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-        if function not in (functional.cross_entropy, functional.nll_loss) or (isinstance(loss, partial) and loss.args):
-            return None
-        if not {"weight", "ignore_index", "label_smoothing"}.issuperset(settings):
-            return None
+    settings = _cross_entropy_settings(loss)
+    if settings is None or settings.get("reduction", "mean") != "mean":
+        return None
     of_classes: Tensor | None = settings.get("weight")
     if of_classes is not None and settings.get("label_smoothing") and bool((of_classes == 0).any()):
         return None
     return TargetWeights(settings.get("ignore_index", -100), of_classes)
+
+
+def _cross_entropy_settings(loss: Loss) -> Mapping[str, Any] | None:
+    """Returns the settings of torch's cross entropy by argument name; None for other losses.
+
+    A subclass with a forward of its own is another loss, such as a focal one, which is a mean over samples.
+    """
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        if getattr(loss.forward, "__func__", None) not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+            return None
+        return vars(loss) | {"weight": loss.weight}
+    call = loss if isinstance(loss, partial) else partial(loss)
+    if call.func not in (functional.cross_entropy, functional.nll_loss) or call.args:
+        return None
+    known = {"weight", "ignore_index", "reduction", "label_smoothing"}
+    return call.keywords if known.issuperset(call.keywords) else None
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:

@@ -22,6 +22,14 @@ def of_words(scores: Tensor, target: Tensor, **options: int) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), target.flatten(), **options)  # type: ignore[arg-type]
 
 
+class Focal(nn.CrossEntropyLoss):
+    """A mean over samples, also with class weights (Lin et al. 2017, arXiv:1708.02002)."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        each = cross_entropy(input, target, self.weight, ignore_index=self.ignore_index, reduction="none")
+        return ((1 - (-each).exp()).square() * each).mean()
+
+
 def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int) -> str | None:
     torch.manual_seed(0)
     return loss_over_parts(nn.Linear(6, 4), loss, Microbatch(inputs=(torch.randn(4, *shape, 6),), target=target))
@@ -36,6 +44,8 @@ def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int)
         (nn.CrossEntropyLoss(ignore_index=3), torch.tensor([3, 3, 1, 1]), ()),  # a half without targets
         (nn.CrossEntropyLoss(CLASSES, ignore_index=3, label_smoothing=0.1), torch.tensor([0, 1, 2, 3]), ()),
         (partial(cross_entropy, weight=CLASSES), torch.tensor([0, 1, 2, 3]), ()),
+        (partial(cross_entropy, weight=CLASSES, reduction="mean"), torch.tensor([0, 1, 2, 3]), ()),
+        (Focal(CLASSES), torch.tensor([0, 1, 2, 3]), ()),
         (of_words, WORDS, (3,)),
         (mse_loss, torch.randn(4, 4), ()),
     ],

@@ -16,6 +16,7 @@ from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
+from tests.equivalence.test_losses import Focal
 from tests.multiprocess.runtime_cases import make_plan
 
 IGNORED = 3
@@ -31,6 +32,8 @@ IGNORED = 3
         nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),  # nothing to learn, without being ignored
         nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.1]).double(), label_smoothing=0.2),
         partial(functional.cross_entropy, weight=torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),
+        partial(functional.cross_entropy, ignore_index=IGNORED, reduction="mean"),
+        Focal(torch.tensor([0.5, 2.0, 3.0, 9.0]).double(), ignore_index=IGNORED),  # a mean over samples
     ],
 )
 def test_a_mean_over_targets_is_that_of_the_mini_batch(loss: Loss, recompute: tuple[int, ...]) -> None:
