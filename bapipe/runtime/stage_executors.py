@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class ExecutorFactory:
         stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
         weights = LossWeights(
-            target_weights(self.loss),
+            self.loss,
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
         )
@@ -82,7 +83,7 @@ class ExecutorFactory:
             channels=self.channels,
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
-            weights=target_weights(self.loss),
+            weights=partial(target_weights, self.loss),
             sum_over_replicas=last.total if last is not None else lambda part: part,
         )
 

@@ -25,8 +25,8 @@ def of_words(scores: Tensor, target: Tensor, **options: int) -> Tensor:
 class Focal(nn.CrossEntropyLoss):
     """A mean over samples, also with class weights (Lin et al. 2017, arXiv:1708.02002)."""
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        each = cross_entropy(input, target, self.weight, ignore_index=self.ignore_index, reduction="none")
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        each = cross_entropy(scores, target, self.weight, ignore_index=self.ignore_index, reduction="none")
         return ((1 - (-each).exp()).square() * each).mean()
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.equivalence import TargetWeights
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
@@ -74,6 +73,22 @@ def test_evaluation_is_the_mean_over_all_targets(num_samples: int) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_class_weights_may_be_others_in_every_step() -> None:
+    torch.manual_seed(0)
+    module, loss = nn.Sequential(nn.Linear(6, 4)), nn.CrossEntropyLoss(torch.ones(4))
+    x, target = torch.randn(4, 6), torch.tensor([0, 0, 1, 2])
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), evaluates=True)
+    for weight in (torch.tensor([1.0, 2.0, 3.0, 4.0]), None, torch.tensor([3.0, 1.0, 0.5, 1.0])):
+        loss.weight = weight
+        want = loss(module(x), target).item()
+        assert pipeline.step(x, target=target) == pytest.approx(want, rel=1e-6)
+        evaluated = pipeline.evaluate(x, target=target)
+        assert evaluated is not None
+        assert evaluated.loss == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
 def test_labels_out_of_range_are_refused_by_the_loss() -> None:
     loss = nn.CrossEntropyLoss(torch.ones(4))
     plan, x = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1), torch.randn(2, 6)
@@ -83,10 +98,8 @@ def test_labels_out_of_range_are_refused_by_the_loss() -> None:
 
 
 def test_replicas_count_together() -> None:
-    target = torch.tensor([0, IGNORED, 1, 2])
-    first, second = (
-        LossWeights(TargetWeights(IGNORED), [m], lambda part: torch.tensor(3.0, dtype=torch.float64)) for m in (0, 1)
-    )
+    target, loss = torch.tensor([0, IGNORED, 1, 2]), nn.CrossEntropyLoss(ignore_index=IGNORED)
+    first, second = (LossWeights(loss, [m], lambda part: torch.tensor(3.0, dtype=torch.float64)) for m in (0, 1))
     for weights in (first, second):
         weights.begin(target, 2)
     one = torch.tensor(1.0)
@@ -108,7 +121,7 @@ def test_a_loss_that_is_no_tensor_is_refused() -> None:
 
 
 def test_losses_that_ignore_nothing_keep_their_value() -> None:
-    weights = LossWeights(None, [0], lambda part: part)
+    weights = LossWeights(functional.mse_loss, [0], lambda part: part)
     weights.begin(torch.tensor([0, 1]), 1)
     loss = torch.tensor(0.7)
     assert weights.weighted(loss, torch.tensor([0, 1])) is loss

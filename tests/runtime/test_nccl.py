@@ -112,7 +112,7 @@ def _calls_of(
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
             loss=LossModule(_loss, _loss),
-            weights=LossWeights(None, (), lambda part: part),
+            weights=LossWeights(_loss, (), lambda part: part),
             clock=CpuClock(),
             rng=PerOperatorRng(0, CPU),
         )

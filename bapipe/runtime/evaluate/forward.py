@@ -98,12 +98,12 @@ class ForwardExecutor:
         channels: Channels,
         microbatch_size: int,
         loss: Callable[[Any, Tensor], Tensor],
-        weights: TargetWeights | None,
+        weights: Callable[[], TargetWeights | None],
         sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
         """`modules` are this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns; `weights` are None if it is a mean over samples;
+        `loss` takes the tuple that the last stage returns; `weights` returns None if it is a mean over samples;
         `sum_over_replicas` adds up over those of the last stage.
 
         Raises:
@@ -159,10 +159,8 @@ class ForwardExecutor:
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch times its weight, and the weight. [2]"""
         loss = self._loss(output, target).double()
-        if self._weights is None or target.is_floating_point():
-            weight = torch.full_like(loss, len(target))
-        else:
-            weight = self._weights.total(target)
+        weights = None if target.is_floating_point() else self._weights()
+        weight = torch.full_like(loss, len(target)) if weights is None else weights.total(target)
         # Without any target a loss is no number.
         return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
 
