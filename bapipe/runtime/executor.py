@@ -401,6 +401,8 @@ class ScheduleExecutor:
                 f"the loss of micro-batch {action.microbatch} fails: {one_line(error)[:200]}{_range(target)}"
             ) from error
         check_scalar(loss)
+        # As with torch's GradScaler: in float16, which ends at 65504, a loss would overflow when it is scaled.
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
         share = self._weights.weighted(loss, target) / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 

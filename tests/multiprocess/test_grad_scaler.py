@@ -5,12 +5,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
 from bapipe.runtime.checkpoint.folder import list_checkpoints
 from bapipe.runtime.checkpoint.manifest import read_manifest
 from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
 from bapipe.runtime.launch.processes import launch
+from bapipe.runtime.optimizer import sgd
+from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import TrainResult
@@ -30,6 +34,23 @@ def test_training_equals_one_process() -> None:
             assert outcome.parameter < 1e-6
         assert [finite for finite, _ in checks] == [False, False, True]
         assert checks[2][1] == 2.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target.to(output.dtype)).square().mean()
+
+    layer, x = nn.Linear(2, 2), torch.ones(4, 2)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(nn.Sequential(layer), plan, loss=loss, inputs=[x], optimizer=sgd(0.0), autocast=torch.float16)
+    # In the first step a gradient in float16 overflows, as with torch's GradScaler, which halves the scale, too.
+    assert [pipeline.step(x, target=torch.full((4, 2), 3.0)) for _ in range(2)] == [9.0, 9.0]
+    assert pipeline.grad_scaler == GradScalerState(scale=32_768.0, growth_tracker=1)
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [-3.0, -3.0]
 
 
 def test_a_manifest_keeps_the_names_of_older_checkpoints() -> None:
