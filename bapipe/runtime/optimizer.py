@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,6 +163,8 @@ class StageOptimizers:
             # torch numbers the parameters of an optimizer over all its groups.
             by_index = {index: values for index, p in enumerate(every) if (values := by_parameter[name_of[id(p)]])}
             optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+            for index, values in by_index.items():
+                _restore_dtypes(optimizer.state[every[index]], values)
 
     def _check_keys(self, state: Mapping[nn.Parameter, Mapping[str, object]]) -> None:
         """Raises BapipeError if the state of a parameter has other keys than this optimizer makes."""
@@ -173,6 +176,16 @@ class StageOptimizers:
             if found and expected is not None and found != expected:
                 have, want = (", ".join(sorted(keys)) or "none" for keys in (found, expected))
                 raise BapipeError(f"the checkpoint has the state of another optimizer: {have}; this one makes {want}")
+
+
+def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]) -> None:
+    """Restores tensors of a parameter's state that torch has cast: it loads all but `step` in the parameter's dtype.
+
+    NAdam's product of momenta and ASGD's step size are in float32, also for parameters in bfloat16 or float64.
+    """
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
+            loaded[key] = value.to(loaded[key].device)
 
 
 def _keys_made(make: OptimizerFactory, like: nn.Parameter) -> frozenset[str] | None:

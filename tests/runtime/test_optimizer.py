@@ -86,10 +86,10 @@ def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.tensors.items())
 
 
-def with_state(name: str, **arguments: object) -> tuple[StageOptimizers, dict[str, nn.Parameter]]:
+def with_state(name: str, dtype: torch.dtype = torch.float32) -> tuple[StageOptimizers, dict[str, nn.Parameter]]:
     """Optimizers of a stage after one step."""
-    weights = nn.Embedding(5, 3, sparse=name == "sparseadam")
-    made = StageOptimizers({0: weights}, optimizer_factory(name, 0.1, arguments), CpuClock())
+    weights = nn.Embedding(5, 3, sparse=name == "sparseadam", dtype=dtype)
+    made = StageOptimizers({0: weights}, optimizer_factory(name, 0.1, {}), CpuClock())
     weights(torch.tensor([1, 2])).sum().backward()
     made.step(0)
     return made, dict(weights.named_parameters())
@@ -104,6 +104,17 @@ def test_state_that_is_a_plain_number_is_restored_too() -> None:
     again.load_state(state, named)
     assert again.state(named).numbers == state.numbers
     assert set(again.state(named).tensors) == {"weight:exp_avg", "weight:exp_avg_sq"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"sparseadam"}))
+def test_state_is_restored_in_its_own_dtype(name: str, dtype: torch.dtype) -> None:
+    made, parameters = with_state(name, dtype)
+    saved = {key: tensor.clone() for key, tensor in made.state(parameters).tensors.items()}
+    made.load_state(OptimizerState(tensors=saved, numbers={}), parameters)
+    loaded = made.state(parameters).tensors
+    assert {key: tensor.dtype for key, tensor in loaded.items()} == {key: tensor.dtype for key, tensor in saved.items()}
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in saved.items())
 
 
 @pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"sparseadam"}))
