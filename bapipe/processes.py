@@ -168,8 +168,9 @@ def run_child() -> None:
         with suppress(OSError):
             send(ChildError(one_line(error)))
     pipe.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is if the program that started this process had closed it
+            stream.flush()
     os._exit(code)  # torch's destructors would complain about peers that have ended
 
 

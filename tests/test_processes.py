@@ -32,6 +32,10 @@ def kill_itself(index: int, send: Send) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def streams(index: int, send: Send) -> None:
+    send(sys.stdout is not None)
+
+
 def sleep(index: int, send: Send) -> None:
     send(os.getpid())
     time.sleep(1000)
@@ -107,6 +111,31 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, local_processes(double, 1, (4,), folder=Path(folder)) as processes:
         print(collect(processes))
 """
+
+
+CLOSED_STREAMS = """
+import sys, tempfile
+from pathlib import Path
+from bapipe.cli.environment import open_closed_streams
+from bapipe.processes import local_processes
+from tests.test_processes import collect, streams
+
+if sys.argv[1] == "command":
+    open_closed_streams()
+else:
+    taken = open("script.py")  # has the number of stdout, and is no stream of other processes
+with tempfile.TemporaryDirectory() as folder, local_processes(streams, 1, (), folder=Path(folder)) as processes:
+    sys.stderr.write(f"{collect(processes)} {processes[0].exit_code(10)}")
+"""
+
+
+@pytest.mark.parametrize(("program", "is_open"), [("command", True), ("other", False)])
+def test_a_program_with_a_closed_stdout_starts_processes(program: str, is_open: bool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CLOSED_STREAMS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    closed = ["sh", "-c", f'exec "$0" script.py {program} >&-', sys.executable]
+    done = subprocess.run(closed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr == f"[(0, {is_open})] 0"
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,15 @@ _SIZE = re.compile("[1-9][0-9]{0,3}")
 
 
 def open_closed_streams() -> None:
-    """Takes what is printed to a closed stream to nowhere; a file opened later would get its number, and the text."""
+    """Takes what is printed to a closed stream to nowhere; a file opened later would get its number, and the text.
+
+    So it is in the processes that this one starts.
+    """
     for name, mode in _STREAMS.items():  # each gets the lowest number that is free, which is its own
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            handle = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(handle, True)
+            setattr(sys, name, os.fdopen(handle, mode))
 
 
 def forget_wrong_sizes() -> None:
