@@ -39,23 +39,27 @@ class RecomputedStage(nn.Module):
         super().__init__()
         self.module = module
         self._device = device
+        self._has_graph = True  # not while `first` runs F
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
         self._copies: dict[str, Tensor] = {}  # of these, while F is recomputed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._copies:
-            return torch.func.functional_call(self.module, self._copies, args, kwargs)
-        return self.module(*args, **kwargs)
+        with torch.set_grad_enabled(self._has_graph and torch.is_grad_enabled()):
+            if self._copies:
+                return torch.func.functional_call(self.module, self._copies, args, kwargs)
+            return self.module(*args, **kwargs)
 
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
-        """Runs a micro-batch's F by calling `run`, without a graph; returns its result, and raises as `remembering`."""
+        """Runs a micro-batch's F by calling `run`, without a graph; returns its result, and raises as `remembering`.
 
-        def without_graph() -> Result:
-            with torch.no_grad():
-                return run()
-
-        return self.remembering(microbatch, without_graph)
+        Only the module runs without one: its inputs require gradients as in the second run, which it may ask.
+        """
+        self._has_graph = False
+        try:
+            return self.remembering(microbatch, run)
+        finally:
+            self._has_graph = True
 
     def remembering(self, microbatch: int, run: Callable[[], Result]) -> Result:
         """Runs a micro-batch's F by calling `run`, and remembers what it starts from; returns its result.

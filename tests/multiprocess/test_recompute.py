@@ -108,3 +108,29 @@ def test_the_state_of_a_loss_changes_once(backward: str, cut: int) -> None:
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
     torch.testing.assert_close(loss.centre, own_loss.centre)
     assert loss.calls == 3
+
+
+class AsksForGradient(nn.Module):
+    """One layer, as it also branches on values; its result depends on whether its input has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            return x
+        return x * 3 if x.requires_grad else x
+
+
+@pytest.mark.parametrize("recompute", [(1,), (0, 1, 2)])
+@pytest.mark.usefixtures("alone")
+def test_inputs_of_a_stage_that_recomputes_require_gradients(recompute: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), AsksForGradient(), nn.Linear(8, 3)).double()
+    whole = copy.deepcopy(module)
+    x, y = torch.randn(2, 6, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    order = ["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"]
+    plan = make_plan(["0", "1", "2"], (1, 2), (0, 0, 0), [order], 2, 1, recompute)
+    pipeline = Pipeline(module, plan, loss=nn.functional.mse_loss, inputs=[x], optimizer=sgd(0.1))
+    got, want = pipeline.step(x, target=y), nn.functional.mse_loss(whole(x), y)
+    want.backward()
+    assert got == pytest.approx(want.item(), abs=1e-6)  # the pipeline adds up in float32
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
