@@ -38,6 +38,7 @@ from bapipe.runtime.split import for_bucket, split
 from bapipe.runtime.stage_check import check_stages_equal
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
+from bapipe.runtime.traced_numbers import TracedNumbers
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
@@ -168,6 +169,8 @@ class Pipeline:
                     exact, tensors, plan, group, trains_on=self._device, trained=self._split, evaluated=evaluated
                 )
 
+        self._traced_numbers = TracedNumbers(self._split.model)
+
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {
@@ -293,6 +296,7 @@ class Pipeline:
                 f"`bucket` is {bucket}: this pipeline was made with {num_buckets} `buckets`, numbered from 0; None is "
                 "for inputs of the planned size"
             )
+        self._traced_numbers.warn_of_changes()
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]
         with copying_beside(self._device, self._copy_stream) as copied:

@@ -107,6 +107,31 @@ def test_a_size_that_a_stage_holds_as_a_number_must_be_that_of_all_buckets() -> 
     Pipeline(MeanOverLength(), make_plan(["first", "last"], (1,), (0, 0), actions, 2, 2), **options)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = 1.0, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_attribute_that_a_loop_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(Scaled(), Scaled())
+    plan = make_plan(["0.layer", "1.layer"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,))
+    pipeline.step(X, target=Y)
+    assert not caplog.messages
+    module[1].scale = 0.5  # type: ignore[assignment]
+    pipeline.step(X, target=Y)
+    pipeline.step(X, target=Y)
+    assert caplog.messages == [
+        "the attribute '1.scale' was 1.0 when the model was traced and is 0.5 now: stages compute with the first value. If "
+        "a forward reads it, make it a buffer, or a part with it one layer (`leaf_modules`)"
+    ]
+
+
 @pytest.mark.usefixtures("alone")
 def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
     pipeline = pipelined()

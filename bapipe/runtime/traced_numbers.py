@@ -1,0 +1,38 @@
+"""Numbers among a model's attributes that its stages hold as they were when the model was traced."""
+
+import logging
+
+from bapipe.tracing import TracedModel
+
+_log = logging.getLogger(__name__)
+
+
+class TracedNumbers:
+    """Notices that a training loop changes an attribute of a module whose own code was traced.
+
+    A module that is one layer runs its own code and sees the change.
+    """
+
+    def __init__(self, model: TracedModel) -> None:
+        layers = tuple(f"{node.target}." for node in model.module.graph.nodes if node.op == "call_module")
+        self._numbers = [  # (the module's attributes, name, path, value)
+            (vars(part), name, f"{path}.{name}".lstrip("."), value)
+            for path, part in model.root.named_modules()
+            if not f"{path}.".startswith(layers)
+            for name, value in vars(part).items()
+            if isinstance(value, int | float) and value == value  # NaN differs from itself
+        ]
+
+    def warn_of_changes(self) -> None:
+        """Warns, once of each, of attributes that have another value than when the model was traced."""
+        changed = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[3]]
+        for attributes, name, path, value in changed:
+            _log.warning(
+                "the attribute '%s' was %s when the model was traced and is %s now: stages compute with the first "
+                "value. If a forward reads it, make it a buffer, or a part with it one layer (`leaf_modules`)",
+                path,
+                value,
+                attributes.get(name),
+            )
+        if changed:
+            self._numbers = [entry for entry in self._numbers if entry not in changed]
