@@ -14,12 +14,13 @@ from itertools import pairwise
 import msgspec
 
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
-from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.baselines import compared_with
+from bapipe.planner.branch_and_bound.devices import ns_per_sample
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import stage_plan
 from bapipe.planner.lightest_cuts import MORE_THAN_ANY, lightest_cuts
@@ -63,12 +64,13 @@ def solve_over_linearizations(
         Infeasible: no plan fits in memory along any of them.
         OutOfTime: the deadline passed before any plan was found that fits.
     """
-    first = profiles[cluster.devices[0].kind]
-    graph = _branching_graph(first)
-    orders = [tuple(range(len(first.layers)))]
+    fastest = _fastest_device(profiles, cluster)
+    profile = profiles[fastest.kind]
+    graph = _branching_graph(profile)
+    orders = [tuple(range(len(profile.layers)))]
     if graph is not None:
         with suppress(OutOfTime):
-            for order in _promising(graph, first, cluster, chosen_for, deadline):
+            for order in _promising(graph, profile, fastest.speed, cluster, chosen_for, deadline):
                 orders.append(order)
     orders = list(dict.fromkeys(orders))
     solutions: list[Solution] = []
@@ -151,6 +153,12 @@ def _along(failure: BapipeError, num_orders: int) -> BapipeError:
     return ConstraintsUnmet(message, is_proven=False)
 
 
+def _fastest_device(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Device:
+    """Returns the device that takes the least time for a sample; of equally fast ones any."""
+    per_sample_ns = ns_per_sample(profiles, cluster)
+    return cluster.devices[per_sample_ns.index(min(per_sample_ns))]
+
+
 def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
     """Returns the graph of the layers, None if all its cuts are along the profile's order."""
     if of_layers(profile).has_single_order:
@@ -162,6 +170,7 @@ def _branching_graph(profile: ModelProfile) -> ContractedGraph | None:
 def _promising(
     graph: ContractedGraph,
     profile: ModelProfile,
+    speed: float,
     cluster: Cluster,
     chosen_for: Sequence[PlanOptions],
     deadline: Deadline,
@@ -169,8 +178,8 @@ def _promising(
     """Yields linearizations, as layer numbers, with much less load or memory than along the profile's order.
 
     Loads are compared within the memory of the fullest device and without a limit, for the largest micro-batches; where
-    the two differ also bytes, with and without recomputation, for the smallest. There is one device per stage, all like
-    the first, and the slowest link.
+    the two differ also bytes, with and without recomputation, for the smallest. Each stage has one device, all of one
+    profile and speed, with the slowest link.
 
     Raises:
         OutOfTime: the deadline passed before all are found.
@@ -187,7 +196,7 @@ def _promising(
     def paths(num_stages: int, memory_bytes: int) -> tuple[StagePath | None, StagePath | None]:
         deadline.check()
         on_chain, best = (
-            _min_max_path(_homogeneous_problem(boundaries, profile, cluster, memory_bytes, num_stages))
+            _min_max_path(_homogeneous_problem(boundaries, profile, speed, cluster, memory_bytes, num_stages))
             for boundaries in (chain, every)
         )
         return on_chain, best
@@ -231,14 +240,14 @@ def with_layer_order(profile: ModelProfile, order: Sequence[int]) -> ModelProfil
 
 
 def _homogeneous_problem(
-    boundaries: Boundaries, profile: ModelProfile, cluster: Cluster, memory_bytes: int, num_stages: int
+    boundaries: Boundaries, profile: ModelProfile, speed: float, cluster: Cluster, memory_bytes: int, num_stages: int
 ) -> HomogeneousDevices:
-    """Returns the partition into `num_stages` stages, one device each, all like the first and with the slowest link."""
-    device, size = cluster.devices[0], profile.microbatch_sizes[-1]
+    """Returns the partition into `num_stages` stages, one device each, all of one speed and with the slowest link."""
+    size = profile.microbatch_sizes[-1]
     links = cluster.links_among(range(len(cluster.devices)))
     return HomogeneousDevices(
         boundaries,
-        StageCostSums(boundaries, profile, size, device.speed),
+        StageCostSums(boundaries, profile, size, speed),
         num_devices=num_stages,
         num_microbatches=num_stages,
         max_replicas=1,

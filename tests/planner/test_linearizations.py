@@ -198,6 +198,30 @@ def test_what_is_proven_of_fewer_orders_of_the_devices_is_not_said_of_any() -> N
     assert found.lower_bound_ns == 8 * 4 * 200 // 2
 
 
+def test_the_orders_do_not_depend_on_which_device_is_named_first() -> None:
+    """They are those for the fastest device; the slow kind's outputs are small, so it has no use for another order."""
+    (measured,) = towers().measurements
+    layers = tuple(
+        msgspec.structs.replace(m, forward_ns=10 * m.forward_ns, output_bytes=(10,)) for m in measured.layers
+    )
+    slow = msgspec.structs.replace(towers(), measurements=(msgspec.structs.replace(measured, layers=layers),))
+    first, second = devices(2, memory_bytes=10**6).devices
+    kinds = (first, msgspec.structs.replace(second, kind="b"))
+    tried: list[list[tuple[str, ...]]] = []
+    for both in (kinds, kinds[::-1]):
+        cluster = msgspec.structs.replace(devices(2), devices=both)
+
+        def solve(profiles: Mapping[str, ModelProfile], _deadline: Deadline) -> Solution:
+            tried[-1].append(tuple(layer.name for layer in profiles["a"].layers))
+            raise Infeasible("not searched", is_proven=False)
+
+        tried.append([])
+        with pytest.raises(Infeasible):
+            solve_over_linearizations({"a": towers(), "b": slow}, cluster, [PlanOptions(minibatch_size=8)], solve)
+    assert tried[0] == tried[1]
+    assert len(tried[0]) == 2
+
+
 def test_a_plan_that_fits_along_one_order_only_is_pinned_and_explained() -> None:
     profile = heavy_towers(Random(1))
     least = bapipe.plan(profile, devices(2, memory_bytes=10**6), minibatch_size=2, goal=Goal(least="memory"))
