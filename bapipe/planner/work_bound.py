@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from math import floor
+from math import floor, isqrt
 
-from bapipe.formats.cluster import Cluster
+from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.in_flight import splits_backwards
@@ -26,10 +26,17 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
     Let t(l, d) be the time of layer l's work of a step on device d, and let each device have a price p(d) > 0. A step
     of T nanoseconds has at most T on each device, so T * sum_d p(d) >= sum_l min_d p(d) t(l, d), whatever runs where.
     The prices are the devices' speeds, which makes the bound total work / total speed for devices of one kind.
-    Recomputation, transfers and waiting only add to it. It is the smallest over the micro-batch sizes.
+    Recomputation, transfers and waiting only add to it. It is the smallest over the micro-batch sizes, also of those
+    that a search leaves out: small ones that make many micro-batches, and those that some kinds of devices only have.
     """
-    sizes = microbatch_sizes(profiles, cluster, PlanOptions(minibatch_size=minibatch_size))
-    return max(0, min(floor(_bound_at(profiles, cluster, size, minibatch_size // size)) for size in sizes))
+    of_kind = {kind: profiles[kind].microbatch_sizes for kind in dict.fromkeys(d.kind for d in cluster.devices)}
+    bounds = []
+    small = [size for size in range(1, isqrt(minibatch_size) + 1) if minibatch_size % size == 0]
+    for size in {*small, *(minibatch_size // size for size in small)}:
+        devices = tuple(d for d in cluster.devices if of_kind[d.kind][0] <= size <= of_kind[d.kind][-1])
+        if devices:
+            bounds.append(floor(_bound_at(profiles, devices, size, minibatch_size // size)))
+    return max(0, min(bounds, default=0))
 
 
 def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> int:
@@ -43,7 +50,7 @@ def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, option
     waited_for = _layers_waited_for(profiles, cluster) if splits else None
     bounds = [
         max(
-            _bound_at(profiles, cluster, size, options.minibatch_size // size),
+            _bound_at(profiles, cluster.devices, size, options.minibatch_size // size),
             _trip_at(profiles, cluster, size, waited_for),
         )
         for size in microbatch_sizes(profiles, cluster, options)
@@ -112,12 +119,14 @@ def has_gradient_to_the_end(layers: Sequence[LayerProfile]) -> list[bool]:
     return [bits == (1 << len(ends)) - 1 for bits in from_ends]
 
 
-def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, num_microbatches: int) -> Fraction:
-    """Returns the bound for micro-batches of one size."""
-    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+def _bound_at(
+    profiles: Mapping[str, ModelProfile], devices: Sequence[Device], size: int, num_microbatches: int
+) -> Fraction:
+    """Returns the bound for micro-batches of one size on some devices."""
+    kinds = dict.fromkeys(device.kind for device in devices)
     times_ns = {kind: _layer_times_ns(profiles[kind], size, num_microbatches) for kind in kinds}
     # A device of speed v takes 1/v of the times at speed 1.
-    speed = {(device.kind, device.speed): decimal(device.speed) for device in cluster.devices}
+    speed = {(device.kind, device.speed): decimal(device.speed) for device in devices}
     price = {(kind, v): 1 / max(sum(times_ns[kind]) / speed[kind, v], Fraction(1)) for kind, v in speed}
     # The least price of a nanosecond at speed 1 on a device of each kind.
     least = {kind: min(price[key] / speed[key] for key in speed if key[0] == kind) for kind in kinds}
@@ -130,7 +139,7 @@ def _bound_at(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int,
     # Times are rounded once per stage and phase, so each action may be half a nanosecond shorter than its layers.
     lost_ns = Fraction(PHASES_PER_MICROBATCH * num_microbatches * len(next(iter(times_ns.values()))), 2)
     rounded = max((price[kind, v] for kind, v in speed if v != 1.0), default=Fraction(0)) * lost_ns
-    num_alike = Counter((device.kind, device.speed) for device in cluster.devices)
+    num_alike = Counter((device.kind, device.speed) for device in devices)
     total_price = sum((num * price[key] for key, num in num_alike.items()), start=Fraction(0))
     return (work - rounded) / total_price
 

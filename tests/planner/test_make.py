@@ -112,6 +112,20 @@ def test_one_device_meets_the_bound_of_its_work() -> None:
     assert "made by hand" in plan.certificate.space
 
 
+def test_the_bound_of_the_work_holds_for_sizes_that_no_search_tries() -> None:
+    """Kind b was measured from micro-batches of 2 on, so plans have these; an edited plan on a device of kind a has 1."""
+    sizes = {size: replace(PROFILE.measurements[0], microbatch_size=size) for size in (1, 2)}
+    slow = tuple(replace(m, forward_ns=20 * m.forward_ns) for m in sizes[2].layers)
+    other = replace(sizes[2], layers=slow)
+    a = replace(PROFILE, measurements=(sizes[1], other))
+    b = replace(PROFILE, device=replace(PROFILE.device, kind="b"), measurements=(other,))
+    first, second = devices(2).devices
+    cluster = replace(devices(2), devices=(first, replace(second, kind="b")))
+    plan = bapipe.make([a, b], cluster, minibatch_size=2, microbatch_size=2, num_stages=1)
+    edited = bapipe.edit(plan, [a, b], microbatch_size=1)
+    assert edited.prediction.step_ns == edited.certificate.lower_bound_ns == 2 * 3 * 20 * MS
+
+
 @pytest.mark.parametrize("seed", range(18))
 def test_no_plan_is_faster_than_the_bound_of_its_work(seed: int) -> None:
     random = Random(seed)
