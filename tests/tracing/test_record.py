@@ -160,6 +160,12 @@ def _writes_to_buffer(self: Any, x: Tensor) -> Tensor:
         (lambda self, x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
         (lambda self, x: x[x[:, 0] > 0].sum(0) + x, "nonzero"),
         (lambda self, x: x * 0 if torch.rand([]) < 0.5 else x, "_local_scalar_dense"),
+        # What the smallest and the largest draw have in common.
+        (lambda self, x: x * 0 if torch.rand([]) < torch.rand([]) else x, "_local_scalar_dense"),
+        (lambda self, x: x * 0 if (torch.rand([]) - 0.5).abs() < 0.02 else x, "_local_scalar_dense"),
+        (lambda self, x: x * int(torch.rand(4).argmax()), "_local_scalar_dense"),
+        (lambda self, x: x * 0 if torch.rand([]) == 0.5 else x, "_local_scalar_dense"),
+        (lambda self, x: x * 0 if torch.rand([]).sub_(0.5) > 1.0 else x, "_local_scalar_dense"),
         (lambda self, x: x * (1 / len(x)), "an argument is 0.2 or "),
         (lambda self, x: torch.vmap(lambda row: row * 2)(x), "vmap"),
         (_writes_to_buffer, "'inner.mean' is changed"),
