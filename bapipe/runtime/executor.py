@@ -355,7 +355,7 @@ class ScheduleExecutor:
 
     def _timed(self, action: Action, call: Callable[[], Any]) -> Any:
         self._transfers.before(action)
-        self._rng.enter(action.microbatch)
+        self._rng.enter(action)
         start = self._clock.stamp()
         result = call()
         self._ran.append(_TimedAction(action, start, self._clock.stamp()))
@@ -391,6 +391,7 @@ class ScheduleExecutor:
 
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
         """Returns a micro-batch's part of the mean loss, scaled."""
+        self._rng.enter_loss()
         try:
             loss = self._loss(output, self._weights.counted(target))
         except BapipeError:

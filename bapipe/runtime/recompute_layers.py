@@ -12,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from bapipe.errors import InvalidModel
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.tracing.python_random import GeneratorStates, generator_states, generators_restored, restore_generators
 from bapipe.tracing.stage_module import seal
 from bapipe.tracing.stage_parts import StagePart
 
@@ -26,7 +25,6 @@ class _Saved:
     """
 
     inputs: tuple[Any, ...]
-    generators: GeneratorStates
     num_tensors: int = 0
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -95,7 +93,7 @@ class PartlyRecomputedStage(nn.Module):
 
     def _first(self, i: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Runs a part in F, and keeps its inputs in place of what autograd saves."""
-        saved = self._saved[i, self._rng.microbatch] = _Saved(tuple(map(_detached, inputs)), generator_states())
+        saved = self._saved[i, self._rng.microbatch] = _Saved(tuple(map(_detached, inputs)))
 
         def run() -> tuple[Tensor, ...]:
             with saved_tensors_hooks(saved.number, saved.tensor):
@@ -113,8 +111,6 @@ class PartlyRecomputedStage(nn.Module):
         for i, again in self._again.items():
             saved = self._saved.pop((i, self._rng.microbatch))
             with ExitStack() as contexts:
-                contexts.enter_context(generators_restored())
-                restore_generators(saved.generators)
                 contexts.enter_context(again.recomputing(self._rng.microbatch))
                 contexts.enter_context(torch.enable_grad())
                 contexts.enter_context(

@@ -6,14 +6,16 @@ import random
 import torch
 
 from bapipe.runtime.materialize import layer_seed
+from bapipe.schedules.table import Action
 from bapipe.tracing.python_random import set_generators
 
 
 class PerOperatorRng:
-    """Seeds the generator before every operator that draws random numbers, such as dropout.
+    """Seeds the generators before every operator that draws random numbers, such as dropout, and before the loss.
 
     The seed is a hash of the run's seed, the step, the micro-batch and the operator's name. So an operator draws the
-    same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed.
+    same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed. Operators of
+    torch draw from its generator alone; all other code may draw from those of Python and numpy, too.
 
     Attributes:
         step, microbatch: what runs next; the step is set before it begins, the micro-batch by `enter`.
@@ -24,16 +26,19 @@ class PerOperatorRng:
         self.step = 0
         self.microbatch = 0
 
-    def enter(self, microbatch: int) -> None:
-        """Begins an action of a micro-batch, and seeds the generators of Python and numpy, from which layers may draw.
+    def enter(self, action: Action) -> None:
+        """Begins an action, and seeds all generators for what draws in its backward, such as a hook."""
+        self.microbatch = action.microbatch
+        self(str(action), True)
 
-        An action that recomputes a forward seeds them as the forward did.
-        """
-        self.microbatch = microbatch
-        set_generators(self._value(""))
+    def enter_loss(self) -> None:
+        """Begins the loss of the micro-batch, and seeds all generators for it."""
+        self("(loss)", True)  # no operator has such a name
 
-    def __call__(self, operator: str) -> None:
+    def __call__(self, operator: str, other_code: bool) -> None:
         value = self._value(operator)
+        if other_code:
+            set_generators(value)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index].manual_seed(value)
         else:

@@ -8,8 +8,11 @@ from torch import fx
 from bapipe.tracing.aliasing import alias_set
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Autocast
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.randomness import is_random
+from bapipe.tracing.randomness import is_random, runs_other_code
 from bapipe.tracing.sizes import StageSizes, copy_node, is_size
+
+BeforeRandom = Callable[[str, bool], None]
+"""(the operator's name, whether it runs code from outside torch, which may draw from generators of Python and numpy)"""
 
 
 def extract(
@@ -19,7 +22,7 @@ def extract(
     outputs: Sequence[str],
     *,
     device: torch.device | None = None,
-    before_random: Callable[[str], None] | None = None,
+    before_random: BeforeRandom | None = None,
 ) -> fx.GraphModule:
     """Returns a module of some layers that maps the tensors `inputs` to a tuple of the tensors `outputs`.
 
@@ -30,7 +33,7 @@ def extract(
 
     Args:
         device: replaces the device that tracing recorded for operators such as torch.zeros.
-        before_random: called with the name of each operator that draws random numbers, before it runs.
+        before_random: called before each operator that draws random numbers.
 
     Raises:
         InvalidModel: a layer needs a value that is neither a tensor nor a function of the batch size.
@@ -100,7 +103,7 @@ class _Extraction:
         layers: set[str],
         inputs: Sequence[str],
         device: torch.device | None,
-        before_random: Callable[[str], None] | None,
+        before_random: BeforeRandom | None,
     ) -> None:
         self._model, self._layers, self._device = model, layers, device
         self._graph = fx.Graph()
@@ -131,8 +134,10 @@ class _Extraction:
         for source in node.all_input_nodes:
             self._source(source)
         self._gradients.enter(node)
-        if self._before_random is not None and is_random(self._model.module, node):
-            self._graph.call_function(self._before_random, (node.name,))
+        if self._before_random is not None:
+            other_code = runs_other_code(self._model.module, node)
+            if other_code or is_random(self._model.module, node):
+                self._graph.call_function(self._before_random, (node.name, other_code))
         self._env[node] = copy_node(self._graph, node, self._env.__getitem__, self._device)
         return self._env[node]
 
@@ -173,10 +178,10 @@ class _Extraction:
         return self._model.layer_of.get(node) in self._layers
 
 
-def _plain_function(call: Callable[[str], None]) -> Callable[[str], None]:
+def _plain_function(call: BeforeRandom) -> BeforeRandom:
     """Returns a function that calls another callable; torch.fx graphs can call plain functions only."""
 
-    def before_random(name: str) -> None:
-        call(name)
+    def before_random(name: str, other_code: bool) -> None:
+        call(name, other_code)
 
     return before_random

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from bapipe.torch_private import OpOverload, aten_overloads
+from bapipe.torch_private import OpOverload, aten_overloads, hooks_of
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.reached import reached
 
@@ -18,7 +18,7 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether an operator may draw random numbers; what is from outside torch counts as random."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        return any(_module_is_random(part) for part in called.modules())
+        return any(_is_from_outside(part) or _module_is_random(part) for part in called.modules())
     if node.op not in ("call_function", "call_method"):
         return False
     if is_function_operator(node.target):
@@ -28,6 +28,18 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_method":
         return _is_random_operator(str(node.target)) or draws_random_numbers(getattr(Tensor, str(node.target), None))
     return draws_random_numbers(node.target)
+
+
+def runs_other_code(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Returns whether an operator runs code from outside torch, which may draw from generators of Python and numpy."""
+    if node.op == "call_module":
+        return any(map(_is_from_outside, module.get_submodule(str(node.target)).modules()))
+    if is_function_operator(node.target):
+        return True
+    return isinstance(node.target, FunctionType) and node.target.__module__.partition(".")[0] not in _NO_OTHER_CODE
+
+
+_NO_OTHER_CODE = ("torch", "bapipe")
 
 
 @cache
@@ -72,8 +84,11 @@ def _codes(code: Any) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
+def _is_from_outside(module: nn.Module) -> bool:
+    """Returns whether a call of a module runs code from outside torch: its own, or that of a hook."""
+    return not type(module).__module__.startswith("torch.nn.") or "forward" in vars(module) or bool(hooks_of(module))
+
+
 def _module_is_random(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.nn."):
-        return True
     dropout = getattr(module, "dropout", None)
     return dropout > 0 if isinstance(dropout, float) else draws_random_numbers(type(module).forward)

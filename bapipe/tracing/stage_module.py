@@ -1,13 +1,13 @@
 """The module of a stage: its layers, with outputs that can be sent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing.extract import extract
+from bapipe.tracing.extract import BeforeRandom, extract
 from bapipe.tracing.stages import Split
 
 
@@ -15,7 +15,7 @@ def stage_module(
     parts: Split,
     index: int,
     device: torch.device | None = None,
-    before_random: Callable[[str], None] | None = None,
+    before_random: BeforeRandom | None = None,
 ) -> fx.GraphModule:
     """Returns a stage as a module that takes its `received`, then its `loaded` tensors, and returns its `outputs`.
 

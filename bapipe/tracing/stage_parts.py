@@ -1,6 +1,5 @@
 """A stage whose layers are partly recomputed, as modules that run one after another."""
 
-from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
@@ -9,7 +8,7 @@ import torch
 from torch import fx
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing.extract import extract
+from bapipe.tracing.extract import BeforeRandom, extract
 from bapipe.tracing.model import TracedLayer, TracedModel
 from bapipe.tracing.stages import Split
 
@@ -37,7 +36,7 @@ def stage_parts(
     index: int,
     recomputed: AbstractSet[str],
     device: torch.device | None = None,
-    before_random: Callable[[str], None] | None = None,
+    before_random: BeforeRandom | None = None,
 ) -> tuple[StagePart, ...]:
     """Returns the parts of a stage, in the order in which they run; for the last arguments see `extract`.
 

@@ -21,6 +21,11 @@ class Own(nn.Module):
         return x
 
 
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
 class Leaf(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -38,6 +43,7 @@ class Leaf(fx.Tracer):
         (nn.FractionalMaxPool2d(2, output_size=2), True),
         (nn.MultiheadAttention(2, 1), False),
         (Own(), True),
+        (hooked(nn.Linear(2, 2)), True),
     ],
 )
 def test_modules_are_random_by_their_dropout_unless_they_are_from_outside_torch(
@@ -107,7 +113,7 @@ def test_stages_share_the_numbers_that_one_operator_draws(noise: Callable[[Tenso
     parts = cut_into_stages(model, {"first": 0, "last": 1}, (x,), 4)
     results: list[Tensor] = []
 
-    def seeded(name: str) -> None:
+    def seeded(name: str, _: bool) -> None:
         torch.manual_seed(len(name))
 
     for seed in (1, 2):
