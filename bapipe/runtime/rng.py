@@ -39,10 +39,9 @@ class PerOperatorRng:
         value = self._value(operator)
         if other_code:
             set_generators(value)
+        torch.default_generator.manual_seed(value)  # also on a GPU: a layer may draw on the CPU whether to skip itself
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index].manual_seed(value)
-        else:
-            torch.default_generator.manual_seed(value)
 
     def _value(self, operator: str) -> int:
         text = f"{self._seed}:{self.step}:{self.microbatch}:{operator}"

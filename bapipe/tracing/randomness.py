@@ -13,6 +13,8 @@ from bapipe.torch_private import OpOverload, aten_overloads, hooks_of
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.reached import reached
 
+_KNOWN_CODE = ("torch", "bapipe")
+
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether an operator may draw random numbers; what is from outside torch counts as random."""
@@ -36,10 +38,7 @@ def runs_other_code(module: fx.GraphModule, node: fx.Node) -> bool:
         return any(map(_is_from_outside, module.get_submodule(str(node.target)).modules()))
     if is_function_operator(node.target):
         return True
-    return isinstance(node.target, FunctionType) and node.target.__module__.partition(".")[0] not in _NO_OTHER_CODE
-
-
-_NO_OTHER_CODE = ("torch", "bapipe")
+    return isinstance(node.target, FunctionType) and str(node.target.__module__).partition(".")[0] not in _KNOWN_CODE
 
 
 @cache

@@ -86,6 +86,15 @@ def test_layers_and_losses_draw_the_same_under_every_plan_and_when_they_run_agai
             torch.testing.assert_close(parameters[name], tensor, msg=name)
 
 
+def test_layers_on_a_gpu_that_draw_on_the_cpu_draw_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    rng = PerOperatorRng(0, torch.device("cuda", 0))
+    rng("layer", False)
+    first = torch.rand(()), torch.rand((), generator=torch.cuda.default_generators[0])
+    rng("layer", False)
+    assert first == (torch.rand(()), torch.rand((), generator=torch.cuda.default_generators[0]))
+
+
 def test_a_loss_draws_by_seed_step_and_microbatch_on_whichever_rank() -> None:
     def drawn(*, seed: int = 0, step: int = 0, stage: int = 1, microbatch: int = 0) -> tuple[float, float, float]:
         rng = PerOperatorRng(seed, torch.device("cpu"))
