@@ -22,7 +22,6 @@ from PIL import Image
 
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
-from bapipe.runtime.rng import seed_step
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
 
@@ -57,8 +56,7 @@ def main() -> None:
         for num_workers in options.workers:
             waits_ms = []
             with closing(batches(stage, stage, data, 0, Position(), num_workers=num_workers)) as loader:
-                for step in range(WARM_UP_STEPS + options.steps):
-                    seed_step(0, 0, step)
+                for _ in range(WARM_UP_STEPS + options.steps):
                     start_s = time.perf_counter()
                     next(loader)
                     waits_ms.append((time.perf_counter() - start_s) * 1e3)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.randomness import SeededOperators, all_generators_restored, seed_generators
+from bapipe.equivalence.randomness import SeededOperators, seed_generators
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
 
 Loss = Callable[[Any, Tensor], Tensor]

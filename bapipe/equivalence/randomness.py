@@ -1,15 +1,14 @@
 """The same random numbers for the same operators, in whatever order and however often these run."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapipe.torch_private import DispatchMode, OpOverload
-from bapipe.tracing.python_random import generators_restored, set_generators
+from bapipe.tracing.python_random import set_generators
 
 
 class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
@@ -47,13 +46,6 @@ class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
         first = args[0] if args else ()
         shape = tuple(first.shape) if isinstance(first, Tensor) else first
         return _hash(f"{self.microbatch}:{func.overloadpacket.__name__.rstrip('_')}:{shape}")
-
-
-@contextmanager
-def all_generators_restored(device: torch.device) -> Iterator[None]:
-    """Restores all global generators afterwards: torch's, Python's and numpy's."""
-    with generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
 
 
 def seed_generators(microbatch: int) -> None:

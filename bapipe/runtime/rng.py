@@ -1,7 +1,6 @@
 """Random numbers that do not depend on how a model is cut, nor on where a run was resumed."""
 
 import hashlib
-import random
 
 import torch
 
@@ -52,4 +51,15 @@ def seed_step(seed: int, rank: int, step: int) -> None:
     """Seeds the global random number generators from (seed, rank, step), so that a resumed run draws the same."""
     value = layer_seed(seed, f"rank {rank} step {step}")
     torch.manual_seed(value)
-    random.seed(value)
+    set_generators(value)
+
+
+def seed_item(seed: int, data: str, index: int | None) -> None:
+    """Seeds the global random number generators of the CPU for an item of data; None is what the items have in common.
+
+    Each rank loads the parts of an item that it uses for itself, so all must draw the same. `data` says which items are
+    numbered: those of one pass over the training data, or those to evaluate on.
+    """
+    value = layer_seed(seed, f"{data} item {index}")
+    torch.default_generator.manual_seed(value)
+    set_generators(value)

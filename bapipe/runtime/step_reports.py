@@ -57,11 +57,11 @@ class StepReports:
         rank: Rank,
         names: tuple[str, ...],
         every: int | None,
-        load_again: Callable[[int, Position], Batch],
+        load_again: Callable[[Position], Batch],
     ) -> None:
         """`every` is the number of steps from one report to the next.
 
-        `load_again` returns the mini-batch of a step and the position before it.
+        `load_again` returns the mini-batch after a position.
         """
         self._pipeline, self._rank, self._names, self._load_again = pipeline, rank, names, load_again
         self._adapts = every is None and rank.device.type == "cuda"
@@ -153,5 +153,5 @@ class StepReports:
             if not isfinite(loss):
                 assert self._batch is not None
                 is_last = each is steps[-1]
-                batch = self._batch if is_last else self._load_again(each.step, each.before)
+                batch = self._batch if is_last else self._load_again(each.before)
                 raise loss_not_finite(self._pipeline, self._names, batch, loss, each.step)

@@ -14,7 +14,7 @@ from bapipe.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newes
 from bapipe.runtime.checkpoint.manifest import Position, check_model
 from bapipe.runtime.checkpoint.state_outside import check_no_extra_state
 from bapipe.runtime.checkpoint.tensor_files import tensor_specs
-from bapipe.runtime.data.loader import check_enough
+from bapipe.runtime.data.loader import check_enough, warn_if_items_change
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.evaluate.evaluate import check_scores
@@ -67,8 +67,10 @@ def train(
     dataset, validation = as_pipeline_dataset(data), None
     if config.evaluate_every is not None:
         dataset, validation = hold_out(dataset, config.seed, config.evaluate_samples)
-        check_scores(evaluation_data(example, validation))
+        check_scores(evaluation_data(example, validation, config.seed))
     check_enough(plan, dataset)
+    if len(ranks) > 1 and is_first_rank():
+        warn_if_items_change(dataset, len(example.tensors), config.seed)
     if config.checkpoint is not None:
         check_no_extra_state(example.module)
     devices, kind = [plan.cluster.devices[rank] for rank in ranks], device_kind(plan)

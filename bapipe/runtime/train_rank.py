@@ -70,7 +70,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pipeline = _pipeline(rank, job, example)
-    validation = None if job.validation is None else evaluation_data(example, job.validation)
+    validation = None if job.validation is None else evaluation_data(example, job.validation, config.seed)
     start = _resume(pipeline, job.resume_from)
     writer = _checkpoint_writer(rank, job, start)
     if config.weights is not None and job.resume_from is None:
@@ -131,7 +131,6 @@ def _loader(
         job.dataset,
         config.seed,
         start,
-        rank=rank.index,
         num_workers=num_workers,
         pin_memory=on_gpu,
     )
@@ -155,9 +154,8 @@ def _train_steps(
     """
     plan, config = job.plan, job.config
 
-    def load_again(step: int, before: Position) -> Batch:
-        seed_step(config.seed, rank.index, step)
-        with closing(batches(pipeline, plan, job.dataset, config.seed, before, rank=rank.index)) as again:
+    def load_again(before: Position) -> Batch:
+        with closing(batches(pipeline, plan, job.dataset, config.seed, before)) as again:
             return next(again)
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
@@ -210,11 +208,11 @@ def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stoppe
     return Stopped(number, f" after {steps} steps, of which there is a checkpoint: continue with `resume`")
 
 
-def evaluation_data(example: Example, dataset: PipelineDataset[Any]) -> EvaluationData:
+def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) -> EvaluationData:
     """Returns what evaluating the example's model on a data set needs."""
     generation = example.generation
     length = 0 if generation is None else example.tensors[generation.input_index].shape[1]
-    return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length)
+    return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length, seed=seed)
 
 
 def _evaluate(pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int) -> Evaluation:

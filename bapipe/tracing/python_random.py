@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 GeneratorStates = tuple[Any, Any]
 """States of the global generators of Python and, if it is imported, of numpy; they can be compared."""
 
@@ -42,3 +44,10 @@ def generators_restored() -> Iterator[None]:
         yield
     finally:
         restore_generators(before)
+
+
+@contextmanager
+def all_generators_restored(device: torch.device) -> Iterator[None]:
+    """As `generators_restored`, also for torch's global generators of the CPU and of a device."""
+    with generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

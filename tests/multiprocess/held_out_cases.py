@@ -104,6 +104,6 @@ def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
     found, again = (evaluate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))
     words = None
     if example.generation is not None:
-        inputs, _ = load(pipeline, plan, data, range(4))
+        inputs, _ = load(pipeline, plan, data, 0, range(4))
         words = greedy_decode(pipeline, example.generation, inputs, (4, 6), rank.device).tolist()
     return Outcome(found, again, told, words)

@@ -5,7 +5,7 @@ that it yields say all that a mini-batch depends on, so results depend neither o
 position that a run resumes from.
 """
 
-import random
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.plan import Plan
@@ -21,24 +21,24 @@ from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rng import seed_step
+from bapipe.runtime.rng import seed_item
 from bapipe.stop_signals import ignore_signals
+from bapipe.torch_device import CPU
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
+
+_log = logging.getLogger(__name__)
 
 PREFETCH = 2
 """Mini-batches that each worker process loads ahead."""
 
 T = TypeVar("T")
 
-_RngState = tuple[Tensor, Any]
-"""States of the global random number generators of torch and of Python."""
-
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A mini-batch to load: step and epoch, its items, their bucket, and the position after it."""
+    """A mini-batch to load: its epoch, its items, their bucket, and the position after it."""
 
-    step: int
     epoch: int
     indices: tuple[int, ...]
     bucket: int | None
@@ -52,14 +52,12 @@ class Batch:
     Attributes:
         after: the position of training after this mini-batch.
         bucket: number of the bucket that its items are cropped to; None for the shapes of the plan.
-        rng: set if loading drew global random numbers in a worker process: their state afterwards.
     """
 
     inputs: tuple[Tensor | None, ...]
     target: Tensor | None
     after: Position
     bucket: int | None
-    rng: _RngState | None = None
 
     def pin_memory(self) -> "Batch":
         """Returns the batch in page-locked memory, from which copies to a GPU need not wait; DataLoader calls it."""
@@ -72,23 +70,26 @@ class RankParts:
     """What a rank uses of a mini-batch.
 
     Attributes:
+        seed: of the run.
         num_inputs: of the model.
         places: numbers of the parts of an item, see `PipelineDataset`.
         microbatches, microbatch_size: whose samples it uses.
     """
 
+    seed: int
     num_inputs: int
     places: tuple[int, ...]
     microbatches: tuple[int, ...]
     microbatch_size: int
 
     @staticmethod
-    def of(pipeline: Pipeline, plan: Plan) -> "RankParts":
+    def of(pipeline: Pipeline, plan: Plan, seed: int) -> "RankParts":
         names = pipeline.input_names
         places = [place for place, name in enumerate(names) if name in pipeline.needs]
         if pipeline.needs_target:
             places.append(len(names))
         return RankParts(
+            seed=seed,
             num_inputs=len(names),
             places=tuple(places),
             microbatches=pipeline.microbatches,
@@ -96,27 +97,34 @@ class RankParts:
         )
 
     def load(
-        self, dataset: PipelineDataset[Any], indices: Sequence[int]
+        self, dataset: PipelineDataset[Any], indices: Sequence[int], data: str
     ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
         """Returns the inputs and the target of some items, a mini-batch of them or fewer; None for other parts.
 
-        Rows of micro-batches that run on other ranks are left uninitialized.
+        Rows of micro-batches that run on other ranks are left uninitialized. What an item draws depends on the seed,
+        `data` (see `seed_item`) and its number alone; the generators are afterwards as before.
         """
         size, num = self.microbatch_size, len(indices)
         rows = [row for m in self.microbatches for row in range(m * size, min((m + 1) * size, num))]
         used = rows or [0]  # a rank without samples in a last, smaller batch still needs tensors of the right shape
-        columns = self._columns(dataset, [indices[row] for row in used]) if self.places else {}
+        with all_generators_restored(CPU):
+            columns = self._columns(dataset, [indices[row] for row in used], data) if self.places else {}
         stacked = {place: _stack(used, num, column) for place, column in columns.items()}
         return tuple(stacked.get(place) for place in range(self.num_inputs)), stacked.get(self.num_inputs)
 
-    def _columns(self, dataset: PipelineDataset[Any], indices: Sequence[int]) -> dict[int, list[Any]]:
+    def _columns(self, dataset: PipelineDataset[Any], indices: Sequence[int], data: str) -> dict[int, list[Any]]:
         """Returns the values of each part that the rank uses; loads no other part if the data can do so."""
+
+        def loaded(index: int, load: Callable[[], T]) -> T:
+            seed_item(self.seed, data, index)
+            return _loaded(index, load)
+
         if dataset.provides("part"):
             return {
-                place: [_loaded(index, partial(dataset.part, index, place)) for index in indices]
+                place: [loaded(index, partial(dataset.part, index, place)) for index in indices]
                 for place in self.places
             }
-        items = [_loaded(index, partial(_parts, dataset, index)) for index in indices]
+        items = [loaded(index, partial(_parts, dataset, index)) for index in indices]
         if any(len(item) != self.num_inputs + 1 for item in items):
             raise BapipeError(
                 f"the model takes {self.num_inputs} inputs; the data gives {len(items[0]) - 1} inputs per sample"
@@ -144,7 +152,7 @@ class MinibatchSampler(Sampler[BatchRequest]):
             indices = tuple(order[position.offset : end])
             after = Position(step=position.step + 1, epoch=position.epoch, offset=end)
             bucket = bucket_of_batch(self._dataset, indices)
-            yield BatchRequest(step=position.step, epoch=position.epoch, indices=indices, bucket=bucket, after=after)
+            yield BatchRequest(epoch=position.epoch, indices=indices, bucket=bucket, after=after)
             position = after
 
     def _order(self, epoch: int) -> list[int]:
@@ -160,31 +168,23 @@ class MinibatchSampler(Sampler[BatchRequest]):
 class _Batches(Dataset[Batch | BapipeError]):
     """Mini-batches by request. Errors for users are returned: DataLoader would bury their text in a stack trace."""
 
-    def __init__(self, dataset: PipelineDataset[Any], parts: RankParts, seed: int, rank: int) -> None:
-        self._dataset, self._parts, self._seed, self._rank = dataset, parts, seed, rank
+    def __init__(self, dataset: PipelineDataset[Any], parts: RankParts) -> None:
+        self._dataset, self._parts = dataset, parts
         self._epoch, self._epoch_dataset = -1, dataset
 
     def __getitem__(self, request: BatchRequest) -> Batch | BapipeError:
-        if request.epoch != self._epoch:
-            self._epoch, self._epoch_dataset = request.epoch, self._dataset.at_epoch(request.epoch)
         try:
-            if get_worker_info() is None:
-                return self._load(request)
-            return self._load_in_worker(request)
+            return self._load(request)
         except BapipeError as error:
             return error
 
-    def _load_in_worker(self, request: BatchRequest) -> Batch:
-        """Loads with the random numbers that the rank itself would draw, and reports their state if any were drawn."""
-        seed_step(self._seed, self._rank, request.step)
-        before = _rng_state()
-        batch = self._load(request)
-        after = _rng_state()
-        unchanged = torch.equal(before[0], after[0]) and before[1] == after[1]
-        return batch if unchanged else replace(batch, rng=after)
-
     def _load(self, request: BatchRequest) -> Batch:
-        inputs, target = self._parts.load(self._epoch_dataset, request.indices)
+        data = f"epoch {request.epoch}"
+        if request.epoch != self._epoch:
+            with all_generators_restored(CPU):
+                seed_item(self._parts.seed, data, None)
+                self._epoch, self._epoch_dataset = request.epoch, self._dataset.at_epoch(request.epoch)
+        inputs, target = self._parts.load(self._epoch_dataset, request.indices, data)
         if request.bucket is not None:
             *shapes, target_shape = self._dataset.bucket_shapes[request.bucket]
             inputs = tuple(None if x is None else crop(x, shape) for x, shape in zip(inputs, shapes, strict=True))
@@ -199,19 +199,14 @@ def batches(
     seed: int,
     start: Position,
     *,
-    rank: int = 0,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
-    """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes.
-
-    Before it is asked for a batch, the caller seeds the global random number generators by `seed_step`; afterwards
-    they are in the same state whether workers loaded the batch or not.
-    """
-    parts = RankParts.of(pipeline, plan)
+    """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes."""
+    parts = RankParts.of(pipeline, plan, seed)
     num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
     loader = DataLoader(
-        _Batches(dataset, parts, seed, rank),
+        _Batches(dataset, parts),
         sampler=MinibatchSampler(dataset, plan.minibatch_size, seed, start),
         batch_size=None,  # a request is a whole mini-batch
         num_workers=num_workers,
@@ -225,17 +220,14 @@ def batches(
     for batch in loader:
         if isinstance(batch, BapipeError):
             raise batch
-        if batch.rng is not None:
-            torch.set_rng_state(batch.rng[0])
-            random.setstate(batch.rng[1])
         yield batch
 
 
 def load(
-    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], indices: Sequence[int]
+    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], seed: int, indices: Sequence[int]
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """Returns what this rank uses of the inputs and the target of some items, a mini-batch of them or fewer."""
-    return RankParts.of(pipeline, plan).load(dataset, indices)
+    """Returns what this rank uses of the inputs and the target of some items to evaluate on, a mini-batch or fewer."""
+    return RankParts.of(pipeline, plan, seed).load(dataset, indices, "held out")
 
 
 def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
@@ -244,6 +236,22 @@ def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
         raise BapipeError(
             f"the data has {len(dataset)} samples, less than a mini-batch of {plan.minibatch_size}: "
             "give more data, or plan with a smaller `minibatch_size`"
+        )
+
+
+def warn_if_items_change(dataset: PipelineDataset[Any], num_inputs: int, seed: int) -> None:
+    """Warns if an item is another one when it is loaded again; `num_inputs` is that of the model."""
+    places = tuple(range(num_inputs + 1))
+    parts = RankParts(seed=seed, num_inputs=num_inputs, places=places, microbatches=(0,), microbatch_size=1)
+    first, again = (parts.load(dataset, [0], "epoch 0") for _ in range(2))
+    try:
+        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        _log.warning(
+            "the data give another sample 0 each time that it is loaded: they keep state, or draw from a random "
+            "generator of their own. Each rank loads for itself what it uses of a sample, so the ranks may train on an "
+            "input and a target of different draws: draw from the global generators of torch, Python or numpy, which "
+            "are seeded for each sample"
         )
 
 
@@ -275,7 +283,3 @@ def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
     if len(rows) == num_samples:
         return batch
     return batch.new_empty(num_samples, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)
-
-
-def _rng_state() -> _RngState:
-    return torch.get_rng_state(), random.getstate()

@@ -30,12 +30,14 @@ class EvaluationData:
     Attributes:
         generation: how texts are generated; None if the model generates none.
         max_length: of a generated text, in words, its end included.
+        seed: of what items draw.
     """
 
     dataset: PipelineDataset[Any]
     metrics: Mapping[str, Metric]
     generation: GenerationConfig | None
     max_length: int = 0
+    seed: int = 0
 
 
 def check_scores(data: EvaluationData) -> None:
@@ -71,7 +73,7 @@ def evaluate(
     texts: list[str] = []
     for first in range(0, total, plan.minibatch_size):
         chosen = range(first, min(first + plan.minibatch_size, total))
-        inputs, target = load(pipeline, plan, data.dataset, chosen)
+        inputs, target = load(pipeline, plan, data.dataset, data.seed, chosen)
         sums += _sums(pipeline, data.metrics, inputs, target, len(chosen), device)
         if data.generation is not None:
             words = greedy_decode(pipeline, data.generation, inputs, (len(chosen), data.max_length), device)

@@ -17,7 +17,8 @@ class PipelineDataset(Dataset[Item]):
     """A data set that a pipeline is trained on; all but `__len__` and `__getitem__` has a default.
 
     Items are `(input, target)`, or `((input, ...), target)` for a model of several inputs. The parts of an item are
-    its inputs, numbered from 0, and its target, whose number is the number of inputs.
+    its inputs, numbered from 0, and its target, whose number is the number of inputs. They may draw from the global
+    generators of torch, Python and numpy, which are seeded for each item.
 
     Training also takes data sets of any other class with `__len__` and `__getitem__`, see `as_pipeline_dataset`; of
     the methods below, it may define any.

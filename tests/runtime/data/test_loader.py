@@ -3,11 +3,13 @@
 import math
 import random
 import re
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +17,9 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import RankParts, batches
+from bapipe.runtime.data.loader import RankParts, batches, load, warn_if_items_change
 from bapipe.runtime.data.workers import num_data_workers
-from bapipe.runtime.rng import seed_step
+from bapipe.tracing.python_random import generator_states
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data, open_dataset
 from tests.models.loading import Needs
@@ -93,8 +95,8 @@ class Noisy(Items):
     def __getitem__(self, index: Any) -> Any:
         if index == 8:
             raise BapipeError("item 8 cannot be read")
-        noise = torch.rand(()) + random.random()
-        return (torch.tensor(10.0 * index) + noise, 0.0), torch.tensor(index)
+        noise = torch.rand(()) + random.random() + numpy.random.rand()
+        return (torch.tensor(10.0 * index) + noise, noise), noise
 
 
 def test_worker_processes_change_no_result() -> None:
@@ -102,18 +104,96 @@ def test_worker_processes_change_no_result() -> None:
     data = as_pipeline_dataset(Noisy(8))
     start, runs = Position(step=3, epoch=1, offset=4), []
     for num_workers in (0, 2):
-        drawn: list[Any] = []
-        with closing(batches(asked, asked, data, 3, start, rank=1, num_workers=num_workers)) as loader:
-            for step in range(3, 7):
-                seed_step(3, 1, step)
-                batch = next(loader)
-                assert batch.inputs[0] is not None
-                assert batch.target is not None
-                drawn.append((batch.inputs[0].tolist(), batch.target.tolist(), batch.after))
-                drawn.append((torch.rand(3).tolist(), random.random()))  # as dropout would, afterwards
-        runs.append(drawn)
+        with closing(batches(asked, asked, data, 3, start, num_workers=num_workers)) as loader:
+            loaded = [next(loader) for _ in range(4)]
+        runs.append([(_numbers(batch.inputs[0]), _numbers(batch.target), batch.after) for batch in loaded])
     assert runs[0] == runs[1]
     assert torch.utils.data.get_worker_info() is None
+
+
+def _numbers(tensor: Tensor | None) -> list[float]:
+    assert tensor is not None
+    numbers: list[float] = tensor.tolist()
+    return numbers
+
+
+class NoisyParts(Noisy):
+    """The same items, whose parts can be loaded separately."""
+
+    def part(self, index: int, place: int) -> Any:
+        inputs, target = self[index]
+        return (*inputs, target)[place]
+
+
+class NoisyEpochs(Noisy):
+    """Items with noise that is drawn for the whole epoch."""
+
+    noise = 0.0
+
+    def at_epoch(self, epoch: int) -> "NoisyEpochs":
+        own = NoisyEpochs(len(self))
+        own.noise = random.random() + numpy.random.rand() + torch.rand(()).item()
+        return own
+
+    def __getitem__(self, index: Any) -> Any:
+        return (torch.tensor(10.0 * index) + self.noise, self.noise), self.noise
+
+
+@pytest.mark.parametrize("kind", [Noisy, NoisyParts, NoisyEpochs])
+def test_ranks_that_load_parts_of_an_item_load_them_of_one_draw(kind: Callable[[int], Any]) -> None:
+    """The first stage, a last one with two replicas, and a later start; left minus right is ten times the item."""
+    data, num_steps = as_pipeline_dataset(kind(8)), 4
+    ranks: dict[str, list[list[float]]] = {}
+    for name, asked in (
+        ("left", Needs(needs=("left",), needs_target=False)),
+        ("right", Needs(needs=("right",), needs_target=False)),
+        ("target", Needs(needs=(), needs_target=True)),
+        ("replica", Needs(needs=(), needs_target=True, microbatches=(1,))),
+    ):
+        torch.manual_seed(len(ranks))  # what the rank drew before does not matter
+        before = torch.get_rng_state(), generator_states()
+        loader = batches(asked, asked, data, 3, Position())  # type: ignore[arg-type]
+        loaded = [next(loader) for _ in range(num_steps)]
+        columns = [batch.target if asked.needs_target else batch.inputs[name == "right"] for batch in loaded]
+        ranks[name] = [_numbers(column) for column in columns]
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1] == generator_states()
+    epoch = [[*ranks[name][0], *ranks[name][1]] for name in ("left", "right")]
+    assert sorted(round(left - right) for left, right in zip(*epoch, strict=True)) == [10 * i for i in range(8)]
+    assert ranks["target"] == ranks["right"]
+    assert [step[2:] for step in ranks["replica"]] == [step[2:] for step in ranks["target"]]
+    noise = {number for step in ranks["target"] for number in step}
+    assert len(noise) == (2 if kind is NoisyEpochs else 16)  # in two epochs of eight items
+
+
+def test_items_to_evaluate_on_are_of_one_draw_each_time() -> None:
+    data = as_pipeline_dataset(Noisy(8))
+    first, last = (Needs(needs=names, needs_target=not names) for names in (("right",), ()))
+    (_, right), _ = load(first, first, data, 3, range(4))  # type: ignore[arg-type]
+    _, target = load(last, last, data, 3, range(4))  # type: ignore[arg-type]
+    assert _numbers(right) == _numbers(target)
+    assert len(set(_numbers(target))) == 4
+    _, other = load(last, last, data, 4, range(4))  # type: ignore[arg-type]
+    assert _numbers(other) != _numbers(target)
+
+
+class OwnGenerator(Items):
+    """Items with noise from a generator of the data's own."""
+
+    generator = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.generator.random(), math.nan), 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "warned"), [(Items, False), (Noisy, False), (NoisyParts, False), (OwnGenerator, True)]
+)
+def test_data_that_draw_what_nobody_can_draw_again(
+    kind: Callable[[int], Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_if_items_change(as_pipeline_dataset(kind(8)), 2, 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -150,7 +230,7 @@ def test_items_that_do_not_fit_are_named(index: int, message: str) -> None:
     asked: Any = Needs(needs=("left",), needs_target=True)
     data = as_pipeline_dataset(Odd(9))
     with pytest.raises(BapipeError) as caught:
-        RankParts.of(asked, asked).load(data, [0, 1, 2, index])
+        RankParts.of(asked, asked, 3).load(data, [0, 1, 2, index], "epoch 0")
     assert str(caught.value).startswith(message)
 
 
