@@ -1,11 +1,14 @@
 """Training by a plan learns, is repeatable, and measures what it says."""
 
-from dataclasses import replace
+import random
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
@@ -64,6 +67,30 @@ def test_training_does_not_depend_on_the_cut() -> None:
         spans = [span for span in two.timeline.spans if span.rank == rank]
         assert tuple(span.action for span in spans) == order
         assert all(0 <= a.start_ns <= a.end_ns <= b.start_ns for a, b in pairwise(spans))
+
+
+@dataclass
+class Resampled(Dataset[Any]):
+    """Items drawn from those of `clusters`, with a generator of its own if there is one."""
+
+    generator: random.Random | None = None
+    items: Any = field(default_factory=clusters)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, _: int) -> Any:
+        draw = random.random if self.generator is None else self.generator.random
+        return self.items[int(draw() * len(self))]
+
+
+def test_random_items_do_not_depend_on_the_cut(caplog: pytest.LogCaptureFixture) -> None:
+    short = replace(TRAINING, steps=4)
+    one, two = (train(_plan(cuts), small, Resampled(), short).losses for cuts in ((), (3,)))
+    assert two == pytest.approx(one, abs=1e-5)
+    assert "another sample 0" not in caplog.text
+    train(_plan((3,)), small, Resampled(random.Random(0)), replace(TRAINING, steps=1))
+    assert "the data give another sample 0 each time that it is loaded" in caplog.text
 
 
 def test_a_rank_has_as_many_threads_as_asked_for() -> None:
