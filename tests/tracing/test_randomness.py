@@ -1,5 +1,6 @@
 """Operators that draw random numbers."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 from bapipe.errors import InvalidModel
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.tracing import trace
-from bapipe.tracing.randomness import draws_random_numbers, is_random
+from bapipe.tracing.randomness import draws_random_numbers, is_random, runs_other_code
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages
 
@@ -154,6 +155,20 @@ def test_functions_are_random_by_their_names() -> None:
 
     traced = fx.symbolic_trace(Functions())
     assert [n.name for n in traced.graph.nodes if is_random(traced, n)] == ["rand_like"]
+
+
+def test_code_from_outside_torch_may_draw_in_python() -> None:
+    root = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), Own(), hooked(nn.Linear(2, 2)), nn.Sequential(nn.ReLU(), Own()))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for name, _ in root.named_children():
+        graph.call_module(name, (x,))
+    for function in (torch.rand_like, functional.dropout, normal, operator.neg):
+        graph.call_function(function, (x,))
+    graph.call_method("bernoulli_", (x,))
+    graph.output(x)
+    other = [node.name for node in graph.nodes if runs_other_code(fx.GraphModule(root, graph), node)]
+    assert other == ["_2", "_3", "_4", "normal"]
 
 
 class Noise(nn.Module):
