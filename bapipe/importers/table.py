@@ -27,14 +27,21 @@ _MICRO = str.maketrans("µμ", "uu")
 
 _TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 _SIZES = {"bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_WANTED = "layer, forward_ms, backward_ms, activation_bytes, parameter_bytes, each with its unit"
+_EXAMPLES = {
+    "name": "layer",
+    "forward": "forward_ms",
+    "backward": "backward_ms",
+    "output": "activation_bytes",
+    "params": "parameter_bytes",
+}
 
 
 def parse_table(text: str) -> tuple[ImportedLayer, ...]:
     """Returns the rows of a table as a chain of layers; columns are separated by commas, semicolons, tabs or bars.
 
     Raises:
-        BapipeError: a column is missing or has no unit, a row has another length, or a figure is not a number.
+        BapipeError: a column is missing, without a unit or there twice, a row has another length, or a figure is not a
+            number.
     """
     rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     if not rows:
@@ -59,20 +66,38 @@ def _cells(number: int, line: str, delimiter: str) -> list[str]:
 
 
 def _find(column: str, header: Sequence[str]) -> tuple[int, int]:
-    """Returns the position of a column and the factor of its unit."""
+    """Returns the position of a column and the factor of its unit.
+
+    A title of a name and a unit alone, such as `forward_ms`, is preferred to ones with further words, such as
+    `forward_std_ms`.
+    """
     units: Mapping[str, int] = {"name": {}, "forward": _TIMES, "backward": _TIMES}.get(column, _SIZES)
+    found: dict[int, list[str]] = {}
     for position, title in enumerate(header):
         words = re.findall(r"[^\W\d_]+", title)  # of letters of any script: a unit is known whole, or not at all
-        if not words or not re.fullmatch(_COLUMNS[column], words[0]):
-            continue
-        if not units:
-            return position, 1
-        if words[-1] in units:
-            return position, units[words[-1]]
+        if words and re.fullmatch(_COLUMNS[column], words[0]):
+            found[position] = words
+    if not found:
+        wanted = f"{', '.join(_EXAMPLES.values())}, each with its unit"
+        raise BapipeError(f"no column for {column} in the header {', '.join(header)}; want {wanted}")
+    plain_endings = [[unit] for unit in units] or [[]]
+    plain = [position for position, words in found.items() if words[1:] in plain_endings]
+    position, *others = plain or found
+    if others:
+        titles = "', '".join(header[i] for i in (position, *others))
         raise BapipeError(
-            f"column '{title}' has no unit; want one of {', '.join(units)}, such as {words[0]}_{[*units][-1]}"
+            f"{1 + len(others)} columns for {column}: '{titles}'; want one, such as '{_EXAMPLES[column]}': rename or "
+            "remove the others, and add up parts of one figure"
         )
-    raise BapipeError(f"no column for {column} in the header {', '.join(header)}; want {_WANTED}")
+    unit = found[position][-1]
+    if not units:
+        return position, 1
+    if unit in units:
+        return position, units[unit]
+    raise BapipeError(
+        f"column '{header[position]}' has no unit; want one of {', '.join(units)}, such as "
+        f"{found[position][0]}_{[*units][-1]}"
+    )
 
 
 def _layer(number: int, cells: Sequence[str], columns: Mapping[str, tuple[int, int]], source: str) -> ImportedLayer:

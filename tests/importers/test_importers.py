@@ -122,6 +122,15 @@ def test_microseconds_have_three_spellings(unit: str) -> None:
     assert (at.forward_ns, at.input_grad_ns + at.weight_grad_ns) == (1000, 2000)
 
 
+def test_a_title_of_name_and_unit_is_preferred() -> None:
+    text = (
+        "layer_type,name,forward_std_ms,forward_ms,backward_std,backward (ms),activation_grad_bytes,act_kb,"
+        "param_bytes,update_ms\nconv,a,9,1,9,2,9,3,4,9\n"
+    )
+    plain = "name,forward_ms,backward_ms,act_kb,param_bytes\na,1,2,3,4\n"
+    assert import_profile(text, origin()) == import_profile(plain, origin())
+
+
 @pytest.mark.parametrize("format_", ["table", "pipedream", "paradl"])
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, format_: str) -> None:
     text = {
@@ -162,6 +171,16 @@ HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
             "column 'forward (мs)' has no unit; want one of ns, us, ms, s, such as forward_s",
         ),
         ("layer,forward\n", "column 'forward' has no unit; want one of ns, us, ms, s, such as forward_s"),
+        (
+            "layer,forward_ms,backward_input_ms,backward_weight_ms,activation_bytes,parameter_bytes\n",
+            "2 columns for backward: 'backward_input_ms', 'backward_weight_ms'; want one, such as 'backward_ms': rename "
+            "or remove the others, and add up parts of one figure",
+        ),
+        (
+            "layer,fwd_ms,forward_us\n",
+            "2 columns for forward: 'fwd_ms', 'forward_us'; want one, such as 'forward_ms': rename or remove the "
+            "others, and add up parts of one figure",
+        ),
         (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),
         (HEADER + "a,1,x,3,4\n", "line 2: 'x' is not a valid backward; want a number >= 0"),
         (HEADER + "a,-1,2,3,4\n", "line 2: '-1' is not a valid forward; want a number >= 0"),
