@@ -37,6 +37,9 @@ class Session:
         start: the plan to begin with; or the size of a mini-batch, to begin with stages that take about equally long.
         commands: returns the command lines that make the plan of a state.
         measured: recorded steps of the plan to begin with, by title.
+
+    Raises:
+        BapipeError: profiles that do not match the cluster or one another, or no plan to begin with.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class Session:
         commands: Callable[[Decision, State], list[str]] = lambda decision, state: [],
         measured: Sequence[tuple[str, Timeline]] = (),
     ) -> None:
+        minibatch_size = start.minibatch_size if isinstance(start, Plan) else start
+        check_inputs(profiles, cluster, PlanOptions(minibatch_size=minibatch_size))
         self.profiles, self.cluster, self._commands = dict(profiles), cluster, commands
         self.profile = self.profiles[cluster.devices[0].kind]
         self.start = start if isinstance(start, Plan) else None

@@ -484,6 +484,11 @@ def test_a_page_of_more_devices_than_it_shows_is_refused() -> None:
         Server(more)
 
 
+def test_a_cluster_of_devices_without_a_profile_is_refused() -> None:
+    with pytest.raises(BapipeError, match=r"^no profile for device 'd0' of kind 'a'; given: b; profile the model on"):
+        Session({"b": replace(PROFILE, device=replace(PROFILE.device, kind="b"))}, CLUSTER, 12)
+
+
 def test_stages_on_groups_say_how_much_of_their_time_is_exchange() -> None:
     alone = chain([1, 1, 1, 1])
     (measured,) = alone.measurements
