@@ -24,7 +24,7 @@ from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_b
 from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Rival, Solution, make_plan
-from bapipe.planner.validation import check_inputs
+from bapipe.planner.validation import check_figures, check_inputs
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.timeline import Timeline
@@ -278,5 +278,11 @@ def _check_throughput_options(options: PlanOptions) -> None:
 
 
 def simulate(plan: Plan, profiles: Profiles) -> Timeline:
-    """Returns the predicted timeline of one step of a plan; see `bapipe.simulator.simulate`."""
-    return simulate_by_kind(plan, by_kind(profiles))
+    """Returns the predicted timeline of one step of a plan; see `bapipe.simulator.simulate`.
+
+    Raises:
+        BapipeError: as there; or figures of the profiles or of the plan's cluster with which a step would take years.
+    """
+    of_kind = by_kind(profiles)
+    check_figures(of_kind, plan.cluster, plan.minibatch_size)
+    return simulate_by_kind(plan, of_kind)

@@ -84,9 +84,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
     first = next(iter(profiles.values()))
     for profile in profiles.values():
         _check_connected(profile)
-        _check_sizes(profile, options.minibatch_size)
-    _check_links(profiles, cluster, options.minibatch_size)
-    _check_speeds(profiles, cluster, options.minibatch_size)
+    check_figures(profiles, cluster, options.minibatch_size)
     for profile in profiles.values():
         if (profile.model, _shape(profile)) != (first.model, _shape(first)):
             raise BapipeError(
@@ -94,6 +92,14 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
                 "their names, layers or tensors differ"
             )
     check_same_training([profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)])
+
+
+def check_figures(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
+    """Raises BapipeError for times, sizes, links or speeds that are too large or too small to add up over a step."""
+    for profile in profiles.values():
+        _check_sizes(profile, minibatch_size)
+    _check_links(profiles, cluster, minibatch_size)
+    _check_speeds(profiles, cluster, minibatch_size)
 
 
 def _check_sizes(profile: ModelProfile, minibatch_size: int) -> None:
@@ -173,7 +179,7 @@ def _check_speeds(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
     """Raises BapipeError if a step would take years on a device."""
     longest_ns = {kind: _longest_step_ns(profile, minibatch_size) for kind, profile in profiles.items()}
     for device in cluster.devices:
-        if longest_ns[device.kind] / device.speed >= MAX_TOTAL:
+        if longest_ns.get(device.kind, 0) / device.speed >= MAX_TOTAL:
             raise BapipeError(
                 f"device '{device.name}' of speed {device.speed:g} would take more than four years for a step: check "
                 "its speed, and the profile's times"

@@ -413,6 +413,18 @@ def test_absurd_sizes_are_named() -> None:
         )
 
 
+@pytest.mark.parametrize("speed", [1e-12, 5e-324])
+def test_plans_with_absurd_figures_are_not_simulated(speed: float) -> None:
+    """A step takes 18 ms on one device, which is 2 ** 57 ns at a speed of about 1e-10."""
+    profile = chain([1, 2])
+    plan = bapipe.plan(profile, devices(2), minibatch_size=2)
+    slow = replace(plan.cluster, devices=(plan.cluster.devices[0], replace(plan.cluster.devices[1], speed=speed)))
+    with pytest.raises(BapipeError, match=r"^device 'd1' of speed \S+ would take more than four years for a step"):
+        bapipe.simulate(replace(plan, cluster=slow), profile)
+    other_kind = replace(slow, devices=(*plan.cluster.devices, replace(slow.devices[1], name="d2", kind="unused")))
+    assert bapipe.simulate(replace(plan, cluster=other_kind, order=()), profile).step_ns == plan.prediction.step_ns
+
+
 def test_what_input_gradients_leave_is_too_much_to_add_up_as_other_bytes_are() -> None:
     profile = chain([1, 1])
     measured = profile.measurements[0]
