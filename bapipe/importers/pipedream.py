@@ -6,7 +6,8 @@
 Times are milliseconds, sizes bytes, of the whole batch. The format has these peculiarities:
 
 - The time of an Input node is data loading; here it is an input of the model, without time.
-- `__getitem__` selects one tensor of the node before it and belongs to that node; otherwise a cut would send both.
+- `__getitem__` selects one tensor of the node before it. It belongs to that node, with its times and parameters: a cut
+  between them would send all of its tensors.
 - The backward of some LSTMs is timed together with another node: the first, bidirectional LSTM with the embedding
   before it, the last LSTM with the classifier after it. Each pair is one layer here.
 - In-place operators and views keep the storage of the node before them, so they add nothing to the stash.
@@ -76,20 +77,21 @@ def parse_pipedream(text: str) -> tuple[ImportedLayer, ...]:
     A layer of several nodes has their names, joined by `+`.
 
     Raises:
-        BapipeError: a line is neither a node nor an edge, or an edge has an unknown node or leads backwards.
+        BapipeError: a line is neither a node nor an edge, an edge has an unknown node or leads backwards, or an item is
+            of no node.
     """
     nodes, sources = _parse(text)
     first_node = _layer_of_node(nodes, sources)
     tensor_of = {node.name: _tensor_name(node, nodes, sources) for node in nodes.values()}
     groups: dict[str, list[_Node]] = {}
     for node in nodes.values():
-        if not node.is_input and not node.is_item:
+        if not nodes[first_node[node.name]].is_input:
             groups.setdefault(first_node[node.name], []).append(node)
     users: dict[str, list[str]] = {name: [] for name in nodes}
     for name, feeding in sources.items():
         for source in dict.fromkeys(feeding):
             users[source].append(name)
-    return tuple(_layer(group, nodes, sources, users, tensor_of) for group in groups.values())
+    return tuple(_layer(group, sources, users, tensor_of) for group in groups.values())
 
 
 def _parse(text: str) -> tuple[dict[str, _Node], dict[str, list[str]]]:
@@ -156,7 +158,7 @@ def _tensor_name(node: _Node, nodes: Mapping[str, _Node], sources: Mapping[str, 
     items: list[str] = []
     asked = node.name
     for _ in range(MAX_NESTING + 1):
-        if node.is_input or not node.is_item or not sources[node.name]:
+        if node.is_input or not node.is_item:
             return ":".join([node.kind.lower() if node.is_input else node.name, *reversed(items)])
         producer = nodes[sources[node.name][0]]
         items += [re.sub(r"[^0-9]", "", node.kind)] if len(producer.sizes) > 1 else []
@@ -169,7 +171,9 @@ def _layer_of_node(nodes: Mapping[str, _Node], sources: Mapping[str, Sequence[st
     first_node = {name: name for name in nodes}
     for name, node in nodes.items():
         feeding = [nodes[source] for source in sources[name]]
-        if node.is_item and feeding:
+        if node.is_item:
+            if not feeding:
+                raise BapipeError(f"'{name}' is an item of no node: want an edge from the node that it is taken from")
             first_node[name] = first_node[feeding[0].name]
         elif "bidir" in node.kind.lower():
             embeddings = [source for source in feeding if source.short_kind == "Embedding"]
@@ -193,29 +197,26 @@ def _join_classifier(nodes: Mapping[str, _Node], first_node: dict[str, str]) -> 
 
 def _layer(
     group: Sequence[_Node],
-    nodes: Mapping[str, _Node],
     sources: Mapping[str, Sequence[str]],
     users: Mapping[str, Sequence[str]],
     tensor_of: Mapping[str, str],
 ) -> ImportedLayer:
-    members = {node.name for node in group}
-    items = {user for name in members for user in users[name] if nodes[user].is_item}
-    inside = members | items
-    entering = [source for node in group for source in sources[node.name] if source not in inside]
+    inside, computing = {node.name for node in group}, [node for node in group if not node.is_item]
+    entering = [source for node in computing for source in sources[node.name] if source not in inside]
     leaving: dict[str, int] = {}
-    for name in (*members, *items):
-        if any(user not in inside for user in users[name]) or (name in members and not users[name]):
-            leaving[tensor_of[name]] = sum(nodes[name].sizes)
+    for node in group:
+        if any(user not in inside for user in users[node.name]) or not (node.is_item or users[node.name]):
+            leaving[tensor_of[node.name]] = sum(node.sizes)
     outputs = sorted(leaving, key=_numbers)
     return ImportedLayer(
-        name="+".join(node.name for node in group),
-        kind="+".join(node.short_kind for node in group),
+        name="+".join(node.name for node in computing),
+        kind="+".join(node.short_kind for node in computing),
         inputs=tuple(dict.fromkeys(tensor_of[source] for source in entering)),
         outputs=tuple(outputs),
         forward_ns=sum(node.forward_ns for node in group),
         backward_ns=sum(node.backward_ns for node in group),
         output_bytes=tuple(leaving[name] for name in outputs),
-        stash_bytes=sum(node.stash_bytes for node in group),
+        stash_bytes=sum(node.stash_bytes for node in computing),
         param_bytes=sum(node.param_bytes for node in group),
         no_gradient=tuple(name for name in outputs if not all(node.has_gradient for node in group)),
     )

@@ -93,6 +93,24 @@ def test_pipedream_with_every_trap() -> None:
     }
 
 
+def test_figures_of_items_are_those_of_their_node() -> None:
+    """Also of an item of an item; what is selected from an input is loaded with it, without time."""
+    text = (
+        f"node1 -- Input0 -- {times(99, 0, '16.0', 0)}\n"
+        f"node2 -- __getitem__(0) -- {times(99, 0, '8.0', 0)}\n"
+        f"node3 -- Split(2) -- {times(1, 4, '[4.0; 2.0]', 16)}\n"
+        f"node4 -- __getitem__(1) -- {times(2, 1, '[2.0; 6.0]', 8)}\n"
+        f"node5 -- __getitem__(0) -- {times(4, 3, '2.0', 4)}\n"
+        f"node6 -- ReLU() -- {times(8, 8, '2.0', 0)}\n"
+        "\tnode1 -- node2\n\tnode2 -- node3\n\tnode3 -- node4\n\tnode4 -- node5\n\tnode5 -- node6\n"
+    )
+    (split, at_split), (relu, at_relu) = layers(import_profile(text, origin())).values()
+    assert (split.name, split.inputs, split.outputs) == ("node3", ("input0",), ("node3:1:0",))
+    assert (at_split.forward_ns, at_split.weight_grad_ns, split.param_bytes) == (7_000_000, 8_000_000, 28)
+    assert (at_split.output_bytes, at_split.stash_bytes) == ((2,), 6)
+    assert (relu.inputs, at_relu.forward_ns) == (("node3:1:0",), 8_000_000)
+
+
 def test_other_sizes_are_scaled_in_proportion_and_named() -> None:
     profile = import_profile(TRANSLATION, origin(sizes=(8, 2), optimizer="sgd"))
     assert profile.microbatch_sizes == (2, 8)
@@ -256,6 +274,10 @@ def chain_of(items: int) -> str:
         (node("node1", forward="9" * 5000), f"line 1: '{'9' * 40}' is not a valid forward time; want a number >= 0"),
         (node("node1", size="9" * 19), f"line 1: the activation size {'9' * 19} is too large; check the unit"),
         (node("node1") + node("node1"), "line 2: a second node is named 'node1'"),
+        (
+            node("node1") + node("node2", "__getitem__(0)"),
+            "'node2' is an item of no node: want an edge from the node that it is taken from",
+        ),
         (chain_of(2000), "'node66' is an item of an item, more than 64 deep"),
         ("x -- y\n" * 50_001, "more than 50,000 lines; want the layers of one model"),
         (
