@@ -173,3 +173,13 @@ def test_a_name_is_one_cell_of_a_table_in_markdown(name: str, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert harmful(text) == set()
     assert [line.count("|") for line in text.splitlines()] == [3, 3, 3]
+
+
+def test_a_name_in_markdown_is_neither_html_nor_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    name = r"<img src=x>&lt; [a](javascript:b) `c` *d* __e__ ~~f~~ \|g"
+    write_markdown(["step_ns", "why_not"], [{"step_ns": 1.5, "why_not": name}])
+    assert capsys.readouterr().out.splitlines() == [
+        "| step_ns | why_not |",
+        "| --- | --- |",
+        r"| 1.5 | &lt;img src=x&gt;&amp;lt; \[a\](javascript:b) \`c\` \*d\* \_\_e\_\_ \~\~f\~\~ \\&#124;g |",
+    ]
