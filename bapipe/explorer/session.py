@@ -234,7 +234,7 @@ class Session:
 
     def default_devices(self, state: State, num_stages: int | None) -> State:
         """Returns the state with a number of stages on the devices in order, cut where they take equally long."""
-        cluster = cluster_of(state, self.cluster)
+        _, cluster = self.decision(state)
         self._check(state, cluster)
         size = state.microbatch_size
         groups = default_devices(state.schedule, num_stages, state.minibatch_size // size, cluster)

@@ -31,8 +31,8 @@ Objective = Literal["step", "throughput"]
 THROUGHPUT: Literal["throughput"] = "throughput"
 """The objective of plans that minimize the largest load of a device, not the time of a single step."""
 
-MAX_ACTIONS = 2**20
-"""Most forwards in a step of a plan whose order is left out."""
+MAX_FORWARDS = 2**17
+"""Most forwards in a step of a plan whose order is left out: 128 stages of 1,024 micro-batches."""
 
 
 class Alternative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +103,8 @@ class Plan(
             )
         check_stages(self.stages, self.cluster)
         if not self.order:
-            msgspec.structs.force_setattr(self, "order", self._named_order())
+            vars(self)["table"] = table = self._named_table()  # known, so that the order need not be parsed
+            msgspec.structs.force_setattr(self, "order", tuple(tuple(map(str, actions)) for actions in table.order))
         if len(self.order) != len(self.cluster.devices):
             raise InvalidFile(f"{len(self.order)} orders for {len(self.cluster.devices)} devices", "$.order")
         _ = self.table  # raises InvalidFile if an action cannot be read
@@ -119,20 +120,19 @@ class Plan(
         elif self.certificate.lower_bound_ns or self.certificate.proven_optimal:
             self._drop_judgement(NOT_CERTIFIED)  # it compares the bound with a step time that is not there
 
-    def _named_order(self) -> tuple[tuple[str, ...], ...]:
-        """Returns the order of the named schedule on the stages' devices."""
-        if self.num_microbatches * len(self.stages) > MAX_ACTIONS:
+    def _named_table(self) -> Schedule:
+        """Returns the named schedule on the stages' devices."""
+        if self.num_microbatches * len(self.stages) > MAX_FORWARDS:
             raise InvalidFile(
-                f"{self.num_microbatches} micro-batches on {len(self.stages)} stages: want at most {MAX_ACTIONS:,} "
+                f"{self.num_microbatches} micro-batches on {len(self.stages)} stages: want at most {MAX_FORWARDS:,} "
                 "forwards in a step, or the `order`",
                 "$.num_microbatches",
             )
         try:
-            table = place_schedule(self.schedule, self._ranks, self.num_microbatches, len(self.cluster.devices))
+            return place_schedule(self.schedule, self._ranks, self.num_microbatches, len(self.cluster.devices))
         except InvalidSchedule as error:
             message = f"the plan holds no `order`, and none follows from its schedule: {error}"
             raise InvalidFile(message, "$.schedule") from None
-        return tuple(tuple(map(str, actions)) for actions in table.order)
 
     def _drop_judgement(self, certificate: Certificate) -> None:
         for name, value in (("prediction", NOT_PREDICTED), ("certificate", certificate), ("alternatives", ())):

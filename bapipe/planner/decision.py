@@ -14,6 +14,7 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
+from bapipe.planner.validation import check_num_forwards
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_columns
@@ -33,6 +34,9 @@ class Decision:
         recompute: whether a stage recomputes its forward. [stages]
         recompute_layers: layers of stages that recompute these only; other stages recompute all of their layers.
         own_table: the order of the actions if it is not that of the named schedule.
+
+    Raises:
+        BapipeError: too many actions in a step.
     """
 
     layers: tuple[str, ...]
@@ -44,6 +48,9 @@ class Decision:
     microbatch_size: int
     own_table: Schedule | None = None
     recompute_layers: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        check_num_forwards(len(self.devices), self.num_microbatches)
 
     @property
     def num_microbatches(self) -> int:

@@ -242,12 +242,17 @@ def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
             "$.measurements",
         )
     num_microbatches = minibatch_size // sizes[-1]
-    if (options.num_stages or 1) * num_microbatches > MAX_ACTIONS:
-        raise BapipeError(
-            f"{options.num_stages:,} stages of {num_microbatches:,} micro-batches: want at most {MAX_ACTIONS:,} "
-            "forwards in a step; choose fewer stages, or larger micro-batches"
-        )
+    check_num_forwards(options.num_stages or 1, num_microbatches)
     return sizes
+
+
+def check_num_forwards(num_stages: int, num_microbatches: int) -> None:
+    """Raises BapipeError for a step of more actions than are ordered and simulated."""
+    if num_stages * num_microbatches > MAX_ACTIONS:
+        raise BapipeError(
+            f"{num_stages:,} stages of {num_microbatches:,} micro-batches: want at most {MAX_ACTIONS:,} forwards in a "
+            "step; choose fewer stages, or larger micro-batches"
+        )
 
 
 def _shape(profile: ModelProfile) -> object:

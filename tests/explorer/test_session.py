@@ -155,9 +155,15 @@ def test_a_state_that_cannot_run_says_why() -> None:
         ({"cuts": (3, 3)}, "leave a stage without layers"),
         ({"minibatch_size": 7, "microbatch_size": 2}, "does not divide"),
         ({"layer_order": (1, 0)}, "the order of the layers"),
+        (
+            {"minibatch_size": 2**30, "microbatch_size": 1},
+            "3 stages of 1,073,741,824 micro-batches: want at most 2,097,152",
+        ),
     ]
     for changes, message in cases:
         assert message in str(page.judge(replace(page.first, **changes))["error"])
+    with pytest.raises(BapipeError, match="3 stages of 1,073,741,824 micro-batches: want at most 2,097,152 forwards"):
+        page.default_devices(replace(page.first, minibatch_size=2**30, microbatch_size=1, schedule="zb-v"), None)
 
 
 def test_a_plan_that_does_not_fit_is_shown_with_what_it_lacks() -> None:

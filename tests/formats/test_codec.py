@@ -321,7 +321,7 @@ def test_an_order_of_absurdly_many_actions_is_not_made(plan: Plan) -> None:
     with pytest.raises(InvalidFile) as caught:
         decode(json.dumps(tree).encode())
     assert str(caught.value) == (
-        "1000000000000000 micro-batches on 2 stages: want at most 1,048,576 forwards in a step, or the `order` - at "
+        "1000000000000000 micro-batches on 2 stages: want at most 131,072 forwards in a step, or the `order` - at "
         "`$.num_microbatches`"
     )
 

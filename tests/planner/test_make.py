@@ -275,6 +275,10 @@ def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
         ({"recompute": [0, 1], "keep": [1]}, "stage 1 is both to recompute its forward and to keep its activations"),
         ({"cuts": ["x"]}, "the plan has no layer 'x'"),
         ({"schedule": "x"}, "unknown schedule 'x'"),
+        (
+            {"minibatch_size": 2**30, "schedule": "zb-v"},
+            r"3 stages of [\d,]+ micro-batches: want at most 2,097,152 forwards in a step",
+        ),
     ],
 )
 def test_changes_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -303,6 +307,13 @@ def test_a_file_without_prediction_is_a_plan_that_was_not_judged() -> None:
     judged = judge(bare, {"a": PROFILE}, simulate(bare, {"a": PROFILE}))
     assert judged.prediction == plan.prediction
     assert not judged.certificate.proven_optimal
+
+
+def test_the_order_of_the_named_schedule_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bapipe.make(PROFILE, devices(3), minibatch_size=12, schedule="zb-v")
+    monkeypatch.setattr("bapipe.formats.plan.parse_actions", None)
+    without = changed_file(plan, order=LEFT_OUT)
+    assert (without.order, without.table) == (plan.order, plan.table)
 
 
 def test_a_file_without_an_order_needs_a_schedule_with_a_name() -> None:
