@@ -31,7 +31,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         num_devices: the first devices of the cluster; beyond its number, more devices like its last one.
         speeds: factors of the speeds of some devices, by name.
         bandwidth, latency: factors for all links.
-        memory_bytes: a limit for every device, None for the memory that it has.
+        memory_bytes: the memory of every device, None for what each has.
         constraints: for the planner, such as `conv1 on gpu0`.
     """
 
@@ -95,8 +95,7 @@ def _devices(given: Cluster, num: int) -> list[Device]:
 def _changed(device: Device, state: State) -> Device:
     factor = state.speeds.get(device.name, 1.0)
     speed = device.speed if factor == 1.0 else float(f"{device.speed * factor:.6g}")
-    memory_bytes = min(device.memory_bytes, state.memory_bytes or device.memory_bytes)
-    return msgspec.structs.replace(device, speed=speed, memory_bytes=memory_bytes)
+    return msgspec.structs.replace(device, speed=speed, memory_bytes=state.memory_bytes or device.memory_bytes)
 
 
 def _changed_link(link: Bandwidth, state: State) -> Bandwidth:

@@ -32,7 +32,7 @@ FIELDS = {
     "minibatch": "minibatch_size",
 }
 """What can be varied, and the field of a page's state that holds it: factors of bandwidth and latency, a number of
-devices, a limit in bytes for each of them, a number of samples."""
+devices, the bytes of memory of each of them, a number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequ
 
 
 def on_axis(state: State, name: str, value: float) -> State:
-    """Returns a state with another value of one of `FIELDS`; factors and limits are those of the page's controls."""
+    """Returns a state with another value of one of `FIELDS`; factors and memory are those of the page's controls."""
     changes: dict[str, Any] = {FIELDS[name]: value}
     return msgspec.structs.replace(state, **changes)
 

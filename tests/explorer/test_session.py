@@ -181,6 +181,10 @@ def test_the_cluster_of_a_state() -> None:
     assert [device.speed for device in larger.devices] == [1.0, 0.5, 1.0, 1.0, 1.0]
     assert {device.memory_bytes for device in larger.devices} == {7}
     assert larger.intra_host.bytes_per_s == 2 * 10**6
+    most = max(device.memory_bytes for device in CLUSTER.devices)
+    assert {device.memory_bytes for device in cluster_of(replace(first, memory_bytes=2 * most), CLUSTER).devices} == {
+        2 * most
+    }
 
 
 def test_stages_are_spread_over_devices_when_their_number_changes() -> None:

@@ -167,6 +167,17 @@ def test_a_point_where_nothing_fits_says_so() -> None:
     assert "no plan fits" in str(point.row["why_not"])
 
 
+def test_devices_may_have_more_memory_than_those_of_the_cluster() -> None:
+    session = Session({"a": PROFILE}, devices(3, bytes_per_s=10**6, memory_bytes=2), 8)
+    axis = Axis(name="memory", values=(1, 10**9))
+    small, large = vary(session, [axis], ["1f1b"], lambda done, total: None, exact=True)
+    assert "no plan fits" in small.why_not
+    roomy = devices(3, bytes_per_s=10**6, memory_bytes=10**9)
+    best = bapipe.plan(PROFILE, roomy, minibatch_size=8, schedules=["1f1b"])
+    assert large.plan is not None
+    assert (large.plan.cluster, large.plan.prediction) == (roomy, best.prediction)
+
+
 def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
     session = Session({"a": PROFILE}, CLUSTER, 8)
     printed = {}
