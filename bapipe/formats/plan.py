@@ -73,7 +73,8 @@ class Plan(
 
     Raises:
         InvalidFile: a layer in two stages, an unknown device, sizes whose product is not the mini-batch, an unreadable
-            action, no order and a schedule that does not name one, or a certificate that contradicts the step.
+            action, no order and a schedule that does not name one, a prediction of other devices, or a certificate that
+            contradicts the step.
     """
 
     model: str
@@ -108,14 +109,10 @@ class Plan(
         if len(self.order) != len(self.cluster.devices):
             raise InvalidFile(f"{len(self.order)} orders for {len(self.cluster.devices)} devices", "$.order")
         _ = self.table  # raises InvalidFile if an action cannot be read
-        known = self.cluster.index
-        for index, rank in enumerate(self.prediction.ranks):
-            if rank.device not in known:
-                where = f"$.prediction.ranks[{index}].device"
-                raise InvalidFile(f"'{rank.device}' is not a device of the plan's cluster", where)
         if self.certificate.digest not in (msgspec.UNSET, self.digest):
             self._drop_judgement(CHANGED_BY_HAND)
         elif self.is_judged:
+            self._check_ranks()
             check_certificate(self.certificate, self.prediction.objective_ns)
         elif self.certificate.lower_bound_ns or self.certificate.proven_optimal:
             self._drop_judgement(NOT_CERTIFIED)  # it compares the bound with a step time that is not there
@@ -133,6 +130,13 @@ class Plan(
         except InvalidSchedule as error:
             message = f"the plan holds no `order`, and none follows from its schedule: {error}"
             raise InvalidFile(message, "$.schedule") from None
+
+    def _check_ranks(self) -> None:
+        """Raises InvalidFile unless the prediction has each device of the cluster, in order."""
+        if [rank.device for rank in self.prediction.ranks] != [*self.cluster.index]:
+            raise InvalidFile(
+                "these are not the devices of the plan's cluster, each once and in their order", "$.prediction.ranks"
+            )
 
     def _drop_judgement(self, certificate: Certificate) -> None:
         for name, value in (("prediction", NOT_PREDICTED), ("certificate", certificate), ("alternatives", ())):

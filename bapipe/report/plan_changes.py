@@ -1,4 +1,4 @@
-"""The differences between two plans of one model: only what is not equal."""
+"""The differences between two plans: only what is not equal."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -17,7 +17,8 @@ MAX_DEVICES_NAMED = 8
 
 def render_changes(before: Plan, after: Plan) -> Iterator[str]:
     """Yields a line for each difference, the step time first; one line if there is none."""
-    lines = [*_step(before, after), *_choices(before, after), *_stages(before, after), *_memory(before, after)]
+    parts = _step, _inputs, _choices, _stages, _memory
+    lines = [line for part in parts for line in part(before, after)]
     if lines:
         lines.append(proof(after.certificate))
     yield from (printable(line, MAX_LINE) for line in lines or ["no difference"])
@@ -38,6 +39,11 @@ def _judged(plan: Plan) -> dict[str, object]:
 
 def _step(before: Plan, after: Plan) -> Iterator[str]:
     old, new = before.prediction, after.prediction
+    if not (before.is_judged and after.is_judged):
+        if before.is_judged != after.is_judged:
+            old_step, new_step = (ms(p.prediction.step_ns) if p.is_judged else "not simulated" for p in (before, after))
+            yield f"step: {old_step} -> {new_step}"
+        return
     if old.step_ns != new.step_ns:
         share = f" ({new.step_ns / old.step_ns - 1:+.1%})" if old.step_ns else ""
         yield f"step: {ms(old.step_ns)} -> {ms(new.step_ns)}{share}"
@@ -56,6 +62,20 @@ def _longest_stage(plan: Plan) -> int | None:
     busy_ns = {rank.device: rank.busy_ns for rank in plan.prediction.ranks}
     loads = [max(busy_ns[name] for name in stage.devices) for stage in plan.stages]
     return loads.index(max(loads)) if len(loads) > 1 else None
+
+
+def _inputs(before: Plan, after: Plan) -> Iterator[str]:
+    """Yields what the plans were made for, as far as they were made for different things."""
+    if before.model != after.model:
+        yield f"model: {before.model} -> {after.model}"
+    both = before.profiles.keys() & after.profiles.keys()
+    if changed := sorted(kind for kind in both if before.profiles[kind] != after.profiles[kind]):
+        yield f"another profile of {', '.join(changed)}"
+    if before.cluster != after.cluster:
+        yield "another cluster"
+    old, new = ("step" if plan.objective is msgspec.UNSET else plan.objective for plan in (before, after))
+    if old != new:
+        yield f"objective: {old} -> {new}"
 
 
 def _choices(before: Plan, after: Plan) -> Iterator[str]:

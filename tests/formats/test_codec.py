@@ -154,7 +154,8 @@ def test_the_error_of_a_damaged_cluster_has_its_path(cluster: Cluster, path: Any
         (("order",), [[]], "1 orders for 2 devices - at `$.order`"),
         (("cluster", "devices", 1, "name"), "d0", "a second device is named 'd0' - at `$.cluster.devices[1].name`"),
         (("factory",), ..., "Object missing required field 'factory' - at `$`"),
-        (("prediction", "ranks", 0, "device"), "d7", "'d7' is not a device of the plan's cluster - at `$.prediction.ranks[0].device`"),
+        (("prediction", "ranks", 0, "device"), "d7", "these are not the devices of the plan's cluster, each once and in their order - at `$.prediction.ranks`"),
+        (("prediction", "ranks", 1), ..., "these are not the devices of the plan's cluster, each once and in their order - at `$.prediction.ranks`"),
     ],
 )  # fmt: skip
 def test_the_error_of_a_damaged_plan_has_its_path(plan: Plan, path: Any, new: Any, message: str) -> None:

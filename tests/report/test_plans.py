@@ -1,9 +1,11 @@
 """A plan as tables."""
 
+from msgspec.structs import replace
 from rich.table import Table
 
 import bapipe
-from bapipe.formats.certificate import certify
+from bapipe.formats.certificate import NOT_CERTIFIED, certify
+from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import PlanOptions
 from bapipe.report.comparisons import render_comparison
@@ -63,6 +65,28 @@ def test_a_step_that_takes_no_time_has_an_unlimited_rate() -> None:
     rows = [{"link": n, "step_ns": 0, "samples_per_s": 0.0, **figures} for n in (1, 2)]
     assert "unlimited" in [*variations_table(["link"], rows).columns[3].cells]
     assert worth_words(["link"], rows) == ["no other value is worth more than 0.5 %, by itself"]
+
+
+def test_plans_for_other_inputs_differ_in_these() -> None:
+    profile = chain([1, 1])
+    plan = bapipe.make(profile, devices(2), minibatch_size=4)
+    slow = replace(devices(2), intra_host=Bandwidth(bytes_per_s=1000, latency_ns=0))
+    assert list(render_changes(plan, bapipe.make(profile, slow, minibatch_size=4)))[:-1] == ["another cluster"]
+    renamed = bapipe.make(replace(profile, model="other"), devices(2), minibatch_size=4)
+    changes = ["model: chain -> other", "another profile of a"]
+    assert list(render_changes(plan, renamed))[:-1] == changes
+    load = replace(plan, objective="throughput", certificate=NOT_CERTIFIED)
+    assert list(render_changes(plan, load))[:-1] == ["objective: step -> throughput"]
+
+
+def test_a_plan_that_is_not_judged_has_no_figures_to_compare() -> None:
+    plan = bapipe.make(chain([1, 1]), devices(2), minibatch_size=4)  # (4 + 1) 3 ms
+    first, second = plan.cluster.devices
+    by_hand = replace(plan, cluster=replace(plan.cluster, devices=(first, replace(second, speed=2.0))))
+    assert not by_hand.is_judged
+    assert list(render_changes(plan, by_hand))[:2] == ["step: 15.0 ms -> not simulated", "another cluster"]
+    assert next(render_changes(by_hand, plan)) == "step: not simulated -> 15.0 ms"
+    assert list(render_changes(by_hand, by_hand)) == ["no difference"]
 
 
 def test_of_very_many_stages_and_devices_some_rows_are_left_out() -> None:
