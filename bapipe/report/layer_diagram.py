@@ -1,7 +1,8 @@
 """The layers of a model with the tensors alive between them, as rails of text.
 
 Every tensor has a lane, a column to the right of the layers, from the layer that makes it to the last one that uses it,
-like a branch in `git log --graph`. A cut sends the tensors whose lanes it crosses.
+like a branch in `git log --graph`. A cut sends the tensors whose lanes it crosses. Beyond `MAX_LANES` no tensor gets a
+lane: nobody could follow them.
 """
 
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 
+MAX_LANES = 64
+"""Most lanes that are drawn."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
     """A layer and the cut after it.
 
     Attributes:
-        rails: one character for each lane of tensors alive next to the layer.
+        rails: one character for each lane of tensors alive next to the layer, and `…` if tensors behind it have none.
         lanes: the tensor in each lane after the layer, None if the lane is free.
         forward_backward_ns: F + B of the layer.
         cut_bytes: bytes of the tensors that cross a cut after the layer, for one micro-batch.
@@ -33,34 +37,35 @@ class LayerRow:
 
 
 def layer_rows(profile: ModelProfile) -> tuple[LayerRow, ...]:
-    """Returns the layers in order, at the largest measured micro-batch size; O(layers x tensors alive).
+    """Returns the layers in order, at the largest measured micro-batch size; O(layers + tensors).
 
     `●` is a layer whose output takes over a lane of its inputs, `╮` begins a lane, `╯` ends one, `├` uses one, and `│`
     passes by.
     """
     measured = max(profile.measurements, key=lambda m: m.microbatch_size).layers
     last_use = {tensor: i for i, layer in enumerate(profile.layers) for tensor in layer.inputs}
-    num_bytes: dict[str, int] = {}
+    num_bytes: dict[str, int] = {}  # of the tensors alive
     lanes: list[str | None] = []
-    rows = []
+    cut_bytes, rows = 0, []
     for index, (layer, m) in enumerate(zip(profile.layers, measured, strict=True)):
-        num_bytes |= dict(zip(layer.outputs, m.output_bytes, strict=True))
         lanes_before = list(lanes)
-        ended = {t for t in lanes if t is not None and last_use.get(t, -1) <= index}
+        ended = {tensor for tensor in layer.inputs if tensor in num_bytes and last_use[tensor] == index}
         lanes = [None if tensor in ended else tensor for tensor in lanes]
-        begun = [tensor for tensor in layer.outputs if last_use.get(tensor, -1) > index]
-        _assign_lanes(lanes, begun, [i for i, tensor in enumerate(lanes_before) if tensor in ended])
+        begun = {t: size for t, size in zip(layer.outputs, m.output_bytes, strict=True) if last_use.get(t, -1) > index}
+        cut_bytes += sum(begun.values()) - sum(num_bytes.pop(tensor) for tensor in ended)
+        num_bytes |= begun
+        _assign_lanes(lanes, [*begun], [i for i, tensor in enumerate(lanes_before) if tensor in ended])
         while lanes and lanes[-1] is None:
             lanes.pop()
-        alive = [tensor for tensor in lanes if tensor is not None]
+        has_others = len(num_bytes) > len(lanes) - lanes.count(None)
         rows.append(
             LayerRow(
                 layer=layer,
-                rails=_rails(lanes_before, lanes, set(layer.inputs)),
+                rails=_rails(lanes_before, lanes, set(layer.inputs)) + "…" * has_others,
                 lanes=tuple(lanes),
                 forward_backward_ns=_forward_backward_ns(m),
-                cut_bytes=sum(num_bytes[tensor] for tensor in alive),
-                num_tensors=len(alive),
+                cut_bytes=cut_bytes,
+                num_tensors=len(num_bytes),
             )
         )
     return tuple(rows)
@@ -78,8 +83,10 @@ def _assign_lanes(lanes: list[str | None], begun: Sequence[str], freed: Sequence
         free = [*(i for i in freed if lanes[i] is None), *(i for i, other in enumerate(lanes) if other is None)]
         if free:
             lanes[free[0]] = tensor
-        else:
+        elif len(lanes) < MAX_LANES:
             lanes.append(tensor)
+        else:
+            return
 
 
 def _rails(before: Sequence[str | None], after: Sequence[str | None], used: set[str]) -> str:

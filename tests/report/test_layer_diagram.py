@@ -1,9 +1,12 @@
 """The rails of a small residual block by hand, and the contents of a drawing."""
 
+from msgspec.structs import replace
+
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.report.layer_diagram import bar, layer_rows
+from bapipe.report.layer_diagram import MAX_LANES, bar, layer_rows
+from tests.builders import chain
 
 
 def _profile() -> ModelProfile:
@@ -42,6 +45,20 @@ def test_a_tensor_keeps_its_lane_until_its_last_use() -> None:
         ("●", (), 0, 0),
     ]
     assert [row.forward_backward_ns for row in layer_rows(_profile())] == [6] * 4
+
+
+def test_beyond_a_number_of_lanes_tensors_count_and_are_not_drawn() -> None:
+    """Every layer feeds the last one, as with very many skip connections."""
+    num = 2000
+    profile = chain([1] * num, output_bytes=2)
+    last = replace(profile.layers[-1], inputs=tuple(layer.outputs[0] for layer in profile.layers[:-1]))
+    inputs = [replace(layer, inputs=("x",)) for layer in profile.layers[:-1]]
+    rows = layer_rows(replace(profile, layers=(*inputs, last)))
+    assert [row.num_tensors for row in rows] == [*range(1, num), 0]
+    assert [row.cut_bytes for row in rows] == [*range(2, 2 * num, 2), 0]
+    assert rows[MAX_LANES - 1].rails == "│" * (MAX_LANES - 1) + "╮"
+    assert [row.rails for row in rows[MAX_LANES:-1]] == ["│" * MAX_LANES + "…"] * (num - 1 - MAX_LANES)
+    assert rows[-1].rails == "●" + "╯" * (MAX_LANES - 1)
 
 
 def test_bars_are_in_eighths() -> None:
