@@ -46,7 +46,7 @@ class Judge(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Stages(msgspec.Struct, forbid_unknown_fields=True):
-    """A request for a number of stages, None for as many as the schedule has on all devices."""
+    """A request for a number of stages, None for as many as devices and layers allow."""
 
     state: State
     num_stages: Positive | None = None

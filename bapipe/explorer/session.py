@@ -22,7 +22,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.report.plan_changes import render_changes
-from bapipe.schedules import ALL
+from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.timeline import StepColumns, Timeline
 
@@ -68,7 +68,7 @@ class Session:
     def _first_state(self, start: Plan | int) -> State:
         if isinstance(start, Plan):
             return self.adopt(start)
-        num_stages = max(1, min(len(self.cluster.devices), len(legal_cuts(self.profile)) + 1))
+        num_stages = self._max_stages("1f1b", self.cluster)
         options = PlanOptions(minibatch_size=start)
         sizes = microbatch_sizes(self.profiles, self.cluster, options)
         # As many micro-batches as fill the pipeline twice, so that there is something to see.
@@ -76,6 +76,12 @@ class Session:
         groups = default_devices("1f1b", num_stages, start // size, self.cluster)
         decision = balanced_decision(self.profiles, self.cluster, groups, "1f1b", start, size)
         return self._state_of(decision, self.cluster, None)
+
+    def _max_stages(self, schedule: str, cluster: Cluster) -> int:
+        """Returns the most stages of a schedule that devices and layers allow."""
+        stages_per_device = 2 if schedule in LOOPED else 1
+        num_devices = min(len(cluster.devices), (len(legal_cuts(self.profile)) + 1) // stages_per_device)
+        return stages_per_device * max(1, num_devices)
 
     def adopt(self, plan: Plan, like: State | None = None) -> State:
         """Returns the state of a plan, and remembers its bound and its order.
@@ -233,10 +239,15 @@ class Session:
         return list(render_changes(self.plan(before), self.plan(after)))
 
     def default_devices(self, state: State, num_stages: int | None) -> State:
-        """Returns the state with a number of stages on the devices in order, cut where they take equally long."""
+        """Returns the state with a number of stages on the devices in order, cut where they take equally long.
+
+        Args:
+            num_stages: None for as many as devices and layers allow.
+        """
         _, cluster = self.decision(state)
         self._check(state, cluster)
         size = state.microbatch_size
+        num_stages = num_stages or self._max_stages(state.schedule, cluster)
         groups = default_devices(state.schedule, num_stages, state.minibatch_size // size, cluster)
         made = balanced_decision(self.profiles, cluster, groups, state.schedule, state.minibatch_size, size)
         return self._state_of(made, cluster, state)

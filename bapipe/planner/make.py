@@ -27,7 +27,7 @@ from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import is_of_stages
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
-from bapipe.schedules import ALL, LOOPED
+from bapipe.schedules import LOOPED
 from bapipe.simulator.tied_weights import inseparable_layers
 from bapipe.simulator.timeline import StepColumns, Timeline
 
@@ -254,17 +254,16 @@ def default_devices(
 ) -> tuple[tuple[str, ...], ...]:
     """Returns the cluster's devices in order, one for each stage, or as a schedule with several stages each says."""
     names = [device.name for device in cluster.devices]
-    counts = range(1, len(names) + 1)
     if schedule not in LOOPED:
         if (num_stages or 1) > len(names):
             raise BapipeError(f"{num_stages} stages on {len(names)} devices: want at most one stage for each device")
         return tuple((name,) for name in names[:num_stages])
-    placed = {n: ALL[schedule](n, num_microbatches).devices for n in ([len(names)] if num_stages is None else counts)}
-    for found in placed.values():
-        if num_stages in (None, len(found)):
-            return tuple((names[position],) for (position,) in found)
-    possible = ", ".join(str(len(found)) for found in placed.values())
-    raise BapipeError(f"schedule '{schedule}' on {len(names)} devices has {possible} stages, not {num_stages}")
+    counts = range(2, 2 * len(names) + 1, 2)  # two stages on each of some devices
+    wanted = counts[-1] if num_stages is None else num_stages
+    if wanted not in counts:
+        possible = ", ".join(map(str, counts))
+        raise BapipeError(f"schedule '{schedule}' on {len(names)} devices has {possible} stages, not {num_stages}")
+    return tuple((names[position],) for (position,) in LOOPED[schedule](wanted // 2, num_microbatches).devices)
 
 
 def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_layers: Sequence[str]) -> Decision:

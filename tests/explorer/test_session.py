@@ -198,6 +198,15 @@ def test_stages_are_spread_over_devices_when_their_number_changes() -> None:
         page.default_devices(page.first, 4)
 
 
+@pytest.mark.parametrize(("schedule", "num_devices", "num_stages"), [("1f1b", 200, 8), ("zb-v", 5, 8), ("zb-v", 3, 6)])
+def test_more_devices_than_the_model_has_stages_are_left_idle(schedule: str, num_devices: int, num_stages: int) -> None:
+    """The model has 8 layers."""
+    page = session()
+    more = page.default_devices(replace(page.first, schedule=schedule, num_devices=num_devices), None)
+    assert (len(more.devices), more.num_devices) == (num_stages, num_devices)
+    assert "error" not in page.judge(more)
+
+
 def searched(page: Session, state: State, schedules: tuple[str, ...] = ("1f1b", "gpipe")) -> State:
     analyses = Analyses(page)
     analyses.best(state, schedules, 1000)
