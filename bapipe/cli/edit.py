@@ -8,7 +8,7 @@ import typer
 import bapipe
 from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
-from bapipe.cli.outputs import check_output, write_output
+from bapipe.cli.outputs import check_kept_copy, check_output, write_output
 from bapipe.cli.progress import note, out, show_json, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
@@ -69,6 +69,7 @@ def edit(
     """Change a plan by hand, and see what that changes."""
     if output is not None:
         check_output(output, *(profile or ()))  # the plan may be changed in its place
+        check_kept_copy(output, plan)
     if cut and no_cuts:
         raise BapipeError(f"--cut {cut[0]} and --no-cuts: want one of them")
     before = read(plan, Plan)

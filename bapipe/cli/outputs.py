@@ -29,9 +29,28 @@ def check_output(path: Path, *inputs: Path) -> None:
     check_writable(path)
     if path.is_file() and any(each.is_file() and path.samefile(each) for each in inputs):
         raise BapipeError(f"{path} would be overwritten, and is an input of this command: name another file to write")
+    check_kept_copy(path, *inputs)
     descriptor = open_descriptor(path)
     if descriptor is not None and os.path.sameopenfile(descriptor, _STDOUT):
         print_to_stderr()
+
+
+def check_kept_copy(path: Path, *inputs: Path) -> None:
+    """Raises BapipeError if the copy that is kept of `path` would take the place of a file that is read."""
+    file = written_file(path)
+    if file is None or not file.is_file():
+        return
+    kept = _kept_copy(file)
+    if kept.is_file() and any(each.is_file() and kept.samefile(each) for each in inputs):
+        raise BapipeError(
+            f"{kept} would be overwritten by a copy of {path}, and is an input of this command: name another file to "
+            f"write, or rename {kept}"
+        )
+
+
+def _kept_copy(file: Path) -> Path:
+    """Returns where a file is kept that is written anew."""
+    return file.with_name(f"{file.name}~")
 
 
 def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
@@ -43,7 +62,7 @@ def write_output_bytes(path: Path, content: bytes) -> None:
     """Writes a file of another kind, such as a page or a trace, as `write_output` does."""
     file = written_file(path)
     if file is not None and file.is_file() and file.read_bytes() != content:
-        kept = file.with_name(f"{file.name}~")
+        kept = _kept_copy(file)
         instead = ", in place of the older file of that name" if os.path.lexists(kept) else ""
         copy_file(file, kept)
         note(f"{path} was there already, with another content: it is kept as {kept}{instead}")

@@ -278,6 +278,8 @@ def test_a_plan_in_the_place_of_another_one_keeps_that(folder: Path) -> None:
     done = bapipe(folder, *command)
     assert (folder / "plan.json~").read_bytes() == first
     assert "plan.json was there already, with another content: it is kept as plan.json~" in done.stderr
+    restored = bapipe(folder, "edit", "plan.json~", "--profile", "profile.json", "-o", "plan.json")
+    assert "error: plan.json~ would be overwritten by a copy of plan.json, and is an input" in restored.stderr
     documented = (ROOT / "docs" / "json.md").read_text()
     assert [key for key in json.loads(done.stdout) if f"`{key}`" not in documented] == []
     assert "was there already" not in bapipe(folder, *command).stderr

@@ -92,6 +92,19 @@ def test_an_input_is_no_output_by_whatever_name(tmp_path: Path) -> None:
             check_output(output, tmp_path / "none.json", path)
 
 
+def test_the_copy_of_an_output_takes_no_place_of_an_input(tmp_path: Path) -> None:
+    path, link, kept = tmp_path / "plan.json", tmp_path / "link.json", tmp_path / "plan.json~"
+    link.symlink_to(path)
+    kept.write_bytes(b"an older plan")
+    check_output(path, kept)  # nothing is there to be kept
+    path.write_bytes(b"plan")
+    for output in (path, link):
+        with pytest.raises(
+            BapipeError, match=rf"^{re.escape(f'{kept} would be overwritten by a copy of {output}, and')}"
+        ):
+            check_output(output, tmp_path / "none.json", kept)
+
+
 def test_exported_weights_keep_what_they_replace(
     tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
