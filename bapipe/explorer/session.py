@@ -56,8 +56,9 @@ class Session:
         self.profile = self.profiles[cluster.devices[0].kind]
         self.start = start if isinstance(start, Plan) else None
         self._names = tuple(layer.name for layer in self.profile.layers)
-        # Bounds that searches proved, by what they hold for; orders that no schedule has a name for, by their shape.
-        self._proven: dict[tuple[Cluster, int], Certificate] = {}
+        # Bounds that searches proved, by what they hold for and by their space: a plan outside of it may be faster.
+        # Orders that no schedule has a name for, by their shape.
+        self._proven: dict[tuple[Cluster, int], dict[str, Certificate]] = {}
         self._orders: dict[Shape, Schedule] = {}
         self._work_bounds: dict[tuple[Cluster, int], int] = {}
         self._measured = recorded_json(measured)
@@ -98,10 +99,17 @@ class Session:
         return self._state_of(decision, plan.cluster, like)
 
     def _remember(self, plan: Plan) -> None:
-        key = plan.cluster, plan.minibatch_size
-        known = self._proven.get(key)
-        if known is None or _how_far_it_holds(known) < _how_far_it_holds(plan.certificate):
-            self._proven[key] = plan.certificate
+        known, proven = self._proven.setdefault((plan.cluster, plan.minibatch_size), {}), plan.certificate
+        if proven.space not in known or known[proven.space].lower_bound_ns < proven.lower_bound_ns:
+            known[proven.space] = proven
+
+    def _bounds(self, cluster: Cluster, minibatch_size: int, above_ns: int, most_ns: int) -> list[Certificate]:
+        """Returns the proven bounds between two times, those first that are preferred."""
+        with self._lock:
+            proven = [*self._proven.get((cluster, minibatch_size), {}).values()]
+        return sorted(
+            (c for c in proven if above_ns < c.lower_bound_ns <= most_ns), key=_how_far_it_holds, reverse=True
+        )
 
     def _state_of(self, decision: Decision, cluster: Cluster, like: State | None) -> State:
         index = {name: i for i, name in enumerate(self._names)}
@@ -195,26 +203,22 @@ class Session:
         with self._lock:
             if key not in self._work_bounds:
                 self._work_bounds[key] = work_bound_ns(self.profiles, cluster, minibatch_size)
-            proven, work_ns = self._proven.get(key), self._work_bounds[key]
+            work_ns = self._work_bounds[key]
         # A plan that is faster than a bound, or needs more memory, lies outside the space that the bound is about.
-        if (
-            proven is not None
-            and work_ns < proven.lower_bound_ns <= prediction.step_ns
-            and not exceeds_limit(prediction, cluster, proven.memory)
-        ):
-            return {"ns": proven.lower_bound_ns, "space": proven.space, "searched": True}
+        for proven in self._bounds(cluster, minibatch_size, work_ns, prediction.step_ns):
+            if not exceeds_limit(prediction, cluster, proven.memory):
+                return {"ns": proven.lower_bound_ns, "space": proven.space, "searched": True}
         return {"ns": work_ns, "space": f"any plan: {WORK_BOUND}", "searched": False}
 
     def plan(self, state: State) -> Plan:
         """Returns the plan of a state, as `bapipe run` takes it; raises BapipeError if it cannot run."""
         decision, cluster, step = self.simulate(state)
         made = plan_of(decision, self.profiles, cluster, step, changed_from=self.start)
-        with self._lock:
-            proven = self._proven.get((cluster, state.minibatch_size))
         step_ns = made.prediction.step_ns
-        if proven is None or not made.certificate.lower_bound_ns < proven.lower_bound_ns <= step_ns:
+        bounds = self._bounds(cluster, state.minibatch_size, made.certificate.lower_bound_ns, step_ns)
+        if not bounds:
             return made
-        certificate = certify(step_ns, proven.lower_bound_ns, proven.space, proven.memory)
+        certificate = certify(step_ns, bounds[0].lower_bound_ns, bounds[0].space, bounds[0].memory)
         known = msgspec.structs.replace(made, certificate=certificate)
         return plan_of(decision, self.profiles, cluster, step, changed_from=known)
 

@@ -85,6 +85,21 @@ def test_a_bound_proven_under_a_memory_limit_is_not_shown_for_plans_that_need_mo
     }  # fmt: skip
 
 
+def test_a_bound_of_a_wider_search_is_kept_beside_a_larger_one_of_a_narrower() -> None:
+    narrow = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, num_stages=2, replicas=False)
+    wide = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12)
+    assert wide.certificate.lower_bound_ns <= wide.prediction.step_ns < narrow.certificate.lower_bound_ns
+    for first, then in ((narrow, wide), (wide, narrow)):
+        page = session(first)
+        found = {plan.prediction.step_ns: page.adopt(plan) for plan in (first, then)}
+        for plan in (narrow, wide):
+            answer: Any = page.judge(found[plan.prediction.step_ns])
+            assert answer["bound"] == {
+                "ns": plan.certificate.lower_bound_ns, "space": plan.certificate.space, "searched": True,
+            }  # fmt: skip
+            assert page.plan(found[plan.prediction.step_ns]).certificate.gap == plan.certificate.gap
+
+
 def test_a_plan_with_a_bound_found_on_the_page_names_the_memory_limit_of_that_bound() -> None:
     options: dict[str, Any] = {"minibatch_size": 12, "num_stages": 3, "schedules": "1f1b"}
     limit = bapipe.plan(PROFILE, CLUSTER, **options).prediction.peak_bytes
