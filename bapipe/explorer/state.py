@@ -1,8 +1,10 @@
 """What the controls of the page say, as the page sends it."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
@@ -61,7 +63,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def cluster_of(state: State, given: Cluster) -> Cluster:
     """Returns the cluster with the changes of a state."""
     devices = tuple(_changed(device, state) for device in _devices(given, state.num_devices))
-    names = {device.name for device in devices}
+    names = _names(devices)
     links = tuple(
         msgspec.structs.replace(
             link,
@@ -81,15 +83,21 @@ def cluster_of(state: State, given: Cluster) -> Cluster:
 
 
 def _devices(given: Cluster, num: int) -> list[Device]:
-    devices = list(given.devices[:num])
-    names = {device.name for device in given.devices}
+    devices, last = list(given.devices[:num]), given.devices[-1]
+    names = _names(given.devices)
     number = len(devices)
     while len(devices) < num:
-        name = f"{given.devices[-1].kind}{number}"
+        name = f"{last.kind}{number}"
+        members = last.members if last.members is UNSET else tuple(f"{name}.{i}" for i in range(last.num_members))
         number += 1
-        if name not in names:
-            devices.append(msgspec.structs.replace(given.devices[-1], name=name))
+        if names.isdisjoint([name, *(members or ())]):
+            devices.append(msgspec.structs.replace(last, name=name, members=members))
     return devices
+
+
+def _names(devices: Sequence[Device]) -> set[str]:
+    """Returns the names that links may join: those of devices, and of the members of groups."""
+    return {name for device in devices for name in (device.name, *(device.members or ()))}
 
 
 def _changed(device: Device, state: State) -> Device:

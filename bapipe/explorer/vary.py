@@ -110,17 +110,17 @@ def vary(
     grid = list(product(*(axis.values for axis in axes)))
     names = [axis.name for axis in axes]
     states: list[State | BapipeError] = []
+    searched: list[nearby.Point] = []
     for values in grid:
         try:
-            states.append(_on_axes(session.first, names, values))
+            state = _on_axes(session.first, names, values)
+            cluster = cluster_of(state, session.cluster)
         except BapipeError as error:
             states.append(error)
+        else:
+            states.append(state)
+            searched.append(nearby.Point(cluster=cluster, options=_options(state, schedules)))
     places = [i for i, state in enumerate(states) if isinstance(state, State)]
-    searched = [
-        nearby.Point(cluster=cluster_of(state, session.cluster), options=_options(state, schedules))
-        for state in states
-        if isinstance(state, State)
-    ]
     chains = neighbours(axes, [grid[i] for i in places])
     plans = plan_chains(
         session.profiles,

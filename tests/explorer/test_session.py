@@ -30,6 +30,7 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.vary import FIELDS, on_axis
 from bapipe.formats.certificate import OVER_LIMIT
+from bapipe.formats.cluster import Link
 from bapipe.formats.codec import decode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS
@@ -200,6 +201,21 @@ def test_the_cluster_of_a_state() -> None:
     assert {device.memory_bytes for device in cluster_of(replace(first, memory_bytes=2 * most), CLUSTER).devices} == {
         2 * most
     }
+
+
+def test_a_cluster_of_groups_has_as_many_as_the_page_says() -> None:
+    groups = tuple(
+        replace(device, name=f"pair{i}", members=(f"m{2 * i}", f"m{2 * i + 1}"))
+        for i, device in enumerate(CLUSTER.devices[:2])
+    )
+    links = tuple(Link(source=a, target=b, bytes_per_s=10, latency_ns=0) for a, b in (("m0", "m1"), ("m2", "m3")))
+    given = replace(CLUSTER, devices=groups, links=links)
+    first = replace(session().first, num_devices=2)
+    assert cluster_of(first, given) == given
+    assert cluster_of(replace(first, num_devices=1), given) == replace(given, devices=groups[:1], links=links[:1])
+    more = cluster_of(replace(first, num_devices=4), given)
+    assert [device.members for device in more.devices[2:]] == [("a2.0", "a2.1"), ("a3.0", "a3.1")]
+    assert more.links == links
 
 
 def test_stages_are_spread_over_devices_when_their_number_changes() -> None:

@@ -178,6 +178,14 @@ def test_devices_may_have_more_memory_than_those_of_the_cluster() -> None:
     assert (large.plan.cluster, large.plan.prediction) == (roomy, best.prediction)
 
 
+def test_a_point_whose_cluster_cannot_be_says_so() -> None:
+    fast = devices(2, bytes_per_s=2**62)
+    axis = Axis(name="link", values=(1.0, 4.0))
+    plain, absurd = vary(Session({"a": PROFILE}, fast, 8), [axis], ["1f1b"], lambda done, total: None)
+    assert plain.plan is not None
+    assert absurd.why_not == f"`bytes_per_s` is {2**64}: want at most {2**63 - 1}"
+
+
 def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
     session = Session({"a": PROFILE}, CLUSTER, 8)
     printed = {}
