@@ -146,7 +146,7 @@ def receive(processes: Sequence[LocalProcess], timeout_s: float) -> list[tuple[L
 def run_child() -> None:
     """Runs the function in a process that `local_processes` has started; never returns."""
     index, job_fd, pipe_fd, parent = sys.argv[1:]
-    _die_with(int(parent))
+    end_with(int(parent))
     pipe = Connection(int(pipe_fd), readable=False)
     code = 0
 
@@ -298,7 +298,7 @@ def blocked(*numbers: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _die_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Makes the kernel end this process when its parent ends, even if the parent was killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Local processes send messages, report how they ended, and end with their context."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bapipe.processes import ChildError, LocalProcess, local_processes, receive
+from bapipe.processes import ChildError, LocalProcess, end_with, local_processes, receive
 
 Send = Callable[[object], None]
 
@@ -67,6 +68,16 @@ def test_a_killed_process_gives_its_signal_and_the_end_of_its_log(tmp_path: Path
         assert collect(processes) == []
         assert processes[0].exit_code(10) == -signal.SIGKILL
         assert processes[0].last_words() == "last"
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_process_ends_if_its_parent_ended_before_it_had_started(is_alive: bool) -> None:
+    """As workers do that load data: they import torch for seconds, and another process is their parent by then."""
+    parent = os.getpid() if is_alive else os.getppid()
+    process = multiprocessing.get_context("spawn").Process(target=end_with, args=(parent,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (0 if is_alive else 1)
 
 
 def test_processes_end_with_the_context(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ position that a run resumes from.
 """
 
 import logging
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.plan import Plan
+from bapipe.processes import end_with
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.materialize import layer_seed
@@ -213,7 +215,7 @@ def batches(
         prefetch_factor=PREFETCH if num_workers else None,
         # Forked workers would hold the rank's sockets open after it dies, and other ranks would wait for it.
         multiprocessing_context="spawn" if num_workers else None,
-        worker_init_fn=ignore_signals if num_workers else None,
+        worker_init_fn=partial(_begin_worker, os.getpid()) if num_workers else None,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else starting the loader draws from the global generator
     )
@@ -221,6 +223,12 @@ def batches(
         if isinstance(batch, BapipeError):
             raise batch
         yield batch
+
+
+def _begin_worker(rank_pid: int, number: int) -> None:
+    """Makes a worker end with its rank, however that ends, and leaves signals to the rank."""
+    end_with(rank_pid)
+    ignore_signals(number)
 
 
 def load(
