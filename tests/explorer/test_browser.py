@@ -163,6 +163,38 @@ def test_plans_that_were_tried_in_a_hurry_have_their_own_figures(tmp_path: Path)
         assert browser.problems == []
 
 
+def test_changes_are_named_by_what_they_do(tmp_path: Path) -> None:
+    cluster = devices(3, bytes_per_s=10**6)
+    named = replace(cluster.devices[0], name="constructor")  # which every object of JavaScript has
+    session = Session({"a": PLAIN}, replace(cluster, devices=(named, *cluster.devices[1:])), 12)
+    names = "[...document.querySelectorAll('#tried tbody tr')].map((row) => row.cells[1].textContent)"
+    tried: list[str] = []
+    with opened(tmp_path / "browser", session) as browser:
+        assert browser.value("document.getElementById('controls').textContent.includes('its speed × 1.00')")
+        for label, value, name in (
+            ("stages", "-5", "1 stages"),
+            ("stages", "2.4", "2 stages"),
+            ("devices", "2.6", "3 devices"),
+            ("memory, MiB", "-1", "memory as given"),
+        ):
+            browser.value(
+                "(() => { const of = [...document.querySelectorAll('#controls label')].find((one) => "
+                f"one.textContent.startsWith({json.dumps(label)})), i = of.querySelector('input'); "
+                f"i.value = {json.dumps(value)}; i.dispatchEvent(new Event('change')) }})()"
+            )
+            tried.append(f"{len(tried) + 1}: {name}")
+            browser.wait(f"{names}.length === {1 + len(tried)}")
+        assert browser.value(names)[1:] == tried
+        # A gap is what something is at most.
+        answer = {"figures": {"step": 1, "peak": 1, "gap": 0.00041, "fits": True}, "name": "x"}
+        browser.value(
+            "explorer.triedTable(document.body.appendChild(document.createElement('div')), "
+            f"[{{ ...{json.dumps(answer)}, state: {{ cuts: [], schedule: '' }} }}], 0, {{}})"
+        )
+        assert browser.value("document.body.lastChild.querySelector('tbody tr').cells[8].textContent") == "0.1%"
+        assert browser.problems == []
+
+
 def test_the_front_is_computed_and_saved_with_the_page(tmp_path: Path) -> None:
     session = Session({"a": PLAIN}, devices(3, bytes_per_s=10**6), 12)
     front = pareto(session.profiles, session.cluster, PlanOptions(minibatch_size=12))

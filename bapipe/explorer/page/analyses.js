@@ -69,8 +69,8 @@ explorer.Analyses = class {
     for (const [one, [button, text]] of this.buttons) button.textContent = one === kind ? "stop, and take what was found" : text;
   }
   async computeBest() {
-    const from = this.page.state(), { ms, percent } = explorer;
-    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plan${status.simulated === 1 ? "" : "s"} simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percent(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
+    const from = this.page.state(), { ms, percentUp } = explorer;
+    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plan${status.simulated === 1 ? "" : "s"} simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percentUp(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
     if (found) await this.page.best(found.state, from);
   }
   async computeFront() {

@@ -9,7 +9,7 @@ explorer.triedTable = (root, tried, now, actions) => {
     const mark = make("input", { type: "checkbox", checked: !!entry.marked, ariaLabel: `compare ${entry.name}`, onchange: () => actions.mark(index, mark.checked) });
     const against = first && figures.step && figures.step !== first ? explorer.signed(percent(figures.step / first - 1), figures.step - first) : "";
     const fits = figures.fits ? (figures.step === fastest ? "fastest" : "") : { cell: "does not fit", className: "alarm" };
-    const shown = !entry.figures ? ["", "", "", "", "not simulated yet"] : figures.error ? ["", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), against, mib(figures.peak), percent(figures.gap), fits];
+    const shown = !entry.figures ? ["", "", "", "", "not simulated yet"] : figures.error ? ["", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), against, mib(figures.peak), explorer.percentUp(figures.gap), fits];
     return { now: index === now, cells: [{ cell: mark }, { cell: go, className: "name", title: entry.name }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...shown] };
   });
   explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "against the first>", "peak>", "above the bound>", "remark"], rows),

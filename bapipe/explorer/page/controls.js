@@ -24,16 +24,16 @@ explorer.Controls = class {
     at("controls").append(
       group("plan",
         labelled("schedule", choice("schedule", model.schedules.concat(model.schedules.includes(page.state().schedule) ? [] : [page.state().schedule]).map((name) => [name, name]), (schedule) => this.setSchedule(schedule))),
-        labelled("stages", input("stages", { type: "number", min: 1 }, (value) => page.restage({}, whole(value), `${value} stages`))),
+        labelled("stages", input("stages", { type: "number", min: 1 }, (value) => page.restage({}, whole(value), `${whole(value)} stages`))),
         labelled("micro-batch", choice("microbatch", [], (value) => page.change({ microbatch_size: Number(value) }, `micro-batches of ${value}`))),
         labelled("mini-batch", input("minibatch", { type: "number", min: 1 }, page.setMinibatch))),
       group("cluster",
-        labelled("devices", input("devices", { type: "number", min: 1, max: 256 }, (value) => page.restage({ num_devices: whole(value, 256) }, null, `${value} devices`))),
+        labelled("devices", input("devices", { type: "number", min: 1, max: 256 }, (value) => page.restage({ num_devices: whole(value, 256) }, null, `${whole(value, 256)} devices`))),
         labelled(text("bandwidthText", "bandwidth"), input("bandwidth", { ...log }, (value) => page.change({ bandwidth: 2 ** Number(value) }, `bandwidth × ${number(2 ** value)}`))),
         labelled(text("latencyText", "latency"), input("latency", { ...log }, (value) => page.change({ latency: 2 ** Number(value) }, `latency × ${number(2 ** value)}`))),
         labelled("device", choice("slow", [], () => this.draw())),
         labelled(text("speedText", "its speed"), input("speed", { ...log, min: -3, max: 3 }, (value) => this.setSpeed(Number(value)))),
-        labelled("memory, MiB", input("memory", { type: "number", min: 1, placeholder: "as given" }, (value) => page.change({ memory_bytes: value ? Math.max(1, Math.round(Number(value) * 2 ** 20)) : null }, value ? `${value} MiB` : "memory as given")))));
+        labelled("memory, MiB", input("memory", { type: "number", min: 1, placeholder: "as given" }, (value) => page.change({ memory_bytes: value > 0 ? Math.max(1, Math.round(Number(value) * 2 ** 20)) : null }, value > 0 ? `${value} MiB` : "memory as given")))));
     document.addEventListener("keydown", (event) => {
       if (!(event.ctrlKey || event.metaKey) || event.target.matches("input")) return;
       const key = event.key.toLowerCase();
@@ -75,7 +75,7 @@ explorer.Controls = class {
     set(this.memory, state.memory_bytes ? state.memory_bytes / 2 ** 20 : "");
     const names = (answer.ranks || []).map((rank) => rank.device);
     if (names.length && names.join() !== [...this.slow.options].map((o) => o.value).join()) this.slow.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
-    const factor = state.speeds[this.slow.value] || 1;
+    const factor = Object.hasOwn(state.speeds, this.slow.value) ? state.speeds[this.slow.value] : 1;
     set(this.speed, Math.log2(factor));
     this.speedText.textContent = `its speed × ${number(factor)}`;
     const options = sizes.includes(state.microbatch_size) ? sizes : [...sizes, state.microbatch_size];
