@@ -19,7 +19,8 @@ def command_lines(
 
     Args:
         given: the cluster that the page was opened with.
-        source: the arguments that the page was opened with: a plan file, or what `bapipe plan` takes.
+        source: the arguments that the page was opened with: what `bapipe edit` takes with a plan to begin with, else
+            what `bapipe plan` takes.
         start: the plan that the page began with, if it did with one.
     """
     if not source or decision.own_table is not None or not _has_given_cluster(state, given):
@@ -27,7 +28,7 @@ def command_lines(
     before = None if start is None else decision_of(start)
     if before is not None and before.layers != decision.layers:
         return []
-    edit = ["bapipe", "edit", source[0] if start is not None else "plan.json"]
+    edit = ["bapipe", "edit", *(source if start is not None else ["plan.json"])]
     if before is None or before.cuts != decision.cuts:
         edit += [word for begin in decision.cuts for word in ("--cut", decision.layers[begin])] or ["--no-cuts"]
     for name in ("schedule", "minibatch_size", "microbatch_size"):

@@ -155,7 +155,8 @@ def _session(
                 "a plan holds its cluster and its mini-batch: leave out --cluster, --devices and --minibatch-size, or "
                 "name a profile"
             )
-        commands = partial(command_lines, given=given.cluster, source=(sources[0],), start=given)
+        source = (sources[0], *(word for path in profiles for word in ("--profile", str(path))))
+        commands = partial(command_lines, given=given.cluster, source=source, start=given)
         recorded = recorded_timelines(given, traces)
         return Session(profiles_of_plan(given, profiles), given.cluster, given, commands, recorded)
     if traces:

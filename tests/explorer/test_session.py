@@ -362,6 +362,24 @@ def test_the_command_lines_name_what_differs() -> None:
     assert same["command"] == ["bapipe edit plan.json -o mine.json"]
 
 
+def test_the_command_lines_name_the_profiles_that_the_page_was_opened_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = list[Session]()
+
+    def opened(page: Session, port: int) -> Server:
+        pages.append(page)
+        raise BapipeError("no server")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("bapipe.cli.explore.Server", opened)
+    write(tmp_path / "profile.json", PROFILE)
+    write(tmp_path / "plan.json", bapipe.make(PROFILE, CLUSTER, minibatch_size=12, num_stages=3))
+    CliRunner().invoke(app, ["explore", "plan.json", "--profile", "profile.json"])
+    answer: Any = pages[0].judge(pages[0].first)
+    assert answer["command"] == ["bapipe edit plan.json --profile profile.json -o mine.json"]
+
+
 def random_state(random: Random, like: State) -> State:
     """Half of them have other stages, one to three, some with replicas; stages keep or recompute all or some layers."""
     cuts, groups = like.cuts, like.devices
