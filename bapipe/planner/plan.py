@@ -24,7 +24,7 @@ from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_b
 from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.solution import Rival, Solution, make_plan
-from bapipe.planner.validation import check_figures, check_inputs
+from bapipe.planner.validation import check_figures, check_inputs, check_schedules
 from bapipe.progress import ParetoProgress, SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.timeline import Timeline
@@ -193,9 +193,14 @@ def explain(
     *,
     deadline: Deadline | None = None,
 ) -> tuple[str, ...]:
-    """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`."""
+    """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`.
+
+    Raises:
+        BapipeError: an unknown schedule in `options`.
+    """
     from bapipe.planner.analysis.explain import explain as in_words
 
+    check_schedules(options)
     return in_words(plan, profiles, options, deadline=deadline or deadline_of(options.time_limit_s))
 
 

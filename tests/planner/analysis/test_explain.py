@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from bapipe.errors import BapipeError
 from bapipe.formats.certificate import certify
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -42,6 +43,11 @@ def planned(forward_ms: list[int], num_devices: int, **options: object) -> tuple
 def test_the_first_sentence_names_the_strategy(num_devices: int, options: dict[str, object], strategy: str) -> None:
     plan, profiles = planned([1, 1, 1, 1], num_devices, **options)
     assert explain(plan, profiles, PlanOptions(minibatch_size=4))[0] == strategy
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(BapipeError, match=r"^unknown schedule 'x'; choose from"):
+        explain(*planned([1, 1], 2), PlanOptions(minibatch_size=4, schedules=("x",)))
 
 
 def strategy_of(counts: list[int]) -> str:
