@@ -15,6 +15,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.torch_private import stage_backward_input, stage_backward_weight
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import GeneratorStates, generator_states, generators_restored, restore_generators
+from bapipe.tracing.results import no_tensor
 from bapipe.tracing.stages import StageTensors
 
 CanSplit = Callable[[Sequence[Tensor], Sequence[Tensor], Iterable[nn.Parameter]], bool]
@@ -171,6 +172,7 @@ def forward_of(
     Raises:
         StageFailed: a stage fails.
         NoTensor: a value that is no tensor would cross a cut.
+        InvalidModel: the model returns a value that is neither a tensor nor a constant.
     """
     given = dict(zip(model.inputs, microbatch.inputs, strict=True))
     held: dict[str, Tensor] = {}
@@ -184,6 +186,8 @@ def forward_of(
             with own_attributes.of(place):
                 outputs = _first_forward(stage, received, loaded, index)
         except InvalidModel as error:
+            if place + 1 == len(stages):
+                raise
             raise NoTensor(names.layers[-1]) from error
         except Exception as error:  # whatever a layer raises
             raise StageFailed(names.layers[0], "forward", error) from error
@@ -191,6 +195,9 @@ def forward_of(
         all_received.append(received)
         all_loaded.append(loaded)
         all_outputs.append(outputs)
+    for name, value in held.items():
+        if not isinstance(value, Tensor):
+            raise no_tensor(name, value)
 
     def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
         try:

@@ -26,7 +26,13 @@ from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.reached import reached
 from bapipe.tracing.recorded_capture import capture_by_recording
-from bapipe.tracing.results import may_be_nests, result_of, returns_it, with_returned_values
+from bapipe.tracing.results import (
+    NoTensorReturned,
+    check_returns_tensors,
+    result_of,
+    returns_it,
+    with_returned_values,
+)
 from bapipe.tracing.shared_memory import check_shared_memory
 from bapipe.tracing.sizes import (
     UnknownSizes,
@@ -81,9 +87,9 @@ def trace(
             captured = capture(module, inputs, paths, called_leaves, check_size)
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
-        except UnknownSizes:
+        except (UnknownSizes, NoTensorReturned) as error:
             with autocast_of_training(autocast):
-                captured = _captured_with_sizes(captured, module, inputs, paths, check_size)
+                captured = _captured_with_sizes(captured, module, inputs, paths, check_size, error)
             model = _traced(module, captured, inputs, operator_layers, check_size)
         check_shared_memory(model)
         return model
@@ -95,12 +101,21 @@ def _captured_with_sizes(
     inputs: Sequence[Tensor] | None,
     leaf_modules: Sequence[str],
     check_size: int,
+    reason: UnknownSizes | NoTensorReturned,
 ) -> Captured:
-    """Returns what recording captures, which knows the sizes; if that fails, what was captured, without sizes."""
+    """Returns what recording captures, which knows the sizes, and takes apart what the model returns.
+
+    If that fails, returns what was captured, without sizes.
+
+    Raises:
+        InvalidModel: it fails for a model that returns something else than tensors.
+    """
     assert inputs is not None
     try:
         return capture_by_recording(module, inputs, leaf_modules, check_size)
-    except TracingFailed:
+    except TracingFailed as error:
+        if isinstance(reason, NoTensorReturned):
+            raise InvalidModel(str(reason)) from error
         return replace(captured, sizes={})
 
 
@@ -121,7 +136,8 @@ def _traced(
 
     sizes = captured.sizes
     if sizes is None and inputs is not None:
-        sizes = observe_sizes(captured.module, inputs, crosses, may_be_nests(captured), check_size)
+        sizes = observe_sizes(captured.module, inputs, crosses, check_size)
+        check_returns_tensors(captured, inputs)
     return _traced_model(module, captured, sizes or {}, replicated, layer_of)
 
 

@@ -1,6 +1,6 @@
 """What a model's forward returns: which tensors of which layers, and how they are nested."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from bapipe.errors import InvalidModel
 from bapipe.tracing.captured import Captured, output_node
 from bapipe.tracing.model import Result
 from bapipe.tracing.recorded_functions import PLAIN
+from bapipe.tracing.sizes import BATCH_SIZES, meta_values
 
 
 def returned(value: Any) -> Any:
@@ -53,27 +54,43 @@ def result_of(captured: Captured, name_of: Mapping[fx.Node, str]) -> tuple[Resul
         elif leaf is None or isinstance(leaf, PLAIN):
             leaves.append(None)
         else:
-            raise InvalidModel(
-                f"the model returns '{leaf}', which is no tensor of its layers: return tensors, None, numbers and "
-                "texts, alone or nested in tuples, lists, dictionaries and dataclasses"
-            )
+            raise no_tensor(str(leaf), leaf)
     if not places:
         raise InvalidModel("the model returns no tensors: return the tensors that the loss is made of")
     constants = tuple(leaf for leaf, place in zip(captured.returned, leaves, strict=True) if place is None)
     return Result(spec=captured.spec, leaves=tuple(leaves), constants=constants), tuple(places)
 
 
-def may_be_nests(captured: Captured) -> list[fx.Node]:
-    """Returns the nodes that the model returns whose values may be tuples: recurrent layers, layers of its own."""
+def no_tensor(name: str, value: object) -> InvalidModel:
+    """Returns the error of a model that returns a value which is neither a tensor nor a constant."""
+    return InvalidModel(
+        f"the model returns '{name}', of type {type(value).__name__}, which is neither a tensor of its layers nor a "
+        "constant: return tensors, None, and numbers and texts that are the same for every batch, alone or nested in "
+        "tuples, lists, dictionaries and dataclasses; a loss can read sizes from a tensor"
+    )
+
+
+class NoTensorReturned(Exception):
+    """The model returns the value of an operator that is no tensor, but a tuple of some, or a number."""
+
+
+def check_returns_tensors(captured: Captured, inputs: Sequence[Tensor]) -> None:
+    """Raises NoTensorReturned if a graph without values returns something else; if the model needs values, no error."""
     leaves = dict.fromkeys(leaf for leaf in captured.returned if isinstance(leaf, fx.Node))
-    return [leaf for leaf in leaves if _may_be_nest(captured.module, leaf)]
+    nodes = [leaf for leaf in leaves if not _is_tensor(captured.module, leaf)]
+    try:
+        values = meta_values(captured.module, inputs, BATCH_SIZES[0], nodes) if nodes else ()
+    except Exception:  # whatever the model's own code raises without values
+        return
+    for node, value in zip(nodes, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise NoTensorReturned(str(no_tensor(node.name, value)))
 
 
-def _may_be_nest(module: fx.GraphModule, node: fx.Node) -> bool:
-    while node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        node = node.all_input_nodes[0]
+def _is_tensor(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Returns whether a node is known to be a tensor: it calls one of torch's modules that return no tuples."""
     if node.op != "call_module":
         return False
     called = module.get_submodule(str(node.target))
     is_torchs = type(called).__module__.startswith("torch.nn.")
-    return not is_torchs or isinstance(called, nn.RNNBase | nn.MultiheadAttention)
+    return is_torchs and not isinstance(called, nn.RNNBase | nn.MultiheadAttention)

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_map
-from bapipe.tracing.nested_tensors import tensors_in
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.reached import reached
@@ -55,7 +54,6 @@ def observe_sizes(
     module: fx.GraphModule,
     inputs: Sequence[Tensor],
     crosses: Callable[[fx.Node], bool],
-    may_be_nests: Sequence[fx.Node] = (),
     check_size: int = CHECK_BATCH_SIZE,
 ) -> dict[fx.Node, tuple[Any, Any]]:
     """Returns the values of nodes at the two batch sizes, for tensors their `TensorShape`.
@@ -65,11 +63,10 @@ def observe_sizes(
     to another, because the stage of the other layer must then find the batch size in a tensor.
 
     Args:
-        may_be_nests: nodes that the model returns whose values may be tuples of tensors.
         check_size: the third batch size.
 
     Raises:
-        UnknownSizes: the model fails without values, or it returns one of `may_be_nests` that is one.
+        UnknownSizes: the model fails without values.
     """
     try:
         known = _observe_nodes(module, inputs, _size_nodes(module), check_size)
@@ -78,19 +75,7 @@ def observe_sizes(
             known |= _observe_nodes(module, inputs, every, check_size)
     except Exception as error:  # whatever the model's own code raises without values
         raise UnknownSizes(str(error)) from error
-    _check_no_nests(module, inputs, may_be_nests)
     return known
-
-
-def _check_no_nests(module: fx.GraphModule, inputs: Sequence[Tensor], nodes: Sequence[fx.Node]) -> None:
-    """Raises UnknownSizes if the value of a node is a tuple that holds tensors; if the model needs values, no error."""
-    try:
-        values = meta_values(module, inputs, BATCH_SIZES[0], nodes) if nodes else ()
-    except Exception:  # whatever the model's own code raises without values
-        return
-    for node, value in zip(nodes, values, strict=True):
-        if not isinstance(value, Tensor) and next(tensors_in(value), None) is not None:
-            raise UnknownSizes(f"'{node.name}' is a {type(value).__name__}")
 
 
 def _size_nodes(module: fx.GraphModule) -> list[fx.Node]:

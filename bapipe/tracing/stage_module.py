@@ -85,6 +85,9 @@ def seal(*tensors: Tensor) -> tuple[Tensor, ...]:
     """
     for value in tensors:
         if not isinstance(value, Tensor):
-            raise InvalidModel(f"a value that crosses a cut is no tensor but a {type(value).__name__}")
+            raise InvalidModel(
+                f"a stage hands on or returns a value of type {type(value).__name__}, which is no tensor: return "
+                "tensors, and let each layer compute numbers from its own input"
+            )
     sealed: tuple[Tensor, ...] = _Seal.apply(*tensors)  # type: ignore[no-untyped-call]
     return sealed

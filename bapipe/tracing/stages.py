@@ -15,6 +15,7 @@ from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.results import no_tensor
 from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
 
 
@@ -197,6 +198,8 @@ def _examples(
         except Exception:  # whatever the model's own code raises
             values = _run_once(model, names, inputs, microbatch_size)
     for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor) and name in model.outputs:
+            raise no_tensor(name, value)
         if not isinstance(value, Tensor):
             raise InvalidModel(
                 f"'{name}' is used across a cut but is no tensor but a {type(value).__name__}: "

@@ -95,6 +95,42 @@ def test_errors_name_the_layer(make: Callable[[], nn.Module], message: str, caps
     assert capsys.readouterr().err == ""  # nothing of torch's own
 
 
+class Averaging(nn.Module):
+    """Returns a number that is read from values, which shows when it has run; and the results of one layer or two."""
+
+    def __init__(self, returns_first: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.returns_first = nn.Linear(6, 6), nn.Linear(6, 5), returns_first
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        y = self.a(x)
+        z = self.b(y)
+        return (z, torch.ones_like(z).mean().item(), *((y,) if self.returns_first else ()))
+
+
+@pytest.mark.parametrize(
+    ("returns_first", "check", "said"),
+    [
+        (False, True, "the model returns 'b:item', of type float, which is neither a tensor of its layers nor a const"),
+        (True, True, "a stage hands on or returns a value of type float, which is no tensor: return tensors"),
+        (True, False, "layer 'b' gives other layers 1.0 (float); only tensors can cross between layers"),
+    ],
+)
+def test_a_number_that_depends_on_values_cannot_be_returned(returns_first: bool, check: bool, said: str) -> None:
+    with pytest.raises(InvalidModel) as error:
+        measure_model(
+            Averaging(returns_first),
+            (torch.randn(1, 6),),
+            torch.tensor([4]),
+            lambda output, target: functional.cross_entropy(output[0], target),
+            microbatch_sizes=(4,),
+            name="averaging",
+            seconds_per_size=0.0,
+            check=check,
+        )
+    assert str(error.value).startswith(said)
+
+
 class Greedy(nn.Identity):
     """Allocates more memory than the machine has if a batch is larger than 2."""
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import quiet_fake_tensors, tree_flatten
-from bapipe.tracing import extract, granularity, layer_states, trace
+from bapipe.tracing import TracedModel, extract, granularity, layer_states, trace
+from bapipe.tracing.stages import cut_into_stages
 
 
 class Scaled(nn.Module):
@@ -259,11 +260,54 @@ class Returning(nn.Module):
 def test_results_are_put_together_as_the_forward_does(result: Callable[[Tensor, Tensor], Any]) -> None:
     module, x = Returning(result), torch.randn(2, 3)
     for inputs in (None, [x]):
-        model = trace(module, inputs)
-        (got, nested), (want, as_wanted) = tree_flatten(model.result.rebuild(model.module(x))), tree_flatten(module(x))
-        assert nested == as_wanted
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+        assert_gives_the_same(trace(module, inputs), module, x)
+
+
+def assert_gives_the_same(model: TracedModel, module: nn.Module, x: Tensor) -> None:
+    outputs = model.module(x)
+    assert all(isinstance(output, Tensor) for output in outputs)
+    (got, nested), (want, as_wanted) = tree_flatten(model.result.rebuild(outputs)), tree_flatten(module(x))
+    assert nested == as_wanted
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b) if isinstance(b, Tensor) else a == b
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda y, x: y.chunk(3, 1),
+        lambda y, x: y.max(1),
+        lambda y, x: {"best": y.topk(2), "input": x},
+        lambda y, x: (y, y.shape[1]),
+    ],
+)
+def test_tuples_of_operators_and_constant_sizes_may_be_returned(result: Callable[[Tensor, Tensor], Any]) -> None:
+    module, x = Returning(result), torch.randn(2, 3)
+    assert_gives_the_same(trace(module, [x]), module, x)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (lambda y, x: (y, x.shape[0]), "int"),
+        (lambda y, x: {"scores": y, "half": y.shape[0] / 2}, "float"),
+        (lambda y, x: (y, y.shape), "Size"),
+    ],
+)
+def test_numbers_that_depend_on_the_batch_cannot_be_returned(
+    result: Callable[[Tensor, Tensor], Any], kind: str
+) -> None:
+    said = rf"^the model returns '\w+', of type {kind}, which is neither a tensor of its layers nor a constant: return"
+    with pytest.raises(InvalidModel, match=said):
+        trace(Returning(result), [torch.randn(2, 3)])
+
+
+def test_numbers_that_depend_on_values_cannot_be_returned() -> None:
+    module, x = Returning(lambda y, x: (y, y.mean().item())), torch.randn(2, 3)
+    with pytest.raises(
+        InvalidModel, match=r"^the model returns 'layer:item', of type float, which is neither a tensor"
+    ):
+        cut_into_stages(trace(module, [x]), {"layer": 0}, [x], 2)
 
 
 def test_a_module_that_calls_no_others_is_one_layer() -> None:
