@@ -3,15 +3,20 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.tracing.python_state import Attributes, attributes_of, set_attributes
 
 Result = TypeVar("Result")
+
+_SMALL_BYTES = 2**16
+"""Buffers up to this size are copied before every F, whether it changes them or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class RecomputedStage(nn.Module):
 
     The second run draws the random numbers of the first, reads the values of buffers and frozen parameters, and the
     Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
-    micro-batch once, and so does a counter. A buffer that the very first F does not change is taken for a constant.
+    micro-batch once, and so does a counter. Small buffers, and what the very first F has changed, are copied before
+    each F. Other tensors are taken for constants; an F that writes to one later is an error.
 
     Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
     every group of weights in a W.
@@ -43,6 +49,8 @@ class RecomputedStage(nn.Module):
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
         self._copies: dict[str, Tensor] = {}  # of these, while F is recomputed
+        self._weights = dict(module.named_parameters())
+        self._parts = tuple(module.named_modules(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(self._has_graph and torch.is_grad_enabled()):
@@ -65,27 +73,43 @@ class RecomputedStage(nn.Module):
         """Runs a micro-batch's F by calling `run`, and remembers what it starts from; returns its result.
 
         Raises:
-            InvalidModel: F changes a parameter that is trained, whose value before is then lost.
+            InvalidModel: F changes a parameter that is trained, or a tensor taken for a constant, whose value before is
+                then lost.
         """
-        tensors = self._state() if self._changing is None else {n: self._state()[n] for n in self._changing}
         sums = _sums(self.module) if self._changing is None else {}
         cuda_rng = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        buffers = self._buffers_now()
+        before = {name: tensor.clone() for name, tensor in self._copied(buffers).items()}
+        versions = TensorVersions(self._weights | buffers)
         state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before, attributes_of(self.module))
         result = run()
+        now = self._weights | self._buffers_now()
         if self._changing is None:
             _check_parameters(sums, _sums(self.module))
-            now = self._state()
-            self._changing = frozenset(name for name in before if not torch.equal(before[name], now[name]))
-            for name in before.keys() - self._changing:
+            different = {name for name, value in before.items() if not torch.equal(value, now[name])}
+            self._changing = versions.written() | different
+            for name in before.keys() - self._copied(buffers).keys():
                 del before[name]
+        for name in sorted(versions.written() - self._changing - before.keys()):
+            raise InvalidModel(_not_exactly(f"'{name}'", name))
         self._before[microbatch] = state
+        for name, tensor in versions.replaced(now).items():  # it still has its value, which was a constant so far
+            for earlier in self._before.values():
+                earlier.tensors.setdefault(name, tensor)
         return result
 
-    def _state(self) -> dict[str, Tensor]:
-        """Returns the buffers, and the parameters that are not trained, such as those of a teacher."""
-        frozen = {name: p.detach() for name, p in self.module.named_parameters() if not p.requires_grad}
-        return frozen | dict(self.module.named_buffers(remove_duplicate=False))
+    def _copied(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors whose values are copied before an F: of the buffers and the parameters not trained."""
+        frozen = {name: p.detach() for name, p in self._weights.items() if not p.requires_grad}
+        if self._changing is None:
+            return frozen | buffers
+        small = {name for name, buffer in buffers.items() if buffer.nbytes <= _SMALL_BYTES}
+        return {name: t for name, t in (frozen | buffers).items() if name in small or name in self._changing}
+
+    def _buffers_now(self) -> dict[str, Tensor]:
+        """Returns the buffers by all of their names; a forward may assign others."""
+        named = (part.named_buffers(path, recurse=False, remove_duplicate=False) for path, part in self._parts)
+        return dict(chain.from_iterable(named))
 
     @contextmanager
     def recomputing(self, microbatch: int) -> Iterator[None]:
@@ -126,7 +150,11 @@ def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
 def _check_parameters(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> None:
     for name, sums in before.items():
         if after.get(name, sums) != sums:
-            raise InvalidModel(
-                f"the forward changes the parameter '{name}' of layer '{name.rpartition('.')[0] or name}', so it "
-                "cannot be recomputed exactly: plan without recomputation of its stage"
-            )
+            raise InvalidModel(_not_exactly(f"the parameter '{name}'", name))
+
+
+def _not_exactly(what: str, name: str) -> str:
+    return (
+        f"the forward changes {what} of layer '{name.rpartition('.')[0] or name}', so it cannot be recomputed exactly: "
+        "plan without recomputation of its stage"
+    )

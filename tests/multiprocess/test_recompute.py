@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from bapipe.errors import InvalidModel
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.recompute import RecomputedStage
@@ -59,15 +60,74 @@ def test_recomputing_changes_nothing(backward: str, layers: tuple[str, ...]) -> 
         torch.testing.assert_close(a, b, atol=1e-14, rtol=0)
 
 
-def test_only_buffers_that_change_are_kept() -> None:
+def test_of_large_buffers_only_those_that_change_are_kept() -> None:
     module = nn.Sequential(nn.BatchNorm1d(4))
-    module.register_buffer("table", torch.zeros(1000))
+    module.register_buffer("table", torch.zeros(100_000))
     stage = RecomputedStage(module, CPU)
     for m in range(2):
         stage.first(m, lambda: stage(torch.randn(3, 4)))
     assert set(stage._before[0].tensors) == set(stage._before[1].tensors)
     assert "table" not in stage._before[1].tensors
     assert stage._before[1].tensors["0.num_batches_tracked"].item() == 1
+
+
+class Warmed(nn.Module):
+    """From its third forward on a centre follows what it computes, and running statistics its inputs."""
+
+    centre: Tensor
+    num_forwards: Tensor
+
+    def __init__(self, kind: str, size: int) -> None:
+        super().__init__()
+        self.linear, self.norm, self.kind = nn.Linear(4, 4), nn.BatchNorm1d(4), kind
+        if kind == "frozen":
+            self.centre = nn.Parameter(torch.zeros(size), requires_grad=False)
+        else:
+            self.register_buffer("centre", torch.zeros(size))
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        late = self.num_forwards.item() > 2
+        self.norm.train(late)
+        y: Tensor = self.norm(self.linear(x)) - self.centre[:4]
+        if late and self.kind == "assigned":
+            self.centre = self.centre + x.mean()
+        elif late:
+            self.centre += x.mean()
+        return y
+
+
+SMALL, LARGE = 4, 100_000
+
+
+@pytest.mark.parametrize(("kind", "size"), [("written", SMALL), ("assigned", SMALL), ("assigned", LARGE)])
+def test_what_a_later_forward_changes_is_changed_once(kind: str, size: int) -> None:
+    torch.manual_seed(0)
+    module = Warmed(kind, size).double()
+    whole, stage = copy.deepcopy(module), RecomputedStage(module, CPU)
+    inputs = torch.randn(6, 3, 4, dtype=torch.float64).unbind()
+    for m, x in enumerate(inputs):
+        stage.first(m, lambda x=x: stage(x))
+        if m:  # the forward of the micro-batch before runs again after this one's
+            with stage.recomputing(m - 1):
+                again = stage(inputs[m - 1])
+            torch.testing.assert_close(again, whole(inputs[m - 1]), atol=1e-14, rtol=0)
+    whole(inputs[-1])
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, atol=1e-14, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("written", LARGE), ("frozen", SMALL)])
+def test_a_later_change_of_what_was_taken_for_a_constant_is_refused(kind: str, size: int) -> None:
+    stage = RecomputedStage(nn.Sequential(Warmed(kind, size)), CPU)
+    for m in range(2):
+        stage.first(m, lambda: stage(torch.ones(3, 4)))
+    with pytest.raises(
+        InvalidModel,
+        match=r"^the forward changes '0\.centre' of layer '0', so it cannot be recomputed exactly: plan without recomp",
+    ):
+        stage.first(2, lambda: stage(torch.ones(3, 4)))
 
 
 class Centred(nn.Module):
