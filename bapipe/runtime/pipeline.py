@@ -192,7 +192,9 @@ class Pipeline:
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._clock = clock_for(self._device)
         self._tied = connect_tied_weights(self._layout, self._split)
-        self._replicas = connect_replicas(self._layout, self._split, self._modules, self._tied.parameters, self._clock)
+        self._replicas = connect_replicas(
+            self._layout, self._split, self._modules, self._tied.parameters, loss, self._clock
+        )
         executors = ExecutorFactory(
             plan=plan,
             layout=self._layout,
@@ -344,7 +346,7 @@ class Pipeline:
                 self._replicas[stage].gradients.finish()
             self._optimizers.step(stage)
         for replicas in self._replicas.values():
-            replicas.buffers.finish()
+            replicas.finish()
 
     def evaluate(
         self,

@@ -15,6 +15,7 @@ from torch import nn
 from bapipe.errors import BapipeError
 from bapipe.job.groups import new_proven_group
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast_from_first
 from bapipe.runtime.tied_weights import TiedGradients
@@ -56,6 +57,7 @@ def connect_replicas(
     parts: Split,
     modules: Mapping[int, nn.Module],
     tied: Sequence[nn.Parameter],
+    loss: Loss,
     clock: Clock,
 ) -> dict[int, Replicas]:
     """Returns the replicas of each stage of this rank that has several, by stage.
@@ -76,7 +78,9 @@ def connect_replicas(
         if layout.rank in devices:
             num_own = sum(schedule.rank_of(s, m) == layout.rank for m in range(schedule.num_microbatches))
             layers = trained_layers(parts, s, without=tied)
-            replicas[s] = Replicas(s, modules[s], layers, group, num_own / schedule.num_microbatches, clock)
+            own_loss = loss if s == schedule.num_stages - 1 else None
+            share = num_own / schedule.num_microbatches
+            replicas[s] = Replicas(s, modules[s], layers, group, share, clock, own_loss)
     return replicas
 
 

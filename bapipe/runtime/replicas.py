@@ -1,6 +1,6 @@
-"""The replicas of a stage: all-reduce of their gradients during the last backward, and averaging of their buffers."""
+"""The replicas of a stage: all-reduce of their gradients during the last backward, and equal state after each step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.errors import InvalidModel
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.replica_state import BufferAverage, LossOfReplicas
 from bapipe.simulator.stage_cost import fill_buckets
-from bapipe.tracing.changing_state import is_read_by_next_forward
 
 _LARGE_BYTES = 2**20
 """Gradients of this size or more are summed in place: copying them to a flat tensor would cost more than a message."""
@@ -176,95 +175,6 @@ def _buckets(layers: Sequence[Sequence[nn.Parameter]]) -> list[list[nn.Parameter
     return buckets
 
 
-class BufferAverage:
-    """Makes the buffers of a stage's replicas equal after every step.
-
-    In a step each replica's batch norm sees its own micro-batches only. Afterwards a floating-point buffer becomes the
-    mean over the replicas, weighted by their numbers of micro-batches, and an integer one gets every replica's change:
-    running statistics follow all of the data, and counts are those of one process. A buffer that the first step does
-    not change is taken for a constant.
-    """
-
-    def __init__(self, stage: int, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
-        """`share` is the share of the micro-batches that this replica runs."""
-        self._stage, self._module, self._group, self._share = stage, module, group, share
-        self._changing: frozenset[str] | None = None  # names; None in the first step
-        self._before: dict[str, Tensor] = {}
-
-    def begin(self) -> None:
-        """Copies the buffers whose change is needed, before a step."""
-        first = self._changing is None
-        kept = {name: b for name, b in self._buffers().items() if first or not b.is_floating_point()}
-        self._before = {name: buffer.clone() for name, buffer in kept.items()}
-
-    def finish(self) -> None:
-        """Makes the buffers equal, after a step.
-
-        Raises:
-            InvalidModel: the first step changed others than running statistics.
-        """
-        if self._changing is None:
-            self._changing = self._find_changing()
-            check_changes_of_replicas(self._stage, self._changing)
-        buffers = _each_once(self._buffers())
-        floats = [buffer for buffer in buffers.values() if buffer.is_floating_point()]
-        for dtype in dict.fromkeys(buffer.dtype for buffer in floats):
-            of_dtype = [buffer for buffer in floats if buffer.dtype == dtype]
-            self._add_up(of_dtype, [buffer * self._share for buffer in of_dtype])
-        counts = {name: buffer for name, buffer in buffers.items() if not buffer.is_floating_point()}
-        if counts:
-            changes = [buffer.long() - self._before[name].long() for name, buffer in counts.items()]
-            for name, buffer in counts.items():
-                buffer.copy_(self._before[name])
-            self._add_up(list(counts.values()), changes, keep=True)
-        self._before = {}
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers as they are now, since a forward may assign them, and parameters that are not trained.
-
-        From the second step on, only those that change. A buffer with two names has both.
-        """
-        frozen = {name: p.detach() for name, p in self._module.named_parameters() if not p.requires_grad}
-        named = frozen | dict(self._module.named_buffers(remove_duplicate=False))
-        return named if self._changing is None else {n: t for n, t in named.items() if n in self._changing}
-
-    def _find_changing(self) -> frozenset[str]:
-        buffers = self._buffers()
-        if not buffers:
-            return frozenset()
-        changed = [not torch.equal(self._before[name], buffer) for name, buffer in buffers.items()]
-        flags = torch.tensor(changed, dtype=torch.int32, device=next(iter(buffers.values())).device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        return frozenset(name for name, flag in zip(buffers, flags.tolist(), strict=True) if flag)
-
-    def _add_up(self, buffers: Sequence[Tensor], parts: Sequence[Tensor], keep: bool = False) -> None:
-        """Sets buffers to the sum of their parts over the replicas; if `keep`, adds it to their values."""
-        flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.all_reduce(flat, group=self._group)
-        totals = torch.split(flat, [buffer.numel() for buffer in buffers])
-        for buffer, total in zip(buffers, totals, strict=True):
-            value = total.view_as(buffer)
-            buffer.copy_(buffer + value.to(buffer.dtype) if keep else value)
-
-
-def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
-    """Raises InvalidModel if a forward changes others than running statistics in a stage with replicas.
-
-    The next forward may read them, and would find what this replica's micro-batches alone have made of them.
-    """
-    for name in sorted(changed):
-        if is_read_by_next_forward(name):
-            raise InvalidModel(with_replicas(f"'{name}' in stage {stage} changes in every forward"))
-
-
-def with_replicas(what: str) -> str:
-    """Returns why a stage that does something in every forward cannot have replicas."""
-    return (
-        f"{what}, and the stage has replicas, each of which runs some of the micro-batches only, so training would "
-        "differ from that in one process: plan without replicas (`replicas`)"
-    )
-
-
 class Replicas:
     """One rank among the replicas of a stage; all of them make and use it together."""
 
@@ -276,28 +186,35 @@ class Replicas:
         group: dist.ProcessGroup,
         share: float,
         clock: Clock,
+        loss: object = None,
     ) -> None:
-        """Gives the module the first replica's values; see `GradientSum` and `BufferAverage`."""
+        """Gives the module the first replica's values; see `GradientSum` and `BufferAverage`.
+
+        `loss` is that of the last stage, None of others.
+        """
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast_from_first(tensor, group)
         self._group = group
         self.gradients = GradientSum(layers, group, clock)
-        self.buffers = BufferAverage(stage, module, group, share)
+        self._buffers = BufferAverage(stage, module, group, share)
+        self._loss = LossOfReplicas(loss)
 
     def begin(self) -> None:
         """Prepares for a step."""
         self.gradients.begin()
-        self.buffers.begin()
+        self._buffers.begin()
+        self._loss.begin()
+
+    def finish(self) -> None:
+        """Makes the state of the replicas equal, after a step.
+
+        Raises:
+            InvalidModel: it cannot be, because forwards or the loss change other state than running statistics.
+        """
+        self._buffers.finish()
+        self._loss.finish()
 
     def total(self, part: Tensor) -> Tensor:
         """Returns the sum over the replicas, in place."""
         dist.all_reduce(part, group=self._group)
         return part
-
-
-def _each_once(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns each buffer under the first of its names."""
-    first: dict[int, str] = {}
-    for name, buffer in buffers.items():
-        first.setdefault(id(buffer), name)
-    return {name: buffers[name] for name in first.values()}

@@ -28,7 +28,7 @@ from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.evaluate.forward import evaluation_mode
 from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
-from bapipe.runtime.replicas import check_changes_of_replicas, with_replicas
+from bapipe.runtime.replica_state import check_changes_of_replicas, with_replicas
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
 from bapipe.torch_device import CPU, describe
@@ -210,7 +210,7 @@ def _check_kept_values(parts: Split, plan: Plan, inputs: Sequence[Tensor], chang
         if len(stage.devices) > 1:
             check_changes_of_replicas(index, used)
         kept = [
-            f"'{name}' in stage {index} changes in every forward"
+            f"'{name}' in stage {index} changes in forwards"
             for name in sorted(used)
             if is_read_by_next_forward(name)
         ]

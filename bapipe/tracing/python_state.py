@@ -70,24 +70,40 @@ _REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinsta
 """Attributes of every module: its parameters, buffers, children and hooks, by name. They are restored in place."""
 
 
-def numbers_kept(module: nn.Module) -> dict[str, int | float]:
-    """Returns the numbers among the attributes of a module and its parts, by path."""
+def numbers_kept(owner: object) -> dict[str, int | float]:
+    """Returns the numbers among the attributes of an object and, if it is a module, of its parts, by path."""
     return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
+        name: value
+        for name, value in _attributes_kept(owner)
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 
-def generators_kept(module: nn.Module) -> dict[str, torch.Generator | random.Random]:
-    """Returns the random generators among the attributes of a module and its parts, by path."""
+def generators_kept(owner: object) -> dict[str, torch.Generator | random.Random]:
+    """Returns the random generators that an object keeps as `numbers_kept`, by path."""
     return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, torch.Generator | random.Random)
+        name: value for name, value in _attributes_kept(owner) if isinstance(value, torch.Generator | random.Random)
     }
+
+
+def tensors_kept(owner: object) -> dict[str, Tensor]:
+    """Returns the tensors with values that an object keeps as `numbers_kept`, by path; also parameters and buffers."""
+    found = {name: value for name, value in _attributes_kept(owner) if isinstance(value, Tensor)}
+    if isinstance(owner, nn.Module):
+        found |= dict(owner.named_parameters()) | dict(owner.named_buffers())
+    return {name: value for name, value in found.items() if value.layout is torch.strided and not value.is_meta}
+
+
+def _attributes_kept(owner: object) -> Iterator[tuple[str, object]]:
+    parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
+    for path, part in parts:
+        for name, value in getattr(part, "__dict__", {}).items():
+            yield f"{path}.{name}".lstrip("."), value
+
+
+def generator_state(generator: torch.Generator | random.Random) -> object:
+    """Returns the state of a random generator, which can be compared."""
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy().tobytes()
 
 
 def attributes_of(module: nn.Module) -> Attributes:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from bapipe.errors import InvalidModel
 from bapipe.runtime import stage_check
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.replicas import BufferAverage
+from bapipe.runtime.replica_state import BufferAverage
 from bapipe.runtime.split import split
 from bapipe.tracing import trace
 from bapipe.tracing.stage_module import stage_module
@@ -135,7 +135,7 @@ def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_ar
         replicas.finish()
         stage_check.check_stages_equal(parts, [X], plan, None)
         return
-    said = rf"^'{changes}' in stage 1 changes in every forward, and the stage has replicas.*\(`replicas`\)$"
+    said = rf"^'{changes}' in stage 1 changes in forwards, and the stage has replicas.*\(`replicas`\)$"
     with pytest.raises(InvalidModel, match=said):
         stage_check.check_stages_equal(parts, [X], plan, None)
     with pytest.raises(InvalidModel, match=said):  # if nothing was compared before training

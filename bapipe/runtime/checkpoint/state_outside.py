@@ -1,14 +1,13 @@
 """State of a model that its checkpoints do not hold: they hold parameters and buffers of the module."""
 
 import logging
-import random
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.tracing.python_state import generators_kept, numbers_kept
+from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +62,4 @@ def _attributes(module: nn.Module, of: str) -> Iterator[tuple[tuple[str, str], o
         yield (f"'{path}'{of}", path), number
     for path, generator in generators_kept(module).items():
         # In a stage the path is that of a copy, which says nothing to the user.
-        yield (f"a random generator{of}", path), _state(generator)
-
-
-def _state(generator: torch.Generator | random.Random) -> object:
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy().tobytes()
+        yield (f"a random generator{of}", path), generator_state(generator)
