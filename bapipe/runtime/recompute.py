@@ -130,7 +130,7 @@ class RecomputedStage(nn.Module):
 
 
 class LossModule(nn.Module):
-    """A loss as a module, whose state `RecomputedStage` then finds: that of the loss, if it is a module itself."""
+    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
 
     def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
         """`computed` calls `loss` with what the model returns, made of the stage's outputs."""

@@ -210,9 +210,7 @@ def _check_kept_values(parts: Split, plan: Plan, inputs: Sequence[Tensor], chang
         if len(stage.devices) > 1:
             check_changes_of_replicas(index, used)
         kept = [
-            f"'{name}' in stage {index} changes in forwards"
-            for name in sorted(used)
-            if is_read_by_next_forward(name)
+            f"'{name}' in stage {index} changes in forwards" for name in sorted(used) if is_read_by_next_forward(name)
         ]
         kept += [
             f"layer '{name}' in stage {index} keeps values from forward to forward"

@@ -61,12 +61,11 @@ class ExecutorFactory:
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
         )
-        loss = LossModule(self.loss, self._loss_of_stage_outputs(parts.model))
         return ScheduleExecutor(
             self.layout,
             stages,
             channels=self.channels,
-            loss=loss,
+            loss=self._loss_of_stage_outputs(parts.model),
             weights=weights,
             clock=self.clock,
             rng=self.rng,
@@ -125,7 +124,7 @@ class ExecutorFactory:
         """Returns a stage's module, under autocast if that is on."""
         return module if self.autocast is None else Autocast(module, self.layout.device, self.autocast, outputs)
 
-    def _loss_of_stage_outputs(self, model: TracedModel) -> Loss:
+    def _loss_of_stage_outputs(self, model: TracedModel) -> LossModule:
         """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""
         rebuild = model.result.rebuild
 
@@ -133,7 +132,7 @@ class ExecutorFactory:
             with torch.autocast(self.layout.device.type, self.autocast, enabled=self.autocast is not None):
                 return self.loss(rebuild(output), target)
 
-        return computed
+        return LossModule(self.loss, computed)
 
 
 def _output_dtypes(parts: Split, stage: int) -> list[torch.dtype]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.evaluate.forward import forwards_only
@@ -82,3 +82,36 @@ def test_forwards_of_a_loop_go_round_in_groups() -> None:
         ["0F0", "0F1", "2F0", "2F1", "0F2", "2F2"],
         ["1F0", "1F1", "3F0", "3F1", "1F2", "3F2"],
     ]
+
+
+class Scaled(nn.Module):
+    """A loss that drops values in training, and is divided by its running mean; it counts its calls."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.calls = nn.Dropout(0.5), 0
+        self.register_buffer("mean", torch.full((), 2.0, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        value = (self.dropout(output) - target).square().mean()
+        self.mean += value.detach()
+        return value / (self.mean - value.detach())
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_loss_is_in_evaluation_mode_too_and_keeps_its_state() -> None:
+    module, computed = nn.Sequential(nn.Linear(6, 5)).double(), Scaled()
+    x, y = torch.randn(2, 6, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1)
+    pipeline = Pipeline(module, plan, loss=computed, inputs=[x], evaluates=True)
+    for _ in range(2):
+        found = pipeline.evaluate(x, target=y)
+        assert found is not None
+        assert found.loss == pytest.approx((module(x) - y).square().mean().item() / 2)
+    assert computed.mean.item() == 2
+    assert computed.calls == 0
+    assert computed.training
+    assert computed.dropout.training

@@ -20,6 +20,7 @@ from bapipe.runtime.split import split
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
+from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|F)(\d+)")
@@ -97,14 +98,14 @@ class ForwardExecutor:
         *,
         channels: Channels,
         microbatch_size: int,
-        loss: Callable[[Any, Tensor], Tensor],
+        loss: nn.Module,
         weights: Callable[[], TargetWeights | None],
         sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
         """`modules` are this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns; `weights` returns None if it is a mean over samples;
-        `sum_over_replicas` adds up over those of the last stage.
+        `loss` takes the tuple that the last stage returns, and is in evaluation mode too; `weights` returns None if it
+        is a mean over samples; `sum_over_replicas` adds up over those of the last stage.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
@@ -138,7 +139,8 @@ class ForwardExecutor:
         kept: dict[int, Any] = {}
         with (
             torch.no_grad(),
-            evaluation_mode([self._parts.model.module, *self._modules.values()]),
+            evaluation_mode([self._parts.model.module, *self._modules.values(), self._loss]),
+            state_restored(self._loss),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
             for m, output in self._results(loaded, rows):
@@ -158,7 +160,7 @@ class ForwardExecutor:
 
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch times its weight, and the weight. [2]"""
-        loss = self._loss(output, target).double()
+        loss: Tensor = self._loss(output, target).double()
         weights = None if target.is_floating_point() else self._weights()
         weight = torch.full_like(loss, len(target)) if weights is None else weights.total(target)
         # Without any target a loss is no number.
