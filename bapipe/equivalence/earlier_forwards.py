@@ -9,17 +9,24 @@ from bapipe.equivalence.outcome import Microbatch, counters_in, trial
 from bapipe.equivalence.stage_pass import NoTensor, Stage, StageFailed, run_stage
 from bapipe.equivalence.stages import on_finest_stages
 from bapipe.errors import InvalidModel
-from bapipe.tracing.changing_state import layers_with_own_generators, limited_embeddings
+from bapipe.tracing.changing_state import (
+    is_read_by_next_forward,
+    layers_with_own_generators,
+    limited_embeddings,
+)
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
+
+_MANY_FORWARDS = 2**30
 
 
 def layers_that_read_earlier_forwards(model: TracedModel, microbatches: Sequence[Microbatch]) -> frozenset[str]:
     """Returns the layers that give another result for the second micro-batch if they have run the first one.
 
-    They may keep a tensor that is no buffer, or running statistics that their forward reads. Every layer runs on the
-    same inputs with and without the first micro-batch, with the same random numbers. A layer whose result differs even
+    They may keep a tensor that is no buffer, or running statistics that their forward reads, or will read after many
+    forwards. Every layer runs on the same inputs with and without the first micro-batch, and with other running
+    statistics, with the same random numbers. A layer whose result differs even
     so from run to run is not among them, unless it holds a random generator of its own; one that counts its forwards
     is, because it may read the number later, and one whose trained parameters change with the samples, such as an
     embedding with `max_norm`. Layers that no cut separates are together. The module is afterwards as it was.
@@ -42,8 +49,13 @@ def _reading(model: TracedModel, stages: Sequence[Stage], microbatches: Sequence
 
         for stage in stages:
             with generators_restored(), state_restored(stage.module, parameters=True):
+                statistics = _statistics(stage)
                 alone = run(stage, 1, second)
                 trained_alone = _trained(stage)
+                changing = [name for name, now in _statistics(stage).items() if not torch.equal(now, statistics[name])]
+            with generators_restored(), state_restored(stage.module, parameters=True):
+                _shift(stage, changing)
+                reads_statistics = bool(changing) and not _equal(run(stage, 1, second), alone)
             with generators_restored(), state_restored(stage.module, parameters=True):
                 repeats = _equal(run(stage, 1, second), alone)
             numbers = [numbers_kept(stage.module)]
@@ -52,7 +64,7 @@ def _reading(model: TracedModel, stages: Sequence[Stage], microbatches: Sequence
             after_second = run(stage, 1, second)
             numbers.append(numbers_kept(stage.module))
             changes = not _equal(_trained(stage), trained_alone) or not _equal(after_second, alone)
-            if counters_in(numbers) or limited_embeddings(stage.module) or (repeats and changes):
+            if counters_in(numbers) or limited_embeddings(stage.module) or (repeats and (changes or reads_statistics)):
                 found |= set(stage.tensors.layers)
             first |= after_first
             second |= after_second
@@ -77,6 +89,18 @@ def _outputs(stage: Stage, values: dict[str, Tensor]) -> dict[str, Tensor]:
     except Exception as error:  # whatever a layer raises
         raise StageFailed(stage.tensors.layers[0], "forward", error) from error
     return dict(zip(stage.tensors.outputs, outputs, strict=True))
+
+
+def _statistics(stage: Stage) -> dict[str, Tensor]:
+    """Returns the values of a stage's buffers that have the names of running statistics."""
+    return {n: b.detach().clone() for n, b in stage.module.named_buffers() if not is_read_by_next_forward(n)}
+
+
+def _shift(stage: Stage, statistics: Sequence[str]) -> None:
+    """Makes running statistics what they might be after very many forwards: other values, and large counts."""
+    for name in statistics:
+        buffer = stage.module.get_buffer(name)
+        buffer.copy_(2 * buffer + (1 if buffer.is_floating_point() else _MANY_FORWARDS))
 
 
 def _trained(stage: Stage) -> dict[str, Tensor]:

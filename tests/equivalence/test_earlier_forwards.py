@@ -25,6 +25,23 @@ class Overwritten(Body):
         return y + self.last
 
 
+class Renormalisation(nn.BatchNorm1d):
+    """Batch norm that will normalise by its running statistics, after some thousand forwards with those of a batch."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        by_batch = super().forward(y)
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        return by_batch if self.num_batches_tracked < 5_000 else y - self.running_mean
+
+
+class Activated(nn.BatchNorm1d):
+    """Batch norm with a forward of its own, which reads no running statistics."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        return super().forward(y).tanh()
+
+
 def found(module: nn.Module) -> set[str]:
     torch.manual_seed(0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -61,3 +78,8 @@ def test_what_no_forward_reads_is_no_harm(body: str) -> None:
 
 def test_values_that_are_overwritten_before_they_are_read_are_no_harm() -> None:
     assert not found(nested(Overwritten))
+
+
+@pytest.mark.parametrize(("norm", "layers"), [(Renormalisation, {"1"}), (Activated, set())])
+def test_running_statistics_that_a_later_forward_will_read_are_found(norm: type[nn.Module], layers: set[str]) -> None:
+    assert found(nn.Sequential(nn.Linear(6, 6), norm(6)).double()) == layers
