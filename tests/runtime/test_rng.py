@@ -57,8 +57,8 @@ def trained(
     """What is drawn in two steps, their losses, and the parameters afterwards."""
     torch.manual_seed(0)
     drawn: Drawn = defaultdict(list)
-    module = nn.Sequential(Dropped("first", drawn), nn.Linear(3, 3), Dropped("last", drawn))
-    module[1].register_forward_hook(lambda *_: drawn["hook"].append(draw()))
+    module = nn.Sequential(nn.Linear(3, 3), Dropped("first", drawn), Dropped("last", drawn))
+    module[0].register_forward_hook(lambda *_: drawn["hook"].append(draw()))
     order = [action for action in ORDER if int(action[0]) <= len(cuts)]
     plan = make_plan("012", cuts, [0] * (len(cuts) + 1), [order], 2, 2, recompute, recompute_layers)
     pipeline = Pipeline(module, plan, loss=Noisy(drawn), inputs=(X,), optimizer=sgd(0.1), check=False)
