@@ -25,14 +25,18 @@ class TracedNumbers:
 
     def warn_of_changes(self) -> None:
         """Warns, once of each, of attributes that have another value than when the model was traced."""
-        changed = [entry for entry in self._numbers if entry[0].get(entry[1]) != entry[3]]
-        for attributes, name, path, value in changed:
+        kept = []
+        for entry in self._numbers:
+            attributes, name, path, value = entry
+            now = attributes.get(name)
+            if isinstance(now, int | float) and now == value:
+                kept.append(entry)
+                continue
             _log.warning(
                 "the attribute '%s' was %s when the model was traced and is %s now: stages compute with the first "
                 "value. If a forward reads it, make it a buffer, or a part with it one layer (`leaf_modules`)",
                 path,
                 value,
-                attributes.get(name),
+                now,
             )
-        if changed:
-            self._numbers = [entry for entry in self._numbers if entry not in changed]
+        self._numbers = kept

@@ -110,7 +110,7 @@ def test_a_size_that_a_stage_holds_as_a_number_must_be_that_of_all_buckets() -> 
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.layer = 1.0, nn.Linear(3, 3)
+        self.scale, self.repeats, self.layer = 1.0, 1, nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * self.layer(x)
@@ -124,6 +124,7 @@ def test_an_attribute_that_a_loop_changes_is_named_once(caplog: pytest.LogCaptur
     pipeline.step(X, target=Y)
     assert not caplog.messages
     module[1].scale = 0.5  # type: ignore[assignment]
+    pipeline.step(X, target=Y)
     pipeline.step(X, target=Y)
     pipeline.step(X, target=Y)
     assert caplog.messages == [
