@@ -45,9 +45,15 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     tells the other ranks the port of this one.
 
     Raises:
-        BapipeError: the address is not set, the port is taken, or the server does not know the job's secret.
+        BapipeError: the job has no such rank, the address is not set, the port is taken, or the server does not know
+            the job's secret.
         RunFailed: there is no answer for `timeout_s`.
     """
+    if index >= len(names):
+        raise BapipeError(
+            f"RANK is {index} and WORLD_SIZE {len(names)}: a job numbers its ranks from 0; start it with torchrun, "
+            "which sets both, or unset RANK to run alone"
+        )
     (address, port), secret = _master(), job_secret()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     end_s = time.monotonic() + timeout_s

@@ -158,6 +158,15 @@ def test_a_job_without_an_address_is_refused_in_a_line(
     )
 
 
+def test_a_rank_that_the_job_does_not_have_is_refused_in_a_line() -> None:
+    with pytest.raises(BapipeError) as caught:
+        open_store(5, NAMES, 5.0)
+    assert str(caught.value) == (
+        "RANK is 5 and WORLD_SIZE 3: a job numbers its ranks from 0; start it with torchrun, which sets both, or unset "
+        "RANK to run alone"
+    )
+
+
 def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as caught:
         open_store(0, NAMES, 5.0)
