@@ -1,7 +1,6 @@
 """What must be the same in all ranks of a job, in short texts: ranks compare them before they train."""
 
 import dataclasses
-import hashlib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from bapipe.formats.plan import Plan
 from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
 from bapipe.runtime.train_config import TrainConfig
-from bapipe.zoo.data.dataset import PipelineDataset, item_parts
+from bapipe.zoo.data.dataset import PipelineDataset
 
 _SEPARATE = {
     "factory", "data", "data_workers", "weights", "checkpoint", "resume", "replan", "without", "timeout_s",
@@ -20,14 +19,16 @@ _SEPARATE = {
 """Options that may differ between hosts, such as folders, or that show in the plan, the data or the checkpoint."""
 
 
-def job_facts(plan: Plan, config: TrainConfig, data: PipelineDataset[Any], resume_from: Path | None) -> dict[str, str]:
-    """Returns the value of each fact by what it is of."""
+def job_facts(
+    plan: Plan, config: TrainConfig, data: PipelineDataset[Any], samples: str | None, resume_from: Path | None
+) -> dict[str, str]:
+    """Returns the value of each fact by what it is of; `samples` is the data's `samples_digest`."""
     return {
         "bapipe": version("bapipe"),
         "torch": str(torch.__version__),
         "the plan": plan_digest(plan),
         **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},
-        "the data": f"{len(data)} samples{_content(data)}",
+        "the data": f"{len(data)} samples" if samples is None else f"{len(data)} samples {samples}",
         "the checkpoint to continue from": "none" if resume_from is None else resume_from.name,
         **{
             f"`{field.name}`": str(getattr(config, field.name))
@@ -35,24 +36,3 @@ def job_facts(plan: Plan, config: TrainConfig, data: PipelineDataset[Any], resum
             if field.name not in _SEPARATE
         },
     }
-
-
-def _content(data: PipelineDataset[Any]) -> str:
-    """Returns a digest of the first and the last sample; empty if they are drawn anew each time, or are no tensors."""
-    try:
-        first, second = (_samples_digest(data, seed) for seed in (0, 1))
-    except (TypeError, ValueError, RuntimeError):
-        return ""
-    return f" {first}" if first == second else ""
-
-
-def _samples_digest(data: PipelineDataset[Any], seed: int) -> str:
-    content = hashlib.sha256()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for index in (0, len(data) - 1):
-            for part in item_parts(data[index]):
-                tensor = torch.as_tensor(part)
-                content.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-                content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()[:NUM_DIGITS]

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
@@ -15,6 +16,7 @@ from bapipe.runtime.checkpoint.manifest import Position, check_model
 from bapipe.runtime.checkpoint.state_outside import check_no_extra_state
 from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough, warn_if_items_change
+from bapipe.runtime.data.samples_digest import samples_digest
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.evaluate.evaluate import check_scores
@@ -73,11 +75,14 @@ def train(
         warn_if_items_change(dataset, len(example.tensors), config.seed)
     if config.checkpoint is not None:
         check_no_extra_state(example.module)
+    compares_samples = config.checkpoint is not None or current_job() is not None
+    samples = samples_digest(dataset) if compares_samples else None
     devices, kind = [plan.cluster.devices[rank] for rank in ranks], device_kind(plan)
     job = TrainJob(
         plan=plan,
         build=build,
         dataset=dataset,
+        samples=samples,
         validation=validation,
         config=config,
         learning_rate=example.learning_rate if config.learning_rate is None else config.learning_rate,
@@ -109,7 +114,7 @@ def train(
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
             memory_advice=[_memory_advice(plan, name) for name in job.devices],
-            facts=job_facts(plan, config, dataset, resume_from) if current_job() is not None else {},
+            facts=job_facts(plan, config, dataset, samples, resume_from) if current_job() is not None else {},
         )
     return results[0]
 
@@ -159,6 +164,11 @@ def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) ->
     ):
         if old != new:
             raise BapipeError(f"{path} was trained with another {what}: {old} there and {new} here")
+    if msgspec.UNSET not in (there.samples, here.samples) and there.samples != here.samples:
+        raise BapipeError(
+            f"{path} was trained on other data with as many samples: the digest of the first and the last one is "
+            f"{there.samples} there and {here.samples} here"
+        )
     if there.position.step >= job.config.steps:
         raise BapipeError(
             f"{path} is already at step {there.position.step}; with {job.config.steps} steps there is nothing left to "

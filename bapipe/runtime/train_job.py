@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from bapipe.formats.codec import encode
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint
@@ -22,6 +24,7 @@ class TrainJob:
     """What every rank gets.
 
     Attributes:
+        samples: the `samples_digest` of the data set, if it has one and there are checkpoints.
         validation: data to evaluate on; None without evaluation.
         learning_rate: after the warm-up.
         optimizer: class of `torch.optim`, and its arguments besides the learning rate.
@@ -32,6 +35,7 @@ class TrainJob:
     plan: Plan
     build: Callable[[], Example]
     dataset: PipelineDataset[Any]
+    samples: str | None
     validation: PipelineDataset[Any] | None
     config: TrainConfig
     learning_rate: float
@@ -55,6 +59,7 @@ class TrainJob:
             optimizer_numbers={},
             files={},
             options=kept_options(self.config),
+            samples=msgspec.UNSET if self.samples is None else self.samples,
         )
 
     def _minibatch_sizes(self) -> tuple[MinibatchSize, ...]:

@@ -12,6 +12,7 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.strict_json import decode_fields, read_limited
 from bapipe.runtime.checkpoint.tensor_files import FileDigest, TensorSpec, file_digest, stored_specs
 from bapipe.runtime.grad_scaler import GradScalerState
+from bapipe.runtime.plan_digest import NUM_DIGITS
 from bapipe.units import NonNegative, Positive
 
 MANIFEST = "bapipe.json"
@@ -24,6 +25,8 @@ _FILE = re.compile(r"rank-\d{1,9}\.safetensors")
 _OLD_HEADER = b'{"bapipe":"checkpoint/1"'
 
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+ShortDigest = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NUM_DIGITS}}}$")]
 
 
 class DamagedCheckpoint(BapipeError):
@@ -83,6 +86,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         files: the files with the tensors.
         grad_scaler: loss scaling of the next step, if losses are scaled; stored as `scaling`.
         options: of the run, which one that resumes takes over; left out in checkpoints of earlier versions.
+        samples: the `samples_digest` of the training data; left out if it has none, and in checkpoints of earlier
+            versions.
     """
 
     bapipe: Literal["checkpoint/2"] = "checkpoint/2"
@@ -102,6 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     grad_scaler: GradScalerState | None = msgspec.field(default=None, name="scaling")
     options: KeptOptions | msgspec.UnsetType = msgspec.UNSET
     non_persistent: dict[str, TensorSpec] | msgspec.UnsetType = msgspec.UNSET
+    samples: ShortDigest | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in self.files:

@@ -31,7 +31,7 @@ def make_old(checkpoint: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "saving in a single process": that is intended
         save(tensors, checkpoint_id=checkpoint, no_dist=True)
-    for key in ("digest", "minibatch_sizes", "plan", "versions", "optimizer_numbers", "options"):
+    for key in ("digest", "minibatch_sizes", "plan", "versions", "optimizer_numbers", "options", "samples"):
         del tree[key]
     write_old(checkpoint, tree | {"bapipe": "checkpoint/1"})
 

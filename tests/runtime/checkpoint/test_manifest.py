@@ -10,19 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import MANIFEST, MinibatchSize, Position, position_after, read_manifest
 from bapipe.runtime.checkpoint.tensor_files import read_tensors, stored_specs, tensor_specs, write_tensors
 from bapipe.runtime.data.loader import MinibatchSampler
+from bapipe.runtime.data.samples_digest import samples_digest
 from bapipe.runtime.train_job import TrainJob
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.multiprocess.fault_cases import points
 from tests.runtime.checkpoint.cases import go, read_tree, write_manifest
 
 FOR_THE_READER = {"model", "plan", "versions"}
-"""Fields that a run does not use; `scaling` is one too, in a run that scales no losses, and `options` in one that was
-given all of its own."""
+"""Fields that a run does not use; `scaling` is one too, in a run that scales no losses, `options` in one that was given
+all of its own, and `samples` may be left out."""
 
 VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 3, 7, 12, 2**31, 2**63, 10**40, -0.5, 1.5, 1e308, "", "x", "sgd", "adamw", "float3r",
@@ -110,8 +112,22 @@ def test_every_change_of_a_field_is_refused_or_harmless(
             continue
         assert digest == "made anew", path
         differing = {key for key in {*used, *tree} if used.get(key) != tree.get(key)}
-        assert differing <= {*FOR_THE_READER, "digest", "scaling", "options"}, (path, differing)
+        assert differing <= {*FOR_THE_READER, "digest", "scaling", "options", "samples"}, (path, differing)
     assert refused > 200
+
+
+def test_other_data_with_as_many_samples_are_refused(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = kept / "step-000000006"
+    tree = read_tree(checkpoint)
+    other = TensorDataset(torch.zeros(50, 4), torch.arange(50) % 3)
+    monkeypatch.setattr("tests.runtime.checkpoint.cases.points", lambda: other)
+    assert resumed_with(kept, monkeypatch) == (
+        f"{checkpoint} was trained on other data with as many samples: the digest of the first and the last one is "
+        f"{samples_digest(as_pipeline_dataset(points()))} there and {samples_digest(as_pipeline_dataset(other))} here"
+    )
+    del tree["samples"]  # as in a checkpoint of an earlier version
+    write_manifest(checkpoint, tree)
+    assert "samples" not in resumed_with(kept, monkeypatch)
 
 
 @pytest.mark.parametrize(
