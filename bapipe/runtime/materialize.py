@@ -43,7 +43,9 @@ def materialize(
         states.setdefault(name.rpartition(".")[0], {})[name] = tensor
     with without_weak_references(model.root):
         for layer, state in states.items():
-            if any(tensor.is_meta and id(tensor) in local for tensor in state.values()):
+            unset = {name: tensor for name, tensor in state.items() if tensor.is_meta and id(tensor) in local}
+            if unset:
+                _check_not_dropped(unset)
                 _initialize_layer(model.root, layer, state, seed, initialize)
         for tensor in _all_tensors(model.root, model.module):
             if id(tensor) in local and tensor.device != device:
@@ -77,6 +79,15 @@ def layer_seed(seed: int, layer: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{layer}".encode()).digest()[:7])
 
 
+def _check_not_dropped(unset: dict[str, Tensor]) -> None:
+    dropped = next((name for name, tensor in unset.items() if hasattr(tensor, _DROPPED)), None)
+    if dropped is not None:
+        raise InvalidModel(
+            f"'{dropped}' has no values in this process: an earlier Pipeline of the same module left it to another "
+            "rank. Build the module again, with the trained values from a checkpoint of that Pipeline"
+        )
+
+
 def _initialize_layer(
     root: nn.Module,
     layer: str,
@@ -86,12 +97,6 @@ def _initialize_layer(
 ) -> None:
     # On the CPU, so that the values do not depend on the device.
     unset = {name: tensor for name, tensor in state.items() if tensor.is_meta}
-    dropped = next((name for name, tensor in unset.items() if hasattr(tensor, _DROPPED)), None)
-    if dropped is not None:
-        raise InvalidModel(
-            f"'{dropped}' has no values in this process: an earlier Pipeline of the same module left it to another "
-            "rank. Build the module again, with the trained values from a checkpoint of that Pipeline"
-        )
     for tensor in unset.values():
         _swap(tensor, _filled_with_marker(tensor))
     written = {id(tensor) for tensor in unset.values()}

@@ -17,7 +17,7 @@ from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.lowering import check_runnable
-from bapipe.runtime.materialize import materialize
+from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.split import split
 from bapipe.tracing import stages, trace
 from bapipe.tracing.captured import Autocast
@@ -323,6 +323,17 @@ def test_what_was_dropped_is_not_initialized_again() -> None:
     _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
     with pytest.raises(InvalidModel, match=r"^'1.weight' has no values in this process: an earlier Pipeline"):
         _materialize(_split(module, (1,), torch.zeros(1, 4)), (1,))
+
+
+def test_a_tied_weight_is_initialized_where_the_rest_of_its_layer_was_dropped() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    parts = _split(module, (1,), torch.zeros(1, 4))
+    drop_others(parts, list(stage_module(parts, 1).parameters()))  # as a pipeline does before it gives its own values
+    _materialize(parts, (1,))
+    assert [name for name, p in module.named_parameters(remove_duplicate=False) if p.is_meta] == ["0.bias"]
+    assert bool(module[2].weight.isfinite().all())
 
 
 def test_a_recurrent_layer_is_materialized_and_dropped() -> None:
