@@ -71,6 +71,15 @@ def three_steps(rank: Rank, folder: str) -> tuple[str, list[str]]:
     return said, [attacked(rank, f"{folder}/{behaviour}", behaviour) for behaviour in BEHAVIOURS]
 
 
+def talkative(rank: Rank) -> int:
+    """Reports more than a pipe holds, while the ranks wait for one another."""
+    for step in range(40):
+        rank.enter_step(step)
+        rank.report(bytes(10_000))
+        dist.barrier()
+    return rank.index
+
+
 BEHAVIOURS = ("closes", "is silent", "attacks the second group", "attacks at every attempt")
 """What strangers do once they have taken the places of ranks."""
 

@@ -18,7 +18,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.store import JobStore
 from bapipe.runtime.launch.processes import launch
 from tests import ROOT
-from tests.multiprocess.launch_cases import alone, both, default_workers, three_steps
+from tests.multiprocess.launch_cases import alone, both, default_workers, talkative, three_steps
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -71,6 +71,19 @@ def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
         launch(both, NAMES, "hang", timeout_s=3)
     assert str(caught.value) == ("rank 1 (cpu1) hangs at step 3: rank 0 (cpu0) waited more than 3 s for another rank")
     assert caught.value.lost == ("cpu1",)
+
+
+def test_a_callback_may_take_longer_than_the_timeout() -> None:
+    num_reports = 0
+
+    def wait_once(index: int, report: bytes) -> None:
+        nonlocal num_reports
+        if num_reports == 0:
+            time.sleep(2.5)
+        num_reports += 1
+
+    assert launch(talkative, NAMES, timeout_s=1, on_message=wait_once) == [0, 1]
+    assert num_reports == 80
 
 
 @dataclass(slots=True)

@@ -4,10 +4,12 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 from bapipe.errors import BapipeError, RunFailed, Stopped
@@ -36,6 +38,9 @@ _NCCL_SETTLE_S = 5.0
 
 _START_S = 120.0
 """How much longer a rank may be silent while it starts, because importing torch takes long."""
+
+_Batches = SimpleQueue[list[tuple[LocalProcess, object]] | Exception]
+"""What `receive` has returned, or raised."""
 
 _NO_FACTS: Mapping[str, str] = {}
 
@@ -138,9 +143,10 @@ def launch(
                 environment={} if kind == "cpu" else _cuda_environment(),
                 grace_s=_END_S,
             ) as processes,
+            _listening(processes) as batches,
         ):
             ranks = [_RankState(device, process) for device, process in zip(names, processes, strict=True)]
-            _follow(ranks, job, on_message, stop)
+            _follow(ranks, batches, job, on_message, stop)
     return [rank.finished.result for rank in ranks if rank.finished is not None]  # type: ignore[misc]
 
 
@@ -155,8 +161,31 @@ def _cuda_environment() -> dict[str, str]:
     return {key: value for key, value in wanted.items() if not any(map(os.environ.get, names.get(key, (key,))))}
 
 
+@contextmanager
+def _listening(processes: Sequence[LocalProcess]) -> Iterator[_Batches]:
+    """Receives messages in a thread: a rank whose pipe is full would wait for `on_message`, and the others for it."""
+    batches, leaves = _Batches(), Event()
+
+    def listen() -> None:
+        try:
+            while not leaves.is_set() and any(process.is_open for process in processes):
+                if received := receive(processes, timeout_s=_RECEIVE_S):
+                    batches.put(received)
+        except Exception as error:  # of a message that cannot be unpickled here
+            batches.put(error)
+
+    listener = Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield batches
+    finally:
+        leaves.set()
+        listener.join()
+
+
 def _follow(
     ranks: Sequence[_RankState],
+    batches: _Batches,
     job: RankJob,
     on_message: Callable[[int, Any], None] | None,
     stop: StopRequest,
@@ -165,7 +194,7 @@ def _follow(
     deadline_s: float | None = None
     num_signals, last_s = 0, time.monotonic()
     while any(rank.finished is None for rank in ranks):
-        _receive(ranks, job, on_message)
+        _take(batches, ranks, job, on_message)
         now_s = time.monotonic()
         if deadline_s is None and any(rank.broken for rank in ranks):
             deadline_s = now_s + (_NCCL_SETTLE_S if job.kind == "cuda" else _SETTLE_S)
@@ -200,10 +229,19 @@ def _count_silence(ranks: Sequence[_RankState], passed_s: float) -> None:
             rank.silent_s += passed_s
 
 
-def _receive(ranks: Sequence[_RankState], job: RankJob, on_message: Callable[[int, Any], None] | None) -> None:
-    for process, message in receive([rank.process for rank in ranks], timeout_s=_RECEIVE_S):
+def _take(
+    batches: _Batches, ranks: Sequence[_RankState], job: RankJob, on_message: Callable[[int, Any], None] | None
+) -> None:
+    """Notes the next messages, and passes on those for `on_message`, after waiting for them up to `_RECEIVE_S`."""
+    try:
+        batch = batches.get(timeout=_RECEIVE_S)
+    except Empty:
+        return
+    if isinstance(batch, Exception):
+        raise batch
+    for process, message in batch:
         rank = ranks[process.index]
-        if not process.is_open:
+        if message is None:
             _note_end(rank, job)
             continue
         rank.silent_s = 0.0
