@@ -136,15 +136,17 @@ def _difference(wanted: Tensor | None, got: Tensor | None) -> float:
         wanted, got = wanted.to_dense(), got.to_dense()
     if torch.equal(wanted, got):
         return 0.0
-    a, b = (_comparable(tensor) for tensor in (wanted, got))
+    a, b = comparable(wanted), comparable(got)
     if not torch.equal(a.isfinite(), b.isfinite()):
         return float("inf")
     a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
     return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-300))
 
 
-def _comparable(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+def comparable(tensor: Tensor) -> Tensor:
+    """Returns a tensor's values in float64, of complex ones the real and imaginary parts; without its graph."""
+    values = tensor.detach()
+    return torch.view_as_real(values.resolve_conj()).double() if values.is_complex() else values.double()
 
 
 def _rounding(tensor: Tensor | None, conditions: Conditions = TRAINING) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bapipe.equivalence.compare import comparable
 from bapipe.equivalence.outcome import Microbatch, counters_in, trial
 from bapipe.equivalence.stage_pass import NoTensor, Stage, StageFailed, run_stage
 from bapipe.equivalence.stages import on_finest_stages
@@ -110,6 +111,7 @@ def _trained(stage: Stage) -> dict[str, Tensor]:
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(
-        one[name].shape == other[name].shape and torch.equal(one[name].nan_to_num(), other[name].nan_to_num())
+        one[name].shape == other[name].shape
+        and torch.equal(comparable(one[name]).nan_to_num(), comparable(other[name]).nan_to_num())
         for name in one
     )

@@ -42,6 +42,18 @@ class Activated(nn.BatchNorm1d):
         return super().forward(y).tanh()
 
 
+class Complex(nn.Module):
+    """Hands on complex numbers, which need gradients, and their conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4, dtype=torch.complex128), nn.Linear(4, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x.to(torch.complex128)).conj())
+        return y.abs()
+
+
 def found(module: nn.Module) -> set[str]:
     torch.manual_seed(0)
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -74,6 +86,10 @@ def test_what_the_next_forward_reads_is_found(body: str, layers: set[str]) -> No
 )
 def test_what_no_forward_reads_is_no_harm(body: str) -> None:
     assert not found(nested(getattr(odd_modules, body)))
+
+
+def test_complex_values_are_compared() -> None:
+    assert not found(Complex())
 
 
 def test_values_that_are_overwritten_before_they_are_read_are_no_harm() -> None:
