@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.tensor_changes import TensorVersions
-from bapipe.tracing.python_state import Attributes, attributes_of, set_attributes
+from bapipe.tracing.python_state import (
+    Attributes,
+    GeneratorStates,
+    attributes_of,
+    copied,
+    generator_states_of,
+    hidden_tensors,
+    restore_generator_states,
+    set_attributes,
+)
 
 Result = TypeVar("Result")
 
@@ -25,6 +34,7 @@ class _StateBeforeForward:
 
     cpu_rng: Tensor
     cuda_rng: Tensor | None
+    generators: GeneratorStates
     tensors: dict[str, Tensor]
     attributes: Attributes
 
@@ -34,8 +44,9 @@ class RecomputedStage(nn.Module):
 
     The second run draws the random numbers of the first, reads the values of buffers and frozen parameters, and the
     Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
-    micro-batch once, and so does a counter. Small buffers, and what the very first F has changed, are copied before
-    each F. Other tensors are taken for constants; an F that writes to one later is an error.
+    micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and attributes that are
+    not immutable are copied before each F. Other tensors are taken for constants; an F that writes to one later, or to
+    a large one in an attribute, is an error.
 
     Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
     every group of weights in a W.
@@ -77,17 +88,17 @@ class RecomputedStage(nn.Module):
                 then lost.
         """
         sums = _sums(self.module) if self._changing is None else {}
-        cuda_rng = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         buffers = self._buffers_now()
         before = {name: tensor.clone() for name, tensor in self._copied(buffers).items()}
-        versions = TensorVersions(self._weights | buffers)
-        state = _StateBeforeForward(torch.get_rng_state(), cuda_rng, before, attributes_of(self.module))
+        hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
+        tensors = self._weights | buffers | hidden
+        versions, state = TensorVersions(tensors), self._state(tensors, before)
         result = run()
         now = self._weights | self._buffers_now()
         if self._changing is None:
             _check_parameters(sums, _sums(self.module))
             different = {name for name, value in before.items() if not torch.equal(value, now[name])}
-            self._changing = versions.written() | different
+            self._changing = (versions.written() - hidden.keys()) | different
             for name in before.keys() - self._copied(buffers).keys():
                 del before[name]
         for name in sorted(versions.written() - self._changing - before.keys()):
@@ -97,6 +108,19 @@ class RecomputedStage(nn.Module):
             for earlier in self._before.values():
                 earlier.tensors.setdefault(name, tensor)
         return result
+
+    def _state(self, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> _StateBeforeForward:
+        """Returns the state now, whose attributes have `tensors`, or their copies `before`; both are by name."""
+        generators = generator_states_of(self.module)
+        same = (*self.module.modules(), *(generator for generator, _ in generators))
+        copies = {id(one): one for one in same} | {id(t): before.get(name, t) for name, t in tensors.items()}
+        return _StateBeforeForward(
+            cpu_rng=torch.get_rng_state(),
+            cuda_rng=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
+            generators=generators,
+            tensors=before,
+            attributes=copied(attributes_of(self.module), copies),
+        )
 
     def _copied(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors whose values are copied before an F: of the buffers and the parameters not trained."""
@@ -115,18 +139,20 @@ class RecomputedStage(nn.Module):
     def recomputing(self, microbatch: int) -> Iterator[None]:
         """In this context the module runs as it did in a micro-batch's first F."""
         state = self._before.pop(microbatch)
-        now = attributes_of(self.module)
+        attributes, generators = attributes_of(self.module), generator_states_of(self.module)
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
+            restore_generator_states(state.generators)
             set_attributes(state.attributes)
             self._copies = state.tensors
             try:
                 yield
             finally:
                 self._copies = {}
-                set_attributes(now)
+                set_attributes(attributes)
+                restore_generator_states(generators)
 
 
 class LossModule(nn.Module):
@@ -135,10 +161,17 @@ class LossModule(nn.Module):
     def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
         """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
         super().__init__()
-        self.loss, self.computed = loss, computed
+        self.computed = computed
+        if isinstance(loss, nn.Module):
+            self.loss = loss
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return self.computed(output, target)
+
+
+def _is_shared(hidden: Tensor) -> bool:
+    """Returns whether a tensor in an attribute is not copied: it is large, or may have a graph."""
+    return hidden.requires_grad or hidden.nbytes > _SMALL_BYTES
 
 
 def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,7 @@
 """Captures a module with torch.fx, which keeps its modules and with them their hooks."""
 
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from inspect import Parameter, signature
@@ -274,7 +275,7 @@ def _check_second_trace(
 def _counts(module: nn.Module) -> list[float]:
     """Returns the numbers, and the lengths of lists, among the attributes of a module's parts."""
     values = [value for _, attributes in attributes_of(module) for value in attributes.values()]
-    lengths = [float(len(value)) for value in values if isinstance(value, list | dict | set)]
+    lengths = [float(len(value)) for value in values if isinstance(value, list | dict | set | deque)]
     return lengths + [float(value) for value in values if isinstance(value, int | float)]
 
 

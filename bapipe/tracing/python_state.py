@@ -1,50 +1,53 @@
 """What a module's forward changes in the module itself, beside its results, and how to undo it."""
 
 import copy
-import itertools
 import random
-from collections.abc import Iterator
+from collections import ChainMap, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
+
+from bapipe.torch_private import FakeTensor
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
 
-_COPIED = (list, dict, set, bytearray, random.Random, torch.Generator, itertools.count)
+GeneratorStates = list[tuple[torch.Generator | random.Random, Any]]
+"""Random generators with their states."""
 
 
 @contextmanager
 def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    Lists, dictionaries, counters and objects with attributes of their own are replaced by copies meanwhile. What a
-    forward changes outside of the module, such as a global variable, is not undone. Yields copies of the values of
-    tensors, by the tensor's id.
+    Attributes that are not immutable are replaced by copies meanwhile. What a forward changes outside of the module,
+    such as a global variable, is not undone. Yields copies of the values of tensors, by the tensor's id.
 
     Args:
         parameters: whether to restore the values of parameters too, for which these are copied.
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    tensors = _tensors(modules)
+    hidden = {id(tensor): tensor for tensor in hidden_tensors(module).values()}
+    own = _tensors(modules)
     values = [
         (tensor, tensor.detach().clone())
-        for tensor in tensors.values()
-        if not tensor.is_meta and not is_lazy(tensor) and (parameters or not isinstance(tensor, nn.Parameter))
+        for tensor in (own | hidden).values()
+        if _has_value(tensor) and (parameters or id(tensor) in hidden or not isinstance(tensor, nn.Parameter))
     ]
     attributes = [dict(vars(part)) for part in modules]
     registries = [
         [(value, dict(value)) for value in map(vars(part).get, _REGISTRIES) if value is not None] for part in modules
     ]
-    memo: dict[int, Any] = tensors | {id(part): part for part in modules}
-    for part in modules:
-        for name, value in list(vars(part).items()):
-            if name not in _REGISTRIES and _holds_state(value):
-                with suppress(Exception):  # an object that refuses to be copied stays as it is
-                    vars(part)[name] = copy.deepcopy(value, memo)
+    generators = generator_states_of(module)
+    # What a graph module has beside tensors and generators is its graph and its code.
+    changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
+    kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
+    set_attributes(copied(changing, {id(one): one for one in kept}))
     try:
         yield {id(tensor): value for tensor, value in values}
     finally:
@@ -54,9 +57,14 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
             for registry, entries in own_registries:
                 registry.clear()
                 registry.update(entries)
+        restore_generator_states(generators)
         with torch.no_grad():
             for tensor, value in values:
                 _restore(tensor, value)
+
+
+def _has_value(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not is_lazy(tensor) and not isinstance(tensor, FakeTensor)
 
 
 def _restore(tensor: Tensor, value: Tensor) -> None:
@@ -106,10 +114,63 @@ def generator_state(generator: torch.Generator | random.Random) -> object:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy().tobytes()
 
 
+def generator_states_of(module: nn.Module) -> GeneratorStates:
+    """Returns the random generators among the attributes of a module and its parts, with their states."""
+    generators = {id(one): one for one in generators_kept(module).values()}.values()
+    return [(one, one.getstate() if isinstance(one, random.Random) else one.get_state()) for one in generators]
+
+
+def restore_generator_states(states: GeneratorStates) -> None:
+    """Sets generators to states that `generator_states_of` returned."""
+    for one, state in states:
+        if isinstance(one, random.Random):
+            one.setstate(state)
+        else:
+            one.set_state(state)
+
+
+def hidden_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors in attributes of modules that are neither their parameters nor their buffers, by path.
+
+    They may be inside of collections, of other objects, and of modules that are no parts of the module.
+    """
+    seen = {id(one) for one in (*module.modules(), *module.parameters(), *module.buffers())}
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        if not isinstance(part, fx.GraphModule):
+            for name, value in plain_attributes(part).items():
+                found |= _tensors_inside(value, f"{path}.{name}".lstrip("."), seen)
+    return found
+
+
+def _tensors_inside(value: object, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors inside a value with their paths; `seen` are the ids of objects not to look into."""
+    if isinstance(value, _NO_STATE) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for name, part in _parts(value):
+        yield from _tensors_inside(part, f"{path}.{name}", seen)
+
+
+def _parts(value: object) -> Iterable[tuple[object, object]]:
+    """Returns what an object consists of, by name, as far as `copy.deepcopy` would copy it."""
+    if isinstance(value, nn.Module):
+        own = () if isinstance(value, fx.GraphModule) else plain_attributes(value).items()
+        return (*value.named_parameters(), *value.named_buffers(), *value.named_children(), *own)
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return enumerate(value)
+    return getattr(value, "__dict__", {}).items()
+
+
 def attributes_of(module: nn.Module) -> Attributes:
-    """Returns the attributes of the modules that are not torch's own, with copies of lists, dictionaries and sets."""
+    """Returns the attributes of the modules that are not torch's own."""
     own_code = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
-    return _copied([(part, plain_attributes(part)) for part in own_code])
+    return [(part, plain_attributes(part)) for part in own_code]
 
 
 def plain_attributes(part: nn.Module) -> dict[str, object]:
@@ -118,34 +179,42 @@ def plain_attributes(part: nn.Module) -> dict[str, object]:
 
 
 def set_attributes(attributes: Attributes) -> None:
-    """Gives modules the attributes that `attributes_of` returned."""
-    for part, values in _copied(attributes):
+    """Gives modules these attributes, and no others."""
+    for part, values in attributes:
         for name in plain_attributes(part).keys() - values.keys():
             del vars(part)[name]
         vars(part).update(values)
 
 
-def _copied(attributes: Attributes) -> Attributes:
-    """Returns attributes with copies of lists, dictionaries and sets: one of each, however many modules have it."""
-    copies: dict[int, object] = {}
+def copied(attributes: Attributes, copies: Mapping[int, object]) -> Attributes:
+    """Returns attributes with copies of what is not immutable: one of each, however many modules have it.
 
-    def copied(value: object) -> object:
-        if type(value) not in (list, dict, set):
-            return value
-        return copies.setdefault(id(value), copy.copy(value))
+    An object that refuses to be copied stays as it is.
 
-    return [(part, {name: copied(value) for name, value in values.items()}) for part, values in attributes]
+    Args:
+        copies: what stands for an object, by its id: another one, or the object itself if it is not to be copied.
+    """
+    copies = dict(copies)
+    result = []
+    for part, values in attributes:
+        own = dict(values)
+        for name, value in values.items():
+            made: dict[int, Any] = {}  # what is copied before another part refuses is not used
+            if not isinstance(value, _NO_STATE):
+                with suppress(Exception):
+                    own[name] = copy.deepcopy(value, ChainMap(made, copies))  # type: ignore[arg-type]
+                    copies.update(made)
+        result.append((part, own))
+    return result
+
+
+_NO_STATE = (
+    int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type, FunctionType, MethodType, ModuleType,
+)  # fmt: skip
+"""Types of attributes that are not copied: they are immutable, or code. There are others, which copies leave alone."""
 
 
 def _tensors(modules: list[nn.Module]) -> dict[int, Tensor]:
     """Returns the parameters, buffers and other attributes of modules that are tensors, by id."""
     own = (value for part in modules for value in (*part.parameters(False), *part.buffers(False), *vars(part).values()))
     return {id(value): value for value in own if isinstance(value, Tensor)}
-
-
-def _holds_state(value: object) -> bool:
-    """Returns whether an attribute may change without being assigned; functions and classes are no such state."""
-    if isinstance(value, nn.Module | Tensor | type) or callable(value):
-        return False
-    has_attributes = hasattr(value, "__dict__") or hasattr(type(value), "__slots__")
-    return isinstance(value, _COPIED) or type(value).__module__.startswith("numpy.random") or has_attributes

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from bapipe.equivalence import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.tracing import trace
-from bapipe.tracing.python_state import attributes_of, set_attributes
+from bapipe.tracing.python_state import attributes_of, copied, set_attributes
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages
 
@@ -91,7 +91,7 @@ def test_a_loss_sees_the_attributes_of_the_last_stage(cut: str, equal: bool) -> 
 
 def test_copies_of_attributes_are_as_many_as_the_attributes() -> None:
     module = Talks()
-    kept = attributes_of(module)
+    kept = copied(attributes_of(module), {})
     module.leaves.values["mean"] = 1.0
     set_attributes(kept)
     assert module.leaves.values == {}

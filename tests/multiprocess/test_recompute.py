@@ -1,7 +1,12 @@
 """A stage that runs its forward again does so exactly, and leaves nothing twice."""
 
+import collections
 import copy
+import itertools
+import random
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,6 +133,124 @@ def test_a_later_change_of_what_was_taken_for_a_constant_is_refused(kind: str, s
         match=r"^the forward changes '0\.centre' of layer '0', so it cannot be recomputed exactly: plan without recomp",
     ):
         stage.first(2, lambda: stage(torch.ones(3, 4)))
+
+
+class Ratio:
+    """An object with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+
+class Keeps(nn.Module):
+    """Every forward multiplies by another number, which comes from what an attribute holds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+        frozen = nn.Linear(1, 1).requires_grad_(False)
+        self.kept: Any = {
+            "torch generator": torch.Generator().manual_seed(1),
+            "generator of an object": Ratio(),
+            "Python generator": random.Random(1),
+            "numpy generator": numpy.random.default_rng(1),
+            "deque": collections.deque([0.0], maxlen=3),
+            "numpy array": numpy.zeros(1),
+            "counter": itertools.count(),
+            "list of lists": [[0.0]],
+            "list of tensors": [torch.zeros(1, dtype=torch.float64)],
+            "list of modules": [frozen],
+            "tensor": torch.zeros(1),
+        }[kind]
+
+    def next(self) -> float:
+        kept = self.kept
+        if isinstance(kept, torch.Generator | Ratio):
+            return torch.rand(1, generator=kept.generator if isinstance(kept, Ratio) else kept).item()
+        if isinstance(kept, random.Random | numpy.random.Generator):
+            return float(kept.random())
+        if self.kind == "counter":
+            return float(next(kept))
+        if self.kind == "list of modules":
+            kept[0].weight.add_(1)
+            return float(kept[0].weight)
+        if self.kind == "deque":
+            kept.append(kept[-1] + 1)
+            return float(sum(kept))
+        where = kept[0] if self.kind == "list of lists" else kept
+        where[0] += 1
+        return float(where[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) * (1 + 0.1 * self.next())
+        return y
+
+
+KEPT = (
+    "torch generator", "generator of an object", "Python generator", "numpy generator", "deque", "numpy array",
+    "counter", "list of lists", "list of tensors", "list of modules", "tensor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_attributes_hold_is_as_in_the_first_forward(kind: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Keeps(kind), nn.Tanh(), Keeps(kind)).double()
+    whole, stage = copy.deepcopy(module), RecomputedStage(module, CPU)
+    inputs = torch.randn(5, 2, 4, dtype=torch.float64).unbind()
+    for m, x in enumerate(inputs):
+        stage.first(m, lambda x=x: stage(x))
+        if m > 1:  # with two other forwards in between
+            with stage.recomputing(m - 2):
+                again = stage(inputs[m - 2])
+            assert torch.equal(again, whole(inputs[m - 2]))
+
+
+def test_a_large_tensor_of_an_attribute_that_a_forward_changes_is_refused() -> None:
+    module = nn.Sequential(Keeps("tensor"))
+    module[0].kept = torch.zeros(LARGE)
+    stage = RecomputedStage(module, CPU)
+    with pytest.raises(
+        InvalidModel,
+        match=r"^the forward changes '0\.kept' of layer '0', so it cannot be recomputed exactly: plan without recomp",
+    ):
+        stage.first(0, lambda: stage(torch.ones(3, 4)))
+
+
+class Noisy(nn.Module):
+    """Its own forward draws from its generator: that of a traced model's graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = (y * torch.rand(y.shape, generator=self.generator, dtype=y.dtype)).tanh()
+        z: Tensor = self.second(y)
+        return z
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [((0,), ()), ((), ("first",))])
+@pytest.mark.usefixtures("alone")
+def test_a_recomputed_graph_draws_the_same_numbers_from_its_own_generator(
+    recompute: tuple[int, ...], layers: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    module = Noisy().double()
+    whole = copy.deepcopy(module)
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    order = ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
+    plan = make_plan(["first", "second"], (), (0,), [order], 2, 3, recompute, layers)
+    pipeline = Pipeline(module, plan, loss=nn.functional.mse_loss, inputs=[x], optimizer=sgd(0.0))
+    for _ in range(2):
+        whole.zero_grad()
+        pipeline.step(x, target=y)
+        for a, b in zip(x.chunk(3), y.chunk(3), strict=True):
+            (nn.functional.mse_loss(whole(a), b) / 3).backward()
+        for name, parameter in pipeline.named_parameters().items():
+            torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
 
 
 class Centred(nn.Module):

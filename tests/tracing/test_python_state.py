@@ -1,8 +1,9 @@
 """What a forward changes in its module is undone, and nothing else."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,17 @@ class Remembers(nn.Module):
         self.queue = torch.zeros(2, 3)
         self.calls, self.seen, self.counts, self.draws = 0, [0.0], Counter[str](), random.Random(1)
         self.state = State()
+        self.recent, self.array = deque([0.0], maxlen=2), numpy.zeros(1)
+        self.noise, self.means = torch.Generator().manual_seed(1), [torch.zeros(3)]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(self.draws.random())
         self.counts["calls"] += 1
         self.state.steps += 1
+        self.recent.append(self.draws.random())
+        self.array += 1
+        self.means[0].add_(torch.rand(3, generator=self.noise))
         self.latest = x
         with torch.no_grad():
             self.mean.add_(1)
@@ -37,7 +43,7 @@ class Remembers(nn.Module):
         self.last = x.mean(0)
         self.register_buffer("added", torch.ones(1))
         self.linear.register_forward_hook(lambda *_: None)
-        y: Tensor = self.linear(x) * self.calls
+        y: Tensor = self.linear(x) * self.calls * sum(self.recent) * self.array[0] * self.means[0]
         return y
 
 
@@ -49,7 +55,8 @@ class State:
 def test_everything_that_a_forward_changes_is_undone() -> None:
     module = Remembers()
     seen, last, draws, state = module.seen, module.last, module.draws, module.draws.getstate()
-    weight = module.linear.weight.detach().clone()
+    weight, noise = module.linear.weight.detach().clone(), module.noise.get_state()
+    recent, means, mean = module.recent, module.means, module.means[0]
     with state_restored(module, parameters=True):
         first = module(torch.ones(2, 3))
     with state_restored(module, parameters=True):
@@ -59,6 +66,13 @@ def test_everything_that_a_forward_changes_is_undone() -> None:
     assert module.last is last
     assert module.draws is draws
     assert draws.getstate() == state
+    assert module.recent is recent
+    assert list(recent) == [0]
+    assert module.array[0] == 0
+    assert module.noise.get_state().equal(noise)
+    assert module.means is means
+    assert module.means[0] is mean
+    assert mean.eq(0).all()
     assert not hasattr(module, "latest")
     assert set(dict(module.named_buffers())) == {"mean", "last"}
     assert module.mean.eq(0).all()
