@@ -359,12 +359,13 @@ class Pipeline:
 
         `num_samples` is the number of samples, the same on every rank, by default the plan's mini-batch. Without a
         target no loss is computed. `keep` gets the model's output of each micro-batch and returns what to keep of it.
-        Returns the result on ranks of the last stage, None on others. Parameters, buffers, random generators and the
-        training mode stay as they are; a loss that is a module is in evaluation mode, too, and keeps its state.
+        Returns the result on ranks of the last stage, None on others. Parameters, buffers, attributes, random
+        generators and the training mode stay as they are; a loss that is a module is in evaluation mode, too, and keeps
+        its state.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing or does not fit.
-            InvalidModel: the model takes no micro-batch of the size that the last one has.
+            InvalidModel: the model takes no micro-batch of the size that the last one has, or changes a parameter.
         """
         if self._forward_executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")

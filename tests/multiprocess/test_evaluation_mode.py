@@ -1,10 +1,14 @@
 """In evaluation mode a pipeline computes what the whole model computes, and training continues unchanged."""
 
+import copy
+import random
+from collections import deque
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.runtime.evaluate.forward import forwards_only
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.pipeline import Pipeline
@@ -115,3 +119,58 @@ def test_the_loss_is_in_evaluation_mode_too_and_keeps_its_state() -> None:
     assert computed.calls == 0
     assert computed.training
     assert computed.dropout.training
+
+
+class Changes(nn.Module):
+    """One layer, whose forward changes in any mode what it is asked to change."""
+
+    calls: Tensor
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.num_calls, self.recent = what, 0, deque([1.0], maxlen=2)
+        self.linear, self.kinds = nn.Linear(6, 6), nn.Embedding(2, 6, max_norm=0.1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:  # so that it is one layer
+            return x
+        if self.what == "parameter":
+            with torch.no_grad():
+                self.linear.weight.mul_(0.9)
+            return x
+        self.calls += 1
+        self.num_calls += 1
+        self.recent.append(random.random())
+        y: Tensor = self.linear(x) + self.kinds.weight.sum() + self.kinds(torch.zeros(len(x), dtype=torch.int64))
+        return y * self.calls * self.num_calls + sum(self.recent) + torch.rand(6, generator=self.noise)
+
+
+def _evaluating(module: nn.Module, x: Tensor) -> Pipeline:
+    plan = make_plan(["0"], (), (0,), [["0F0", "0F1", "0B0", "0B1"]], len(x) // 2, 2)
+    return Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True, check=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_forward_changes_in_any_mode_is_as_before_an_evaluation() -> None:
+    module, x = nn.Sequential(Changes("state")).double(), torch.randn(4, 6, dtype=torch.float64)
+    pipeline, layer = _evaluating(module, x), module[0]
+    assert isinstance(layer, Changes)
+    before, generators = copy.deepcopy(layer), random.getstate()
+    for _ in range(2):
+        pipeline.evaluate(x)
+        assert all(torch.equal(value, before.state_dict()[name]) for name, value in layer.state_dict().items())
+        assert layer.noise.get_state().equal(before.noise.get_state())
+        assert (layer.num_calls, layer.recent) == (before.num_calls, before.recent)
+        assert random.getstate() == generators
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_whose_parameters_an_evaluation_would_change_is_refused() -> None:
+    module, x = nn.Sequential(Changes("parameter")).double(), torch.randn(4, 6, dtype=torch.float64)
+    with pytest.raises(
+        InvalidModel,
+        match=r"^the forward changes the parameter '0\.linear\.weight' in evaluation mode, too, .*`self\.training`$",
+    ):
+        _evaluating(module, x).evaluate(x)

@@ -3,7 +3,7 @@
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any
@@ -17,9 +17,12 @@ from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.split import split
+from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
+from bapipe.tracing.changing_state import limited_embeddings
+from bapipe.tracing.python_random import generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
 
@@ -87,6 +90,35 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
             part.training = training
 
 
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules may run in this context; afterwards they are as they were.
+
+    Of parameters only those are copied of which it is known that a forward changes them.
+
+    Raises:
+        InvalidModel: it has changed another parameter.
+    """
+    limited = {id(weight): weight for module in modules for weight in limited_embeddings(module)}
+    before = [(weight, weight.detach().clone()) for weight in limited.values()]
+    others = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in limited}
+    versions = TensorVersions(others)
+    try:
+        with ExitStack() as restored:
+            for module in modules:
+                restored.enter_context(state_restored(module))
+            yield
+    finally:
+        with torch.no_grad():
+            for weight, value in before:
+                weight.copy_(value)
+    for name in sorted(versions.written()):
+        raise InvalidModel(
+            f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change what is "
+            "trained: let it do so only if `self.training`"
+        )
+
+
 class ForwardExecutor:
     """Runs the forwards of one rank's stages, without gradients, in an order of its own: forwards only."""
 
@@ -132,6 +164,9 @@ class ForwardExecutor:
         """Returns the mean loss and what `keep` makes of each output on ranks of the last stage, None on others.
 
         All ranks of the group call it together.
+
+        Raises:
+            InvalidModel: a forward changes a parameter.
         """
         device = self._layout.device
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
@@ -140,7 +175,8 @@ class ForwardExecutor:
         with (
             torch.no_grad(),
             evaluation_mode([self._parts.model.module, *self._modules.values(), self._loss]),
-            state_restored(self._loss),
+            _unchanged([*self._modules.values(), self._loss]),
+            generators_restored(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
             for m, output in self._results(loaded, rows):
