@@ -17,7 +17,7 @@ from bapipe.job.groups import new_proven_group
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.replicas import Replicas, broadcast_from_first
+from bapipe.runtime.replicas import Replicas, broadcast
 from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.runtime.transfers import Channels
 from bapipe.torch_private import default_group_timeout
@@ -30,7 +30,7 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
     All that are shared, frozen ones too, get the values of the first rank that has them.
 
     Raises:
-        BapipeError: there are some, and a group other than the default one was given.
+        BapipeError: there are some that are trained, and a group other than the default one was given.
     """
     schedule = layout.schedule
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks in them
@@ -39,6 +39,11 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
         users = tuple(sorted({rank for s in tied.stages for rank in schedule.devices[s]}))
         if len(users) == 1:
             continue
+        if not tied.parameter.requires_grad:  # no gradients to sum, so it has no group of its own
+            value = tied.parameter.detach()
+            value = value if layout.rank in users else torch.empty_like(value, device=layout.device)
+            broadcast(value, layout.group, layout.ranks.index(users[0]))
+            continue
         if layout.group is not None:
             raise BapipeError(
                 f"'{tied.name}' is in several stages, which need the default process group: leave out `group`"
@@ -46,9 +51,8 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
         if users not in groups:
             groups[users] = _new_group(layout, users)
         if layout.rank in users:
-            broadcast_from_first(tied.parameter, groups[users])
-            if tied.parameter.requires_grad:
-                users_of.append((tied.parameter, groups[users]))
+            broadcast(tied.parameter.detach(), groups[users])
+            users_of.append((tied.parameter, groups[users]))
     return TiedGradients(users_of)
 
 

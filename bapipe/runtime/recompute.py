@@ -89,7 +89,9 @@ class RecomputedStage(nn.Module):
         """
         sums = _sums(self.module) if self._changing is None else {}
         buffers = self._buffers_now()
-        before = {name: tensor.clone() for name, tensor in self._copied(buffers).items()}
+        copied_now = self._copied(buffers)
+        clones = {id(tensor): tensor.clone() for tensor in copied_now.values()}  # one of a tensor with several names
+        before = {name: clones[id(tensor)] for name, tensor in copied_now.items()}
         hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
         tensors = self._weights | buffers | hidden
         versions, state = TensorVersions(tensors), self._state(tensors, before)

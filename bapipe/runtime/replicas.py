@@ -41,11 +41,16 @@ class _Reduction:
         return self.flat.nbytes + sum(grad.nbytes for grad in self.large)
 
 
-def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Gives a tensor, on every rank of a group, the values that it has on the group's first rank."""
-    value = tensor.detach().contiguous()
-    dist.broadcast(value, group=group, group_src=0)
-    tensor.detach().copy_(value)
+def broadcast(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Gives a tensor without a graph, on every process of a group, the values that it has on one of them.
+
+    Args:
+        group: None is the default group.
+        source: the number in the group of the process that has the values.
+    """
+    value = tensor.contiguous()
+    dist.broadcast(value, group=group, group_src=source)
+    tensor.copy_(value)
 
 
 class GradientSum:
@@ -193,7 +198,7 @@ class Replicas:
         `loss` is that of the last stage, None of others.
         """
         for tensor in (*module.parameters(), *module.buffers()):
-            broadcast_from_first(tensor, group)
+            broadcast(tensor.detach(), group)
         self._group = group
         self.gradients = GradientSum(layers, group, clock)
         self._buffers = BufferAverage(stage, module, group, share)

@@ -76,6 +76,30 @@ def test_of_large_buffers_only_those_that_change_are_kept() -> None:
     assert stage._before[1].tensors["0.num_batches_tracked"].item() == 1
 
 
+class Counted(nn.Module):
+    count: Tensor
+
+    def __init__(self, count: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("count", count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+def test_a_buffer_of_two_layers_changes_once() -> None:
+    """Each forward counts twice: the third one begins at 4."""
+    count = torch.zeros(())
+    stage = RecomputedStage(nn.Sequential(Counted(count), Counted(count)), CPU)
+    one = torch.ones(())
+    assert [stage.first(m, lambda: stage(one)).item() for m in range(3)] == [1 * 2, 3 * 4, 5 * 6]
+    for m, want in ((0, 1 * 2), (2, 5 * 6), (1, 3 * 4)):
+        with stage.recomputing(m):
+            assert stage(one).item() == want
+    assert count.item() == 6
+
+
 class Warmed(nn.Module):
     """From its third forward on a centre follows what it computes, and running statistics its inputs."""
 

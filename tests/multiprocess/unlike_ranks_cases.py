@@ -1,6 +1,7 @@
 """Ranks that were given different modules and plans."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -28,12 +29,12 @@ class Tied(nn.Module):
 
 def run(rank: Rank) -> tuple[list[list[float]], str]:
     """Returns the tied weights, trained and frozen, after a step, and what is said of different plans."""
-    order = named_order("1f1b", 2, 2)
+    order, group = named_order("1f1b", 2, 2), dist.new_group([0, 1])
     tied = []
-    for frozen in (False, True):
+    for frozen, in_group in ((False, None), (True, None), (True, group)):
         torch.manual_seed(rank.index)
         plan = make_plan(["words", "middle", "head"], (2,), (0, 1), order, 2, 2)
-        pipeline = Pipeline(Tied(frozen=frozen), plan, loss=cross_entropy, inputs=[WORDS])
+        pipeline = Pipeline(Tied(frozen=frozen), plan, loss=cross_entropy, inputs=[WORDS], group=in_group)
         pipeline.step(WORDS, target=WORDS)
         tied.append(pipeline.state_dict()["words.weight"].flatten().tolist())
     try:
