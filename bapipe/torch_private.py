@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
 from torch.autograd.graph import Node
+from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
@@ -54,6 +55,7 @@ __all__ = [
     "can_begin_at",
     "construct_reverse_graph",
     "default_group_timeout",
+    "distributions_unvalidated",
     "drop_gradients_of_received",
     "drop_received",
     "forget_unfinished_groups",
@@ -127,6 +129,17 @@ def storage_key(tensor: Tensor) -> int:
     except (NotImplementedError, RuntimeError):  # of layouts without a storage, such as sparse ones
         return id(tensor)
     return key
+
+
+@contextmanager
+def distributions_unvalidated() -> Iterator[None]:
+    """In this context torch's distributions do not validate their arguments, which takes values, unless told to."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def needs_values(error: Exception) -> bool:

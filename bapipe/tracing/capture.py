@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import hooks_in_words, is_compiled, is_exported, needs_values
+from bapipe.torch_private import distributions_unvalidated, hooks_in_words, is_compiled, is_exported, needs_values
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
@@ -21,6 +21,7 @@ from bapipe.tracing.recording import NotRecorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
 
+@distributions_unvalidated()
 def capture(
     module: nn.Module,
     inputs: Sequence[Tensor] | None,
@@ -34,6 +35,7 @@ def capture(
     It fails if the model's code depends on its inputs. Then, with `inputs`, examples of any batch size, the calls of
     the model's code are recorded; modules in which that fails become leaf modules. If one of these would hold most of
     the model, torch.export is tried. The last resort is torch.fx with the modules in which it fails as leaf modules.
+    torch's distributions in that code do not validate their arguments, neither here nor when the model trains.
 
     Args:
         leaf_modules: paths of modules to take as one layer each.

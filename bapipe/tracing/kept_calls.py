@@ -72,6 +72,14 @@ def is_function_operator(target: object) -> bool:
     return hasattr(target, "autograd_function")
 
 
+def is_looked_into(cls: Function) -> bool:
+    """Returns whether a graph has what an autograd function runs in its place: it is of torch, and has that gradient.
+
+    Functions of torch's distributions have gradients of their own.
+    """
+    return cls.__module__.startswith("torch.") and not cls.__module__.startswith("torch.distributions.")
+
+
 def hook_operator(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], None]:
     """Returns a plain function that registers a hook on a tensor; without a gradient there is none to register."""
 
@@ -90,10 +98,10 @@ def registers_hook(target: object) -> bool:
 
 @contextmanager
 def functions_refused() -> Iterator[None]:
-    """In this context an autograd function, or a hook on a tensor, raises `CannotKeep`; those of torch itself run."""
+    """In this context an autograd function, or a hook on a tensor, raises `CannotKeep`, but those looked into run."""
 
     def refuse(cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if cls.__module__.startswith("torch."):
+        if is_looked_into(cls):
             return apply_function(cls, args, kwargs)
         raise CannotKeep({"": f"its forward applies the autograd function {cls.__name__}"})
 

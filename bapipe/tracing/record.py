@@ -36,6 +36,7 @@ from bapipe.tracing.kept_calls import (
     function_operator,
     functions_intercepted,
     hook_operator,
+    is_looked_into,
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
@@ -376,7 +377,7 @@ class _Recorder(TorchFunctionMode):
     def _apply(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an autograd function, whose code is not looked into."""
         function = function_operator(cls)
-        if self._paused or cls.__module__.startswith("torch."):
+        if self._paused or is_looked_into(cls):
             return function(*args, **kwargs)
         with self._pause():
             return self._observed(function, args, kwargs, ("call_function", function), None)

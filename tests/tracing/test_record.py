@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Dirichlet, Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
@@ -176,6 +177,56 @@ def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any,
     assert list(captured.layer_of_call.values()) == ["first", "inner", "last"]
     assert list(captured.leaf_reasons) == ["inner"]
     assert reason in captured.leaf_reasons["inner"]
+
+
+class Variational(nn.Module):
+    """A variational autoencoder, whose own forward makes distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 8), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, scale = self.encoder(x).chunk(2, 1)
+        hidden = Normal(mean, scale.exp())
+        penalty = kl_divergence(hidden, Normal(torch.zeros_like(mean), torch.ones_like(mean)))
+        return self.decoder(hidden.rsample()), penalty
+
+
+def test_distributions_of_the_models_own_forward_are_not_validated() -> None:
+    """Only the forward that is traced leaves that out."""
+    module, x = Variational(), torch.randn(5, 6)
+    traced = trace(module, [x])
+    assert [layer.name for layer in traced.layers] == ["encoder", "decoder"]
+    torch.manual_seed(0)
+    want = module(x)
+    torch.manual_seed(0)
+    got = traced.module(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        Normal(torch.zeros(1), -torch.ones(1))
+
+
+class Mixture(nn.Module):
+    """Draws from a distribution of which torch has the gradient in an autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(Dirichlet(self.weights(x).exp()).rsample())
+        return y
+
+
+def test_gradients_of_distributions_are_kept() -> None:
+    module, x = Mixture(), torch.randn(5, 6)
+    gradients = []
+    for run in (module, trace(module, [x]).module):
+        torch.manual_seed(0)
+        (y,) = run(x) if run is not module else (run(x),)
+        gradients.append(torch.autograd.grad(y.square().sum(), [module.weights.weight])[0])
+    assert torch.equal(*gradients)
 
 
 def test_code_outside_of_modules_that_cannot_be_recorded() -> None:
