@@ -163,9 +163,10 @@ class Pipeline:
                 for bucket, other in enumerate(buckets)
             ]
             evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
+            self._fault_of_one: str | None = None  # in what evaluating one sample differs from the module
             if check:
                 exact = self._split if mode is None else cut(None, None, tensors)
-                check_stages_equal(
+                self._fault_of_one = check_stages_equal(
                     exact, tensors, plan, group, trains_on=self._device, trained=self._split, evaluated=evaluated
                 )
 
@@ -365,7 +366,8 @@ class Pipeline:
 
         Raises:
             BapipeError: a tensor that this rank needs is missing or does not fit.
-            InvalidModel: the model takes no micro-batch of the size that the last one has, or changes a parameter.
+            InvalidModel: the model takes no micro-batch of the size that the last one has; or that is one sample, of
+                which the stages do not give what the module does; or evaluation changes a parameter.
         """
         if self._forward_executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
@@ -373,6 +375,11 @@ class Pipeline:
         if not 1 <= num <= self._plan.minibatch_size:
             raise BapipeError(
                 f"{num} samples to evaluate: want 1 to {self._plan.minibatch_size}, the plan's mini-batch"
+            )
+        if num % self._plan.microbatch_size == 1 and self._fault_of_one is not None:
+            raise InvalidModel(
+                f"of {num} samples the last micro-batch is a single one, of which the stages would not give what the "
+                f"module does: {self._fault_of_one}; evaluate another number of samples"
             )
         expected = self._expected[0]
         loaded = expected.load(inputs, num)

@@ -53,12 +53,15 @@ def check_stages_equal(
     trains_on: torch.device = CPU,
     trained: Split | None = None,
     evaluated: Split | None = None,
-) -> None:
+) -> str | None:
     """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
 
     The stages run as in the plan: with recomputation, with I and W apart. Nothing is compared if the module has
     parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait. The
     first process of the group compares, for all have the same module, and tells the others; every process calls this.
+
+    Returns in what the stages differ from the module when they evaluate a micro-batch of a single sample, as the last
+    one may be; None if they do not, or were not compared.
 
     Args:
         parts: the stages, traced without autocast.
@@ -67,32 +70,36 @@ def check_stages_equal(
         evaluated: the stages in evaluation mode, of which the forward is compared.
     """
     if _is_anywhere_on_meta(parts.model.root, inputs):
-        return
-    fault: list[str | None] = [None]
+        return None
+    faults: list[str | None] = [None, None]
     if dist.get_rank(group) == 0:
-        fault = [_fault(parts, inputs, plan, trains_on, trained, evaluated)]
-    dist.broadcast_object_list(fault, group=group, group_src=0)
-    if fault[0] is not None:
-        raise InvalidModel(fault[0])
+        faults = [*_faults(parts, inputs, plan, trains_on, trained, evaluated)]
+    dist.broadcast_object_list(faults, group=group, group_src=0)
+    if faults[0] is not None:
+        raise InvalidModel(faults[0])
+    return faults[1]
 
 
 def _is_anywhere_on_meta(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *inputs))
 
 
-def _fault(
+def _faults(
     parts: Split,
     inputs: Sequence[Tensor],
     plan: Plan,
     trains_on: torch.device,
     trained: Split | None,
     evaluated: Split | None,
-) -> str | None:
-    """Returns in what the stages differ from the module; None if they do not, or were not compared."""
+) -> tuple[str | None, str | None]:
+    """Returns in what the stages differ from the module, and in what they do when they evaluate one sample.
+
+    None if they do not, or were not compared.
+    """
     root = parts.model.root
     device = next(root.parameters()).device
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
-        return None
+        return None, None
     try:
         _check_tied(parts, ())
         if trains_on.type == "cuda" and (pass_s := _pass_s(parts, plan, inputs)) > _MAX_PASS_S:
@@ -101,30 +108,43 @@ def _fault(
                 "this machine's CPU takes %.0f s",
                 pass_s,
             )
-            return None
-        result = _compare(parts, plan, inputs, Conditions())
-        if isinstance(result, Equivalence):
-            _check_tied(parts, result.changed | result.changed_trained)
-            _check_kept_values(parts, plan, inputs, result.changed)
-        if isinstance(result, Difference):
-            return f"the stages would not train as the module does: {result}{_advice(parts, plan, inputs, str(result))}"
-        if trained is not None and trained.autocast is not None:
-            result = _compare(trained, plan, inputs, Conditions(autocast=trained.autocast.dtype))
-            if isinstance(result, Difference):
-                return f"under autocast the stages would not train as the module does: {result}"
-        if evaluated is not None:
-            with evaluation_mode([root, evaluated.model.module]):
-                mode = None if evaluated.autocast is None else evaluated.autocast.dtype
-                result = _compare(evaluated, plan, inputs, Conditions(autocast=mode, trains=False))
-            if isinstance(result, Difference):
-                return f"in evaluation mode the stages would not give what the module does: {result}"
+            return None, None
+        fault = _training_fault(parts, inputs, plan, trained)
+        if fault is None and evaluated is not None:
+            return _evaluation_faults(evaluated, inputs, plan)
+        return fault, None
     except InvalidModel as error:
-        return str(error)
+        return str(error), None
     except NoTensor as error:
-        return str(error.__cause__)
+        return str(error.__cause__), None
     except Exception as error:  # whatever the model's own code raises; the other processes are waiting
-        return f"comparing the stages with the module failed: {type(error).__name__}: {error}"
+        return f"comparing the stages with the module failed: {type(error).__name__}: {error}", None
+
+
+def _training_fault(parts: Split, inputs: Sequence[Tensor], plan: Plan, trained: Split | None) -> str | None:
+    result = _compare(parts, plan, inputs, Conditions())
+    if isinstance(result, Equivalence):
+        _check_tied(parts, result.changed | result.changed_trained)
+        _check_kept_values(parts, plan, inputs, result.changed)
+    if isinstance(result, Difference):
+        return f"the stages would not train as the module does: {result}{_advice(parts, plan, inputs, str(result))}"
+    if trained is not None and trained.autocast is not None:
+        result = _compare(trained, plan, inputs, Conditions(autocast=trained.autocast.dtype))
+        if isinstance(result, Difference):
+            return f"under autocast the stages would not train as the module does: {result}"
     return None
+
+
+def _evaluation_faults(parts: Split, inputs: Sequence[Tensor], plan: Plan) -> tuple[str | None, str | None]:
+    """Returns in what stages in evaluation mode differ from the module, and in what they do on one sample."""
+    conditions = Conditions(autocast=None if parts.autocast is None else parts.autocast.dtype, trains=False)
+    with evaluation_mode([parts.model.root, parts.model.module]):
+        result = _compare(parts, plan, inputs, conditions)
+        if isinstance(result, Difference):
+            return f"in evaluation mode the stages would not give what the module does: {result}", None
+        # Code may do other things with a single sample, such as drop its dimension.
+        of_one = _compare(parts, plan, inputs, conditions, size=1)
+    return None, str(of_one) if isinstance(of_one, Difference) else None
 
 
 def _pass_s(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> float:
@@ -146,9 +166,16 @@ def _advice(parts: Split, plan: Plan, inputs: Sequence[Tensor], difference: str)
 
 
 def _compare(
-    parts: Split, plan: Plan, inputs: Sequence[Tensor], conditions: Conditions, *, recompute: bool = True
+    parts: Split,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    conditions: Conditions,
+    *,
+    recompute: bool = True,
+    size: int = 2,
 ) -> Equivalence | Unchecked | Difference:
-    device, microbatches = next(parts.model.root.parameters()).device, _microbatches(parts, plan, inputs)
+    """Compares stages with the module, on micro-batches of `size` samples if the plan's are not smaller."""
+    device, microbatches = next(parts.model.root.parameters()).device, _microbatches(parts, plan, inputs, size)
     split = {action.stage for actions in plan.table.order for action in actions if action.phase is Phase.INPUT_GRAD}
     recomputed = {index for index, stage in enumerate(plan.stages) if stage.recompute and recompute}
     stages = [
@@ -239,10 +266,10 @@ def _order_of_forwards(stage: int, plan: Plan) -> list[int]:
     ]
 
 
-def _microbatches(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> tuple[Microbatch, ...]:
+def _microbatches(parts: Split, plan: Plan, inputs: Sequence[Tensor], size: int = 2) -> tuple[Microbatch, ...]:
     """Returns two micro-batches, for what a forward keeps for the next."""
     device = next(parts.model.root.parameters()).device
-    size = min(plan.microbatch_size, 2)
+    size = min(plan.microbatch_size, size)
     # There is no target here; any loss that depends on all outputs shows a wrong gradient.
     return example_microbatches(inputs, torch.zeros(size, device=device), [size, size], device)
 

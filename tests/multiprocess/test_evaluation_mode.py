@@ -80,6 +80,39 @@ def test_wrong_numbers_of_samples_are_refused() -> None:
         Pipeline(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5)), plan, loss=loss, inputs=[x]).evaluate(x)
 
 
+class Centred(nn.Module):
+    """Treats a single sample in another way, which tracing, with several, does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.a(x)
+        if x.shape[0] > 1:
+            y = y - 0.5 * y.mean(0)
+        z: torch.Tensor = self.b(y)
+        return z
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_single_last_sample_is_refused_if_the_model_treats_it_in_another_way() -> None:
+    module, x = Centred(), torch.randn(6, 6)
+    order = [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]
+    plan = make_plan([layer.name for layer in trace(module, [x]).layers], (1,), (0, 0), order, 3, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True)
+    with pytest.raises(
+        InvalidModel,
+        match=r"^of 4 samples the last micro-batch is a single one, of which the stages would not give what the module "
+        r"does: the loss of micro-batch 0 differs by .*; evaluate another number of samples$",
+    ):
+        pipeline.evaluate(x[:4], num_samples=4)
+    found = pipeline.evaluate(x[:5], num_samples=5)
+    assert found is not None
+    for rows, output in zip((x[:3], x[3:5]), found.outputs, strict=True):
+        torch.testing.assert_close(output, module(rows))
+
+
 def test_forwards_of_a_loop_go_round_in_groups() -> None:
     table = Schedule(devices=((0,), (1,), (0,), (1,)), num_microbatches=9, order=((), ()))
     assert [list(map(str, order)) for order in forwards_only(table, 3).order] == [

@@ -70,7 +70,8 @@ def test_what_runs_rightly_passes(
     plan = plan_of(order, recompute, cut)
     Pipeline(Model(), plan, loss=cross_entropy, inputs=[X], autocast=torch.bfloat16, evaluates=True)
     equal = "in 2 stages, the model equals the original: loss, {} gradients, {} changed buffers"
-    assert list(map(str, found)) == [equal.format(8, 3), equal.format(8, 3), equal.format(0, 0)]
+    # In float32, under autocast, in evaluation mode, and there on a single sample.
+    assert list(map(str, found)) == [*[equal.format(8, 3)] * 2, *[equal.format(0, 0)] * 2]
 
 
 @pytest.mark.usefixtures("alone")
