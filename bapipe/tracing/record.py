@@ -179,6 +179,8 @@ class _Recorder(TorchFunctionMode):
             return known[0]
         if func is Tensor.register_hook:
             func, args = hook_operator(args[1]), args[:1]
+        if func is Tensor.new and len(args) == 2 and isinstance(args[1], torch.Size) and args[1]:
+            args = (args[0], *args[1])  # a graph makes a tuple of a size, which would be values
         return self._observed(func, args, kwargs, node_target(func), None)
 
     # What is recorded

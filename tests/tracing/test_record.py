@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Dirichlet, Normal, kl_divergence
+from torch.distributions import Dirichlet, Distribution, Exponential, Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
@@ -207,20 +207,20 @@ def test_distributions_of_the_models_own_forward_are_not_validated() -> None:
         Normal(torch.zeros(1), -torch.ones(1))
 
 
-class Mixture(nn.Module):
-    """Draws from a distribution of which torch has the gradient in an autograd function."""
-
-    def __init__(self) -> None:
+class Draws(nn.Module):
+    def __init__(self, kind: type[Distribution]) -> None:
         super().__init__()
-        self.weights, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.kind, self.weights, self.head = kind, nn.Linear(6, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(Dirichlet(self.weights(x).exp()).rsample())
+        y: Tensor = self.head(self.kind(self.weights(x).exp()).rsample())
         return y
 
 
-def test_gradients_of_distributions_are_kept() -> None:
-    module, x = Mixture(), torch.randn(5, 6)
+@pytest.mark.parametrize("kind", [Exponential, Dirichlet])
+def test_gradients_of_distributions_are_kept(kind: type[Distribution]) -> None:
+    """The sample of the one is a new tensor of a size, that of the other has its gradient in an autograd function."""
+    module, x = Draws(kind), torch.randn(5, 6)
     gradients = []
     for run in (module, trace(module, [x]).module):
         torch.manual_seed(0)
