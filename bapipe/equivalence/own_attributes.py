@@ -18,7 +18,7 @@ class OwnAttributes:
     def __init__(self, root: nn.Module, stages: Sequence[nn.Module]) -> None:
         kept = {id(one): one for one in (*root.modules(), *root.parameters(), *root.buffers())}
         self._first = [attributes_of(stage) for stage in stages]
-        self._own = [copied(attributes, kept) for attributes in self._first]
+        self._own = [copied(attributes, dict(kept)) for attributes in self._first]
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:

@@ -47,7 +47,8 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
     # What a graph module has beside tensors and generators is its graph and its code.
     changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
     kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
-    set_attributes(copied(changing, {id(one): one for one in kept}))
+    copies: dict[int, Any] = {id(one): one for one in kept}  # lives as long as weak references to copies are needed
+    set_attributes(copied(changing, copies))
     try:
         yield {id(tensor): value for tensor, value in values}
     finally:
@@ -186,15 +187,15 @@ def set_attributes(attributes: Attributes) -> None:
         vars(part).update(values)
 
 
-def copied(attributes: Attributes, copies: Mapping[int, object]) -> Attributes:
+def copied(attributes: Attributes, copies: dict[int, Any]) -> Attributes:
     """Returns attributes with copies of what is not immutable: one of each, however many modules have it.
 
     An object that refuses to be copied stays as it is.
 
     Args:
-        copies: what stands for an object, by its id: another one, or the object itself if it is not to be copied.
+        copies: what stands for an object, by its id: another one, or the object itself if it is not to be copied. Each
+            copy is added.
     """
-    copies = dict(copies)
     result = []
     for part, values in attributes:
         own = dict(values)

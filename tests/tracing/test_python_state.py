@@ -1,5 +1,6 @@
 """What a forward changes in its module is undone, and nothing else."""
 
+import copy
 import random
 from collections import Counter, deque
 
@@ -87,6 +88,13 @@ def test_state_is_undone_after_an_error_too() -> None:
         module(torch.ones(2, 4))
     assert module.calls == 0
     assert module.mean.eq(0).all()
+
+
+def test_a_module_with_handles_of_its_hooks_may_be_copied_meanwhile() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module.handles = [module[0].register_forward_hook(lambda *_: None)]  # type: ignore[assignment]
+    with state_restored(module):
+        assert len(copy.deepcopy(module)) == 1
 
 
 def test_tracing_leaves_nothing_in_the_module() -> None:
