@@ -1,6 +1,6 @@
 """A stage that keeps only its inputs and runs its forward again before its backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -60,7 +60,6 @@ class RecomputedStage(nn.Module):
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
         self._copies: dict[str, Tensor] = {}  # of these, while F is recomputed
-        self._weights = dict(module.named_parameters())
         self._parts = tuple(module.named_modules(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,20 +87,20 @@ class RecomputedStage(nn.Module):
                 then lost.
         """
         sums = _sums(self.module) if self._changing is None else {}
-        buffers = self._buffers_now()
-        copied_now = self._copied(buffers)
-        clones = {id(tensor): tensor.clone() for tensor in copied_now.values()}  # one of a tensor with several names
+        weights, buffers = self._weights_now(), self._buffers_now()
+        copied_now = self._copied(weights, buffers)
+        clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one of a tensor with several names
         before = {name: clones[id(tensor)] for name, tensor in copied_now.items()}
         hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
-        tensors = self._weights | buffers | hidden
+        tensors = weights | buffers | hidden
         versions, state = TensorVersions(tensors), self._state(tensors, before)
         result = run()
-        now = self._weights | self._buffers_now()
+        now = self._weights_now() | self._buffers_now()
         if self._changing is None:
             _check_parameters(sums, _sums(self.module))
             different = {name for name, value in before.items() if not torch.equal(value, now[name])}
             self._changing = (versions.written() - hidden.keys()) | different
-            for name in before.keys() - self._copied(buffers).keys():
+            for name in before.keys() - self._copied(weights, buffers).keys():
                 del before[name]
         for name in sorted(versions.written() - self._changing - before.keys()):
             raise InvalidModel(_not_exactly(f"'{name}'", name))
@@ -124,13 +123,18 @@ class RecomputedStage(nn.Module):
             attributes=copied(attributes_of(self.module), copies),
         )
 
-    def _copied(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors whose values are copied before an F: of the buffers and the parameters not trained."""
-        frozen = {name: p.detach() for name, p in self._weights.items() if not p.requires_grad}
+        frozen = {name: p for name, p in weights.items() if not p.requires_grad}
         if self._changing is None:
             return frozen | buffers
         small = {name for name, buffer in buffers.items() if buffer.nbytes <= _SMALL_BYTES}
         return {name: t for name, t in (frozen | buffers).items() if name in small or name in self._changing}
+
+    def _weights_now(self) -> dict[str, Tensor]:
+        """Returns the parameters by all of their names; a forward may assign frozen ones, such as a teacher's."""
+        named = (part.named_parameters(path, recurse=False, remove_duplicate=False) for path, part in self._parts)
+        return dict(chain.from_iterable(named))
 
     def _buffers_now(self) -> dict[str, Tensor]:
         """Returns the buffers by all of their names; a forward may assign others."""

@@ -121,7 +121,9 @@ class LossOfReplicas:
             InvalidModel: a tensor, a number or a random generator of the loss has changed.
         """
         changed = self._tensors.changed(tensors_kept(self._loss))
-        changed |= {name for name, value in self._values_kept().items() if self._values.get(name, value) != value}
+        now = self._values_kept()
+        # A number that is NaN, and stays so, differs from itself.
+        changed |= {name for name in now.keys() & self._values if repr(now[name]) != repr(self._values[name])}
         for name in sorted(changed):
             raise InvalidModel(with_replicas(f"'{name}' of the loss changes in forwards"))
 

@@ -49,7 +49,8 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) 
         source: the number in the group of the process that has the values.
     """
     value = tensor.contiguous()
-    dist.broadcast(value, group=group, group_src=source)
+    as_bytes = value.reshape(-1).view(torch.uint8)  # gloo knows some types only
+    dist.broadcast(as_bytes, group=group, group_src=source)
     tensor.copy_(value)
 
 

@@ -109,7 +109,7 @@ class Warmed(nn.Module):
     def __init__(self, kind: str, size: int) -> None:
         super().__init__()
         self.linear, self.norm, self.kind = nn.Linear(4, 4), nn.BatchNorm1d(4), kind
-        if kind == "frozen":
+        if kind.startswith("frozen"):
             self.centre = nn.Parameter(torch.zeros(size), requires_grad=False)
         else:
             self.register_buffer("centre", torch.zeros(size))
@@ -122,6 +122,8 @@ class Warmed(nn.Module):
         y: Tensor = self.norm(self.linear(x)) - self.centre[:4]
         if late and self.kind == "assigned":
             self.centre = self.centre + x.mean()
+        elif late and self.kind == "frozen, assigned":
+            self.centre = nn.Parameter(self.centre + x.mean(), requires_grad=False)
         elif late:
             self.centre += x.mean()
         return y
@@ -130,7 +132,9 @@ class Warmed(nn.Module):
 SMALL, LARGE = 4, 100_000
 
 
-@pytest.mark.parametrize(("kind", "size"), [("written", SMALL), ("assigned", SMALL), ("assigned", LARGE)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("written", SMALL), ("assigned", SMALL), ("assigned", LARGE), ("frozen, assigned", LARGE)]
+)
 def test_what_a_later_forward_changes_is_changed_once(kind: str, size: int) -> None:
     torch.manual_seed(0)
     module = Warmed(kind, size).double()

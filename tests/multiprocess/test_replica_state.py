@@ -141,6 +141,17 @@ def test_a_loss_that_keeps_values_is_refused(what: str) -> None:
         kept.finish()
 
 
+def test_what_is_nan_and_stays_so_does_not_change() -> None:
+    loss = nn.MSELoss()
+    loss.nothing = float("nan")  # type: ignore[assignment]
+    loss.register_buffer("unset", torch.full((2,), torch.nan))
+    kept = LossOfReplicas(loss)
+    for _ in range(2):
+        kept.begin()
+        loss(X, Y)
+        kept.finish()
+
+
 def test_losses_that_are_no_modules_are_looked_at() -> None:
     for loss in (functional.mse_loss, partial(functional.cross_entropy, weight=torch.ones(3)), nn.MSELoss()):
         kept = LossOfReplicas(loss)
