@@ -15,6 +15,7 @@ from bapipe.tracing.python_state import (
     Attributes,
     GeneratorStates,
     attributes_of,
+    class_numbers,
     copied,
     generator_states_of,
     hidden_tensors,
@@ -83,10 +84,11 @@ class RecomputedStage(nn.Module):
         """Runs a micro-batch's F by calling `run`, and remembers what it starts from; returns its result.
 
         Raises:
-            InvalidModel: F changes a parameter that is trained, or a tensor taken for a constant, whose value before is
-                then lost.
+            InvalidModel: F changes a parameter that is trained, a tensor taken for a constant, whose value before is
+                then lost, or a number that a class has.
         """
         sums = _sums(self.module) if self._changing is None else {}
+        of_classes = class_numbers(self.module) if self._changing is None else {}
         weights, buffers = self._weights_now(), self._buffers_now()
         copied_now = self._copied(weights, buffers)
         clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one of a tensor with several names
@@ -98,6 +100,7 @@ class RecomputedStage(nn.Module):
         now = self._weights_now() | self._buffers_now()
         if self._changing is None:
             _check_parameters(sums, _sums(self.module))
+            _check_classes(of_classes, class_numbers(self.module))
             different = {name for name, value in before.items() if not torch.equal(value, now[name])}
             self._changing = (versions.written() - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():
@@ -190,6 +193,12 @@ def _check_parameters(before: dict[str, tuple[float, float]], after: dict[str, t
     for name, sums in before.items():
         if after.get(name, sums) != sums:
             raise InvalidModel(_not_exactly(f"the parameter '{name}'", name))
+
+
+def _check_classes(before: dict[str, int | float], after: dict[str, int | float]) -> None:
+    for name, value in before.items():
+        if after.get(name, value) != value:
+            raise InvalidModel(_not_exactly(f"'{name}', which the class has,", name))
 
 
 def _not_exactly(what: str, name: str) -> str:

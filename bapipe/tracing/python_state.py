@@ -88,6 +88,17 @@ def numbers_kept(owner: object) -> dict[str, int | float]:
     }
 
 
+def class_numbers(module: nn.Module) -> dict[str, int | float]:
+    """Returns the numbers among the attributes of the classes of a module and its parts, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part in module.named_modules()
+        for cls in type(part).__mro__
+        for name, value in vars(cls).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
 def generators_kept(owner: object) -> dict[str, torch.Generator | random.Random]:
     """Returns the random generators that an object keeps as `numbers_kept`, by path."""
     return {

@@ -100,6 +100,25 @@ def test_a_buffer_of_two_layers_changes_once() -> None:
     assert count.item() == 6
 
 
+class OfClass(nn.Module):
+    num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        OfClass.num_forwards += 1
+        return x * self.num_forwards
+
+
+def test_a_counter_of_a_class_is_refused() -> None:
+    """It would count twice: classes are not put back."""
+    stage = RecomputedStage(nn.Sequential(nn.Linear(1, 1), OfClass()), CPU)
+    with pytest.raises(InvalidModel) as caught:
+        stage.first(0, lambda: stage(torch.ones(1, 1)))
+    assert str(caught.value) == (
+        "the forward changes '1.num_forwards', which the class has, of layer '1', so it cannot be recomputed exactly: plan "
+        "without recomputation of its stage"
+    )
+
+
 class Warmed(nn.Module):
     """From its third forward on a centre follows what it computes, and running statistics its inputs."""
 
