@@ -81,11 +81,7 @@ _REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinsta
 
 def numbers_kept(owner: object) -> dict[str, int | float]:
     """Returns the numbers among the attributes of an object and, if it is a module, of its parts, by path."""
-    return {
-        name: value
-        for name, value in _attributes_kept(owner)
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return {name: value for name, value in _attributes_kept(owner, (int, float)) if not isinstance(value, bool)}
 
 
 def class_numbers(module: nn.Module) -> dict[str, int | float]:
@@ -101,24 +97,23 @@ def class_numbers(module: nn.Module) -> dict[str, int | float]:
 
 def generators_kept(owner: object) -> dict[str, torch.Generator | random.Random]:
     """Returns the random generators that an object keeps as `numbers_kept`, by path."""
-    return {
-        name: value for name, value in _attributes_kept(owner) if isinstance(value, torch.Generator | random.Random)
-    }
+    return dict(_attributes_kept(owner, (torch.Generator, random.Random)))
 
 
 def tensors_kept(owner: object) -> dict[str, Tensor]:
     """Returns the tensors with values that an object keeps as `numbers_kept`, by path; also parameters and buffers."""
-    found = {name: value for name, value in _attributes_kept(owner) if isinstance(value, Tensor)}
+    found: dict[str, Tensor] = dict(_attributes_kept(owner, (Tensor,)))
     if isinstance(owner, nn.Module):
         found |= dict(owner.named_parameters()) | dict(owner.named_buffers())
     return {name: value for name, value in found.items() if value.layout is torch.strided and not value.is_meta}
 
 
-def _attributes_kept(owner: object) -> Iterator[tuple[str, object]]:
+def _attributes_kept(owner: object, types: tuple[type, ...]) -> Iterator[tuple[str, Any]]:
     parts = owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)]
     for path, part in parts:
         for name, value in getattr(part, "__dict__", {}).items():
-            yield f"{path}.{name}".lstrip("."), value
+            if isinstance(value, types):
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def generator_state(generator: torch.Generator | random.Random) -> object:
@@ -151,7 +146,8 @@ def hidden_tensors(module: nn.Module) -> dict[str, Tensor]:
     for path, part in module.named_modules():
         if not isinstance(part, fx.GraphModule):
             for name, value in plain_attributes(part).items():
-                found |= _tensors_inside(value, f"{path}.{name}".lstrip("."), seen)
+                if not isinstance(value, _NO_STATE):
+                    found |= _tensors_inside(value, f"{path}.{name}".lstrip("."), seen)
     return found
 
 
