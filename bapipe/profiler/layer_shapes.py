@@ -20,7 +20,7 @@ from bapipe.profiler.attention_heads import (
 )
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.tracing.model import TracedLayer, TracedModel
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.sizes import meta_values
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
@@ -193,7 +193,7 @@ def _is_elementwise(called: nn.Module) -> bool:
     values = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
     changed = values.repeat(24, 1, 1, 1) + torch.eye(24).reshape(24, 2, 3, 4)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), generators_restored():
+        with torch.no_grad(), all_generators_restored():
             tried = deepcopy(called)
             before, after = tried(values), torch.stack([tried(one) for one in changed])
     except Exception:  # whatever a module raises that wants something else

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bapipe.profiler.prepare import batch_on_device
 from bapipe.torch_device import CPU
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
 REPEATED, MADE_UP = "the example, repeated", "made up"
@@ -71,8 +71,7 @@ def samples_for(
             return repeated
         *inputs, target = samples.batch(_NUM_TRIED, device)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), generators_restored():
+        with torch.no_grad(), all_generators_restored(device):
             loss(torch.func.functional_call(module, buffers, tuple(inputs)), target)
     except Exception:  # whatever the data, the model or its loss raises
         return repeated

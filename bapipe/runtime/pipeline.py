@@ -55,7 +55,7 @@ from bapipe.tracing import (
 )
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.changing_state import changing_buffers
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import Split
 
@@ -314,9 +314,8 @@ class Pipeline:
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
-        devices = [self._device] if self._device.type == "cuda" else []
         allowed = self._plan.compute_settings.tf32
-        with tf32(allowed), torch.random.fork_rng(devices=devices), generators_restored():
+        with tf32(allowed), all_generators_restored(self._device):
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._rng.step += 1
         self._update()

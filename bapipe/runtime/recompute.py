@@ -99,8 +99,8 @@ class RecomputedStage(nn.Module):
         result = run()
         now = self._weights_now() | self._buffers_now()
         if self._changing is None:
-            _check_parameters(sums, _sums(self.module))
-            _check_classes(of_classes, class_numbers(self.module))
+            _check_unchanged(sums, _sums(self.module), "the parameter '{}'")
+            _check_unchanged(of_classes, class_numbers(self.module), "'{}', which the class has,")
             different = {name for name, value in before.items() if not torch.equal(value, now[name])}
             self._changing = (versions.written() - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():
@@ -189,16 +189,11 @@ def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
     return {name: (float(p.double().sum()), float(p.double().abs().sum())) for name, p in trained.items()}
 
 
-def _check_parameters(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> None:
-    for name, sums in before.items():
-        if after.get(name, sums) != sums:
-            raise InvalidModel(_not_exactly(f"the parameter '{name}'", name))
-
-
-def _check_classes(before: dict[str, int | float], after: dict[str, int | float]) -> None:
+def _check_unchanged(before: Mapping[str, object], after: Mapping[str, object], what: str) -> None:
+    """Raises InvalidModel if values differ, by name; `what` is what the error calls one, with braces for its name."""
     for name, value in before.items():
         if after.get(name, value) != value:
-            raise InvalidModel(_not_exactly(f"'{name}', which the class has,", name))
+            raise InvalidModel(_not_exactly(what.format(name), name))
 
 
 def _not_exactly(what: str, name: str) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from bapipe.runtime.materialize import layer_seed
 from bapipe.schedules.table import Action
-from bapipe.tracing.python_random import set_generators
+from bapipe.tracing.python_random import seed_cpu_generators, set_generators
 
 
 class PerOperatorRng:
@@ -60,6 +60,4 @@ def seed_item(seed: int, data: str, index: int | None) -> None:
     Each rank loads the parts of an item that it uses for itself, so all must draw the same. `data` says which items are
     numbered: those of one pass over the training data, or those to evaluate on.
     """
-    value = layer_seed(seed, f"{data} item {index}")
-    torch.default_generator.manual_seed(value)
-    set_generators(value)
+    seed_cpu_generators(layer_seed(seed, f"{data} item {index}"))

@@ -17,7 +17,7 @@ from bapipe.torch_private import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
-from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.python_random import all_generators_restored, generator_states
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -34,8 +34,7 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     copied = _copy_sharing_memory(module)
     with (
         silenced(),
-        torch.random.fork_rng(devices=[]),
-        generators_restored(),
+        all_generators_restored(),
         functions_refused(),
         seeding_noticed(_refuse_seeding, restoring=False),  # torch.export restores the state itself
         generators_watched(copied) as generator_fault,

@@ -33,7 +33,7 @@ from bapipe.tracing.kept_calls import (
     functions_intercepted,
     hook_operator,
 )  # fmt: skip
-from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.python_random import all_generators_restored, generator_states
 from bapipe.tracing.python_state import attributes_of, state_restored
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
@@ -215,8 +215,7 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
     buffers = {path: dict(part.named_buffers(recurse=False)) for path, part in module.named_modules()}
     try:
         with (
-            generators_restored(),
-            torch.random.fork_rng(devices=[]),
+            all_generators_restored(),
             functions_intercepted(tracer.apply_function),
             generators_watched(module) as tracer.generator_fault,
             seeding_noticed(tracer.seeds),

@@ -29,6 +29,12 @@ def set_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def seed_cpu_generators(seed: int) -> None:
+    """Seeds the global generators that code on the CPU draws from: torch's, too."""
+    torch.default_generator.manual_seed(seed)
+    set_generators(seed)
+
+
 def restore_generators(states: GeneratorStates) -> None:
     """Sets the global generators to earlier states."""
     random.setstate(states[0])
@@ -47,7 +53,8 @@ def generators_restored() -> Iterator[None]:
 
 
 @contextmanager
-def all_generators_restored(device: torch.device) -> Iterator[None]:
-    """As `generators_restored`, also for torch's global generators of the CPU and of a device."""
-    with generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+def all_generators_restored(device: torch.device | None = None) -> Iterator[None]:
+    """As `generators_restored`, also for torch's global generators of the CPU and, if given, of a device."""
+    devices = [device] if device is not None and device.type == "cuda" else []
+    with generators_restored(), torch.random.fork_rng(devices=devices):
         yield

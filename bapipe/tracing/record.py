@@ -40,7 +40,7 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
-from bapipe.tracing.python_random import generator_states, generators_restored
+from bapipe.tracing.python_random import all_generators_restored, generator_states
 from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
@@ -70,8 +70,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
         generators_watched(module) as generator_fault,
         fake,
         quiet_fake_tensors(),
-        torch.random.fork_rng(devices=[]),
-        generators_restored(),
+        all_generators_restored(),
     ):
         names: dict[int, str] = {}
         own = _copy_without_values(module, device, names)

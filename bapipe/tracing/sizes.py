@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_map
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.reached import reached
 
@@ -136,7 +136,7 @@ def meta_values(
         for name, tensor in (*traced.named_parameters(), *traced.named_buffers())
     }
     meta_inputs = tuple(empty_meta_like(example, (batch, *example.shape[1:])) for example in inputs)
-    with torch.enable_grad(), _META, torch.random.fork_rng(devices=[]), generators_restored(), state_restored(traced):
+    with torch.enable_grad(), _META, all_generators_restored(), state_restored(traced):
         values: tuple[Any, ...] = torch.func.functional_call(traced, state, meta_inputs)
     return values
 

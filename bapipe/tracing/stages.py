@@ -13,7 +13,7 @@ from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored, generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.results import no_tensor
 from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
@@ -225,8 +225,7 @@ def _fake_values(
 
     with (
         torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
-        generators_restored(),
+        all_generators_restored(),
         state_restored(whole),  # outside of the mode: it compares the values of buffers
         quiet_fake_tensors(),
         FakeTensorMode(allow_non_fake_inputs=True),

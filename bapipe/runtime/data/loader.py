@@ -25,7 +25,6 @@ from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_item
 from bapipe.stop_signals import ignore_signals
-from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
@@ -109,7 +108,7 @@ class RankParts:
         size, num = self.microbatch_size, len(indices)
         rows = [row for m in self.microbatches for row in range(m * size, min((m + 1) * size, num))]
         used = rows or [0]  # a rank without samples in a last, smaller batch still needs tensors of the right shape
-        with all_generators_restored(CPU):
+        with all_generators_restored():
             columns = self._columns(dataset, [indices[row] for row in used], data) if self.places else {}
         stacked = {place: _stack(used, num, column) for place, column in columns.items()}
         return tuple(stacked.get(place) for place in range(self.num_inputs)), stacked.get(self.num_inputs)
@@ -183,7 +182,7 @@ class _Batches(Dataset[Batch | BapipeError]):
     def _load(self, request: BatchRequest) -> Batch:
         data = f"epoch {request.epoch}"
         if request.epoch != self._epoch:
-            with all_generators_restored(CPU):
+            with all_generators_restored():
                 seed_item(self._parts.seed, data, None)
                 self._epoch, self._epoch_dataset = request.epoch, self._dataset.at_epoch(request.epoch)
         inputs, target = self._parts.load(self._epoch_dataset, request.indices, data)

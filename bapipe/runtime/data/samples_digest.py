@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from bapipe.runtime.plan_digest import NUM_DIGITS
-from bapipe.tracing.python_random import generators_restored, set_generators
+from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 
@@ -21,9 +21,8 @@ def samples_digest(data: PipelineDataset[Any]) -> str | None:
 
 def _digest(data: PipelineDataset[Any], seed: int) -> str:
     content = hashlib.sha256()
-    with torch.random.fork_rng(devices=[]), generators_restored():
-        torch.default_generator.manual_seed(seed)
-        set_generators(seed)
+    with all_generators_restored():
+        seed_cpu_generators(seed)
         for index in (0, len(data) - 1):
             for part in item_parts(data[index]):
                 tensor = torch.as_tensor(part)

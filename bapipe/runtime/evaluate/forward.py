@@ -22,7 +22,7 @@ from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing import granularity, trace
 from bapipe.tracing.changing_state import limited_embeddings
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
 
@@ -176,8 +176,7 @@ class ForwardExecutor:
             torch.no_grad(),
             evaluation_mode([self._parts.model.module, *self._modules.values(), self._loss]),
             _unchanged([*self._modules.values(), self._loss]),
-            generators_restored(),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            all_generators_restored(device),
         ):
             for m, output in self._results(loaded, rows):
                 samples = rows[m]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.torch_private import DispatchMode, storage_key
-from bapipe.tracing.python_random import generators_restored
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
@@ -68,8 +68,7 @@ def like_example(
     args, kwargs = _arguments(call)
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
-        generators_restored(),
+        all_generators_restored(),
         state_restored(module, parameters=True),
         recorder,
     ):
