@@ -1,5 +1,7 @@
 """Profiles and clusters with figures by hand, for tests of every package."""
 
+from collections.abc import Sequence
+
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -9,14 +11,30 @@ MS = 1_000_000
 """A millisecond in nanoseconds."""
 
 
-def chain(forward_ms: list[int], *, param_bytes: int = 0, stash_bytes: int = 0, output_bytes: int = 0) -> ModelProfile:
-    """Layers l0, l1, ... whose backward takes twice their forward; one micro-batch size."""
+def profile_of(
+    model: str,
+    layers: Sequence[LayerProfile],
+    measured: Sequence[LayerMeasurement],
+    *,
+    microbatch_size: int = 1,
+    memory_bytes: int = 10**9,
+) -> ModelProfile:
+    """Layers measured on a device of kind a, at one micro-batch size, in float32 with sgd."""
     return ModelProfile(
-        model="chain",
-        device=DeviceKind(kind="a", name="none", memory_bytes=10**9),
+        model=model,
+        device=DeviceKind(kind="a", name="none", memory_bytes=memory_bytes),
         dtype="float32",
         optimizer="sgd",
-        layers=tuple(
+        layers=tuple(layers),
+        measurements=(Measurement(microbatch_size=microbatch_size, layers=tuple(measured)),),
+    )
+
+
+def chain(forward_ms: list[int], *, param_bytes: int = 0, stash_bytes: int = 0, output_bytes: int = 0) -> ModelProfile:
+    """Layers l0, l1, ... whose backward takes twice their forward; one micro-batch size."""
+    return profile_of(
+        "chain",
+        [
             LayerProfile(
                 name=f"l{i}",
                 kind="Layer",
@@ -26,22 +44,17 @@ def chain(forward_ms: list[int], *, param_bytes: int = 0, stash_bytes: int = 0, 
                 optimizer_state_bytes=0,
             )
             for i in range(len(forward_ms))
-        ),
-        measurements=(
-            Measurement(
-                microbatch_size=1,
-                layers=tuple(
-                    LayerMeasurement(
-                        forward_ns=f * MS,
-                        input_grad_ns=f * MS,
-                        weight_grad_ns=f * MS,
-                        stash_bytes=stash_bytes,
-                        output_bytes=(output_bytes,),
-                    )
-                    for f in forward_ms
-                ),
-            ),
-        ),
+        ],
+        [
+            LayerMeasurement(
+                forward_ns=f * MS,
+                input_grad_ns=f * MS,
+                weight_grad_ns=f * MS,
+                stash_bytes=stash_bytes,
+                output_bytes=(output_bytes,),
+            )
+            for f in forward_ms
+        ],
     )
 
 

@@ -17,8 +17,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile, Split, is_estimate
-from tests.builders import chain, devices
+from bapipe.formats.profile import ModelProfile, Split, is_estimate
+from tests.builders import chain, devices, profile_of
 
 FIRST = LayerShape(in_channels=4, out_channels=4, in_planes=8, out_planes=8, window=3, padding=1)
 SECOND = LayerShape(in_channels=4, out_channels=4, in_planes=8, out_planes=4, window=3, stride=2, padding=1)
@@ -33,12 +33,9 @@ def network(axes: int) -> ModelProfile:
         ("second", SECOND, ("first",), 200, (80, 40, 20), second_bytes),
         ("linear", linear, ("second",), 800, (60, 30, 30), 40),
     ]
-    return ModelProfile(
-        model="by hand",
-        device=DeviceKind(kind="a", name="none", memory_bytes=10**9),
-        dtype="float32",
-        optimizer="sgd",
-        layers=tuple(
+    return profile_of(
+        "by hand",
+        [
             LayerProfile(
                 name=name,
                 kind="Layer",
@@ -50,23 +47,19 @@ def network(axes: int) -> ModelProfile:
                 shape=shape,
             )
             for name, shape, inputs, params, _, _ in rows
-        ),
-        measurements=(
-            Measurement(
-                microbatch_size=2,
-                layers=tuple(
-                    LayerMeasurement(
-                        forward_ns=f,
-                        input_grad_ns=i,
-                        weight_grad_ns=w,
-                        stash_bytes=num_bytes,
-                        workspace_bytes=100,
-                        output_bytes=(num_bytes,),
-                    )
-                    for _, _, _, _, (f, i, w), num_bytes in rows
-                ),
-            ),
-        ),
+        ],
+        [
+            LayerMeasurement(
+                forward_ns=f,
+                input_grad_ns=i,
+                weight_grad_ns=w,
+                stash_bytes=num_bytes,
+                workspace_bytes=100,
+                output_bytes=(num_bytes,),
+            )
+            for _, _, _, _, (f, i, w), num_bytes in rows
+        ],
+        microbatch_size=2,
     )
 
 

@@ -12,8 +12,8 @@ import bapipe
 from bapipe.errors import Infeasible
 from bapipe.formats.certificate import ReachedGoal
 from bapipe.formats.layer_profile import LayerProfile
-from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import Decision, simulate_decision
@@ -29,7 +29,7 @@ from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import contracted_graph
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
-from tests.builders import devices
+from tests.builders import devices, profile_of
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
 from tests.step_time import plan_step_time
@@ -40,32 +40,25 @@ TOWERS = {"a0": ("x",), "b0": ("y",), "a1": ("a0",), "b1": ("b0",), "join": ("a1
 
 def towers() -> ModelProfile:
     """Every layer takes 100 ns forward and 100 back; within a tower 1,000 bytes are passed on, to the join 10."""
-    return ModelProfile(
-        model="towers",
-        device=DeviceKind(kind="a", name="none", memory_bytes=10**6),
-        dtype="float32",
-        optimizer="sgd",
-        layers=tuple(
+    return profile_of(
+        "towers",
+        [
             LayerProfile(
                 name=name, kind="Layer", inputs=inputs, outputs=(name,), param_bytes=0, optimizer_state_bytes=0
             )
             for name, inputs in TOWERS.items()
-        ),
-        measurements=(
-            Measurement(
-                microbatch_size=1,
-                layers=tuple(
-                    LayerMeasurement(
-                        forward_ns=100 if name != "join" else 0,
-                        input_grad_ns=50 if name != "join" else 0,
-                        weight_grad_ns=50 if name != "join" else 0,
-                        stash_bytes=0,
-                        output_bytes=(1000 if name.endswith("0") else 10,),
-                    )
-                    for name in TOWERS
-                ),
-            ),
-        ),
+        ],
+        [
+            LayerMeasurement(
+                forward_ns=100 if name != "join" else 0,
+                input_grad_ns=50 if name != "join" else 0,
+                weight_grad_ns=50 if name != "join" else 0,
+                stash_bytes=0,
+                output_bytes=(1000 if name.endswith("0") else 10,),
+            )
+            for name in TOWERS
+        ],
+        memory_bytes=10**6,
     )
 
 
@@ -97,35 +90,22 @@ def test_tied_layers_that_alternate_are_cut_along_another_order(is_joined: bool)
     """
     inputs = {"a1": ("x",), "b1": ("x",), "a2": ("a1",), "b2": ("b1", "a2") if is_joined else ("b1",)}
     tied = {"a1": "a2", "a2": "a1", "b1": "b2", "b2": "b1"}
-    profile = ModelProfile(
-        model="tied",
-        device=DeviceKind(kind="a", name="none", memory_bytes=10**6),
-        dtype="float32",
-        optimizer="sgd",
-        layers=tuple(
-            LayerProfile(
-                name=name,
-                kind="Layer",
-                inputs=read,
-                outputs=(name,),
-                param_bytes=10,
-                optimizer_state_bytes=0,
-                shares=(tied[name],),
-            )
-            for name, read in inputs.items()
-        ),
-        measurements=(
-            Measurement(
-                microbatch_size=1,
-                layers=(
-                    LayerMeasurement(
-                        forward_ns=100, input_grad_ns=100, weight_grad_ns=100, stash_bytes=10, output_bytes=(10,)
-                    ),
-                )
-                * 4,
-            ),
-        ),
+    layers = [
+        LayerProfile(
+            name=name,
+            kind="Layer",
+            inputs=read,
+            outputs=(name,),
+            param_bytes=10,
+            optimizer_state_bytes=0,
+            shares=(tied[name],),
+        )
+        for name, read in inputs.items()
+    ]
+    measured = LayerMeasurement(
+        forward_ns=100, input_grad_ns=100, weight_grad_ns=100, stash_bytes=10, output_bytes=(10,)
     )
+    profile = profile_of("tied", layers, [measured] * 4, memory_bytes=10**6)
     cluster = devices(2, bytes_per_s=10**10)  # 10 bytes take 1 ns
     for num_stages in (None, 2):
         plan = bapipe.plan(profile, cluster, minibatch_size=8, replicas=False, num_stages=num_stages)
