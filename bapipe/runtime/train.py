@@ -167,7 +167,7 @@ def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) ->
     if msgspec.UNSET not in (there.samples, here.samples) and there.samples != here.samples:
         raise BapipeError(
             f"{path} was trained on other data with as many samples: the digest of the first and the last one is "
-            f"{there.samples} there and {here.samples} here"
+            f"{there.samples} there and {here.samples} here; a function for data must give the same items at each call"
         )
     if there.position.step >= job.config.steps:
         raise BapipeError(

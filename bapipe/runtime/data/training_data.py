@@ -11,6 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.build import ModelBuild
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.torch_device import dtype_name
+from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 from bapipe.zoo.data.like_example import like_example
 from bapipe.zoo.data.open_dataset import open_dataset
@@ -21,6 +22,8 @@ from bapipe.zoo.factory import factory_name
 def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> PipelineDataset[Any]:
     """Returns the data that a configuration names; `example` is what `build` returns.
 
+    A function for data is called under the run's seed, so what it draws is the same in all processes and when resumed.
+
     Raises:
         BapipeError: there is no such data, or its items are not like the example inputs.
     """
@@ -29,15 +32,17 @@ def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> P
         real = replace(build, without_values=False)() if build.without_values else example
         return like_example(real.module, real.tensors, real.target, real.inputs)
 
-    dataset = open_dataset(
-        config.data,
-        example.data,
-        factory_name(build.factory),
-        buckets=config.buckets,
-        augment=config.augment,
-        skip_unreadable=config.skip_unreadable,
-        synthetic=synthetic,
-    )
+    with all_generators_restored():
+        seed_cpu_generators(config.seed)
+        dataset = open_dataset(
+            config.data,
+            example.data,
+            factory_name(build.factory),
+            buckets=config.buckets,
+            augment=config.augment,
+            skip_unreadable=config.skip_unreadable,
+            synthetic=synthetic,
+        )
     check_items(dataset, example.tensors, config.data)
     return dataset
 

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.data.training_data import check_items
+from bapipe.runtime.build import model_build
+from bapipe.runtime.data.training_data import check_items, training_data
 from bapipe.runtime.run import check_training
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.data.dataset import as_pipeline_dataset
+from bapipe.zoo.factory import current_folder_importable
+from tests import ROOT
 
 INPUTS = (torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
 
@@ -73,3 +76,23 @@ def test_a_model_and_its_data_are_checked_without_measuring(tmp_path: Path, monk
         check_training("own_pair:net", {}, TrainConfig(data="own_pair:short"))
     with pytest.raises(BapipeError, match=r"^'own_pair:net' has no data: give its Example"):
         check_training("own_pair:net", {}, TrainConfig(data="mnist"))
+
+
+def test_a_function_for_data_draws_the_same_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model and data of the tutorial, which draws its samples."""
+    (tmp_path / "mine.py").write_text((ROOT / "docs/tutorial.md").read_text().split("```python\n")[1].split("```")[0])
+    monkeypatch.chdir(tmp_path)
+
+    def samples(seed: int) -> torch.Tensor:
+        with current_folder_importable():
+            build, example = model_build("mine:net", {"width": 8, "depth": 1}, seed)
+            data = training_data(TrainConfig(data="mine:data", seed=seed), build, example)
+        first: torch.Tensor = data[0][0]
+        return first
+
+    before = torch.get_rng_state()
+    first = samples(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert torch.equal(samples(0), first)
+    assert not torch.equal(samples(1), first)
