@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bapipe.formats.profile import ModelProfile
     from bapipe.formats.settings import Settings
     from bapipe.formats.stage_plan import StagePlan
+    from bapipe.losses import weighted_mean
     from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
     from bapipe.planner.goal import Goal
@@ -87,6 +88,7 @@ _MODULE_OF = {
     "run": "bapipe.runtime.run",
     "simulate": "bapipe.planner.plan",
     "to_networkx": "bapipe.formats.multigraph",
+    "weighted_mean": "bapipe.losses",
     "write": "bapipe.formats.codec",
 }
 """The module that defines each public name."""
@@ -130,6 +132,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "run",
     "simulate",
     "to_networkx",
+    "weighted_mean",
     "write",
 ]
 

@@ -18,18 +18,21 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.losses import TargetWeights, check_no_parameters, check_scalar, loss_over_parts, target_weights
+from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
 from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
+from bapipe.equivalence.target_weights import LossModule, WeightedLoss, WeightsAhead, weighted_loss
 
 __all__ = [
     "Conditions",
     "Difference",
     "Equivalence",
+    "LossModule",
     "Microbatch",
     "Stage",
-    "TargetWeights",
     "Unchecked",
+    "WeightedLoss",
+    "WeightsAhead",
     "check_no_parameters",
     "check_scalar",
     "compare_split",
@@ -38,6 +41,6 @@ __all__ = [
     "layers_that_read_earlier_forwards",
     "loss_over_parts",
     "run_original",
-    "target_weights",
     "trace_checked",
+    "weighted_loss",
 ]

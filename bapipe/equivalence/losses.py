@@ -1,19 +1,18 @@
 """Notices losses of which the mean over micro-batches is not the loss of the mini-batch."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
+from bapipe.equivalence.target_weights import LossModule, WeightsAhead
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 
-_REASONS = "as with a mean over tokens that are not ignored, class weights, or losses that compare samples"
+_REASONS = "as with a mean by a mask or by weights of your own, or losses that compare samples"
 
 
 def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
@@ -43,13 +42,11 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
     for target in _targets(loss, batch.target):
         try:
             with torch.no_grad():
-                whole, *parts = (
-                    float(loss(given, rows))
-                    for given, rows in zip((output, *halves), (target, *target.chunk(2)), strict=True)
-                )
+                whole = float(loss(output, target))
+                parts = _counted(loss, halves, target.chunk(2))
         except Exception:  # a target that the loss does not take
             continue
-        fault = _fault(whole, _counted(loss, target, parts), _tolerance(output))
+        fault = _fault(whole, parts, _tolerance(output))
         if fault is not None:
             return fault
     return None
@@ -74,71 +71,6 @@ def check_no_parameters(loss: Loss) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetWeights:
-    """How much each target counts in a mean over targets, by its class.
-
-    Attributes:
-        ignored: the class that does not count.
-        of_classes: the weight of each class; None if all others count alike. [classes]
-    """
-
-    ignored: int
-    of_classes: Tensor | None = None
-
-    def total(self, target: Tensor) -> Tensor:
-        """Returns the sum of the weights of some targets, in float64."""
-        if self.of_classes is None:
-            return target.ne(self.ignored).sum(dtype=torch.float64)
-        return self._of(target).sum(dtype=torch.float64)
-
-    def counted(self, target: Tensor) -> Tensor:
-        """Returns targets of which those without weight are ignored.
-
-        Where no target of a micro-batch has any, torch divides zero by zero in the backward if they are not ignored.
-        """
-        if self.of_classes is None:
-            return target
-        return target.masked_fill(self._of(target) == 0, self.ignored)
-
-    def _of(self, target: Tensor) -> Tensor:
-        assert self.of_classes is not None
-        # Labels out of range are for the loss to refuse.
-        weights = self.of_classes.detach().to(target.device)[target.clamp(0, len(self.of_classes) - 1)]
-        return weights * target.ne(self.ignored)
-
-
-def target_weights(loss: Loss) -> TargetWeights | None:
-    """Returns how much each target counts in the mean of torch's cross entropy; None for other losses.
-
-    Micro-batches are weighted by their targets' sums then. Smoothed labels of classes without weight are left out: they
-    are part of the loss and not of that sum.
-    """
-    settings = _cross_entropy_settings(loss)
-    if settings is None or settings.get("reduction", "mean") != "mean":
-        return None
-    of_classes: Tensor | None = settings.get("weight")
-    if of_classes is not None and settings.get("label_smoothing") and bool((of_classes == 0).any()):
-        return None
-    return TargetWeights(settings.get("ignore_index", -100), of_classes)
-
-
-def _cross_entropy_settings(loss: Loss) -> Mapping[str, Any] | None:
-    """Returns the settings of torch's cross entropy by argument name; None for other losses.
-
-    A subclass with a forward of its own is another loss, such as a focal one, which is a mean over samples.
-    """
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        if getattr(loss.forward, "__func__", None) not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
-            return None
-        return vars(loss) | {"weight": loss.weight}
-    call = loss if isinstance(loss, partial) else partial(loss)
-    if call.func not in (functional.cross_entropy, functional.nll_loss) or call.args:
-        return None
-    known = {"weight", "ignore_index", "reduction", "label_smoothing"}
-    return call.keywords if known.issuperset(call.keywords) else None
-
-
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
     """Returns the names of the parameters that the loss depends on beside the model's output, which has no graph."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -152,14 +84,25 @@ def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor)
     return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
 
 
-def _counted(loss: Loss, target: Tensor, parts: Sequence[float]) -> list[float]:
-    """Returns the losses of the halves as training counts them; their mean is that of both."""
-    weights = target_weights(loss)
-    if weights is None or target.is_floating_point():
-        return list(parts)
-    totals = [float(weights.total(half)) for half in target.chunk(2)]
+def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> list[float]:
+    """Returns the losses of halves as training counts them; their mean is that of both."""
+    leaves, spec = tree_flatten(outputs[0])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def computed(given: Iterable[Tensor], target: Tensor) -> Tensor:
+        rest = iter(given)
+        output = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return loss(output, target)
+
+    ahead = WeightsAhead(LossModule(loss, computed), tensors, targets[0].device)
+    weights = [ahead.of(target) for target in targets]
+    values = [float(loss(output, target)) for output, target in zip(outputs, targets, strict=True)]
+    known = [float(weight) for weight in weights if weight is not None]
+    if len(known) < len(weights):
+        return values
     # Without any target a loss is no number, and counts nothing.
-    return [2 * total / sum(totals) * part if total > 0 else 0.0 for total, part in zip(totals, parts, strict=True)]
+    mean = sum(known) / len(known)
+    return [weight / mean * value if weight else 0.0 for weight, value in zip(known, values, strict=True)]
 
 
 def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
@@ -171,7 +114,7 @@ def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
         return f"the loss is a sum over the batch, so training by micro-batches divides it by their number: {advice}"
     return (
         f"the loss of a batch is {whole:.4g}, and the mean of its halves {mean:.4g}, so training depends on which "
-        f"samples share a micro-batch ({_REASONS}): {advice}, if it is a mean over something else"
+        f"samples share a micro-batch ({_REASONS}): return `bapipe.weighted_mean(losses, weights)`, or {advice}"
     )
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from bapipe.equivalence import TargetWeights, target_weights
-from bapipe.runtime.local_stage import Loss
+from bapipe.equivalence import WeightedLoss, WeightsAhead
+from bapipe.errors import InvalidModel
+from bapipe.runtime.rng import PerOperatorRng
 
 
 class LossWeights:
@@ -14,37 +15,54 @@ class LossWeights:
 
     def __init__(
         self,
-        loss: Loss,
+        ahead: WeightsAhead,
         microbatches: Collection[int],
         sum_over_replicas: Callable[[Tensor], Tensor],
+        rng: PerOperatorRng,
     ) -> None:
         """`microbatches` are those of which this rank computes the loss."""
-        self._loss, self._microbatches, self._sum_over_replicas = loss, microbatches, sum_over_replicas
-        self._weights: TargetWeights | None = None  # None if all micro-batches of the mini-batch count alike
-        self._mean: Tensor | None = None  # of the micro-batches' sums of weights
+        self._ahead, self._microbatches, self._sum_over_replicas, self._rng = (
+            ahead,
+            microbatches,
+            sum_over_replicas,
+            rng,
+        )
+        self._is_over_targets: bool | None = None  # None before the first step, in which it is found out
+        self._mean: Tensor | None = None  # of the micro-batches' weights; None if all of them count alike
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
 
         The class weights are those that the loss has now: they may be others in every step.
         """
-        self._weights = None if target.is_floating_point() else target_weights(self._loss)
-        if self._weights is None:
+        self._mean = None
+        if self._is_over_targets is False:
             return
         parts = target.chunk(num_microbatches)
-        own = [self._weights.total(parts[microbatch]) for microbatch in self._microbatches]
-        total = torch.stack([torch.zeros((), dtype=torch.float64, device=target.device), *own]).sum()
-        self._mean = self._sum_over_replicas(total) / num_microbatches
+        own = [self._weight_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
+        known = [weight for weight in own if weight is not None]
+        zero = torch.zeros((), dtype=torch.float64, device=target.device)
+        sums = torch.stack([torch.stack([zero, *known]).sum(), zero + (len(own) - len(known))])
+        total, unknown = self._sum_over_replicas(sums)
+        if self._is_over_targets is None:
+            self._is_over_targets = not unknown
+        if self._is_over_targets:
+            self._mean = total / num_microbatches
 
-    def counted(self, target: Tensor) -> Tensor:
-        """Returns the targets of a micro-batch as its loss is to take them."""
-        return target if self._weights is None else self._weights.counted(target)
-
-    def weighted(self, loss: Tensor, target: Tensor) -> Tensor:
+    def weighted(self, loss: WeightedLoss) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        if self._weights is None:
-            return loss
-        assert self._mean is not None
-        total = self._weights.total(target)
+        if self._mean is None:
+            return loss.value
+        if loss.weight is None:
+            raise InvalidModel(
+                "the loss is what torch's cross entropy gives for some mini-batches, and something else for others: "
+                "how much each micro-batch counts in it is not known"
+            )
         # Without any target the loss is no number; its gradients are zeros.
-        return torch.where(total > 0, loss * (total / self._mean).to(loss.dtype), torch.zeros_like(loss))
+        share = loss.value * (loss.weight / self._mean).to(loss.value.dtype)
+        return torch.where(loss.weight > 0, share, torch.zeros_like(share))
+
+    def _weight_ahead(self, microbatch: int, target: Tensor) -> Tensor | None:
+        self._rng.microbatch = microbatch
+        self._rng.enter_loss()  # it may draw which targets count
+        return self._ahead.of(target)

@@ -164,20 +164,6 @@ class RecomputedStage(nn.Module):
                 restore_generator_states(generators)
 
 
-class LossModule(nn.Module):
-    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
-
-    def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
-        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
-        super().__init__()
-        self.computed = computed
-        if isinstance(loss, nn.Module):
-            self.loss = loss
-
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        return self.computed(output, target)
-
-
 def _is_shared(hidden: Tensor) -> bool:
     """Returns whether a tensor in an attribute is not copied: it is large, or may have a graph."""
     return hidden.requires_grad or hidden.nbytes > _SMALL_BYTES

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import target_weights
+from bapipe.equivalence import LossModule, WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import Autocast
 from bapipe.runtime.clock import Clock
@@ -19,7 +18,6 @@ from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage, Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.recompute import LossModule
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
@@ -56,16 +54,18 @@ class ExecutorFactory:
         """Returns the executor of training steps on inputs of the shapes of `parts`."""
         stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
+        loss, outputs = self._loss_of_stage_outputs(parts.model), [parts.examples[n] for n in parts.stages[-1].outputs]
         weights = LossWeights(
-            self.loss,
+            WeightsAhead(loss, outputs, self.layout.device),
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
+            self.rng,
         )
         return ScheduleExecutor(
             self.layout,
             stages,
             channels=self.channels,
-            loss=self._loss_of_stage_outputs(parts.model),
+            loss=loss,
             weights=weights,
             clock=self.clock,
             rng=self.rng,
@@ -82,7 +82,6 @@ class ExecutorFactory:
             channels=self.channels,
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
-            weights=partial(target_weights, self.loss),
             sum_over_replicas=last.total if last is not None else lambda part: part,
         )
 

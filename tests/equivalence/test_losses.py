@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from bapipe.equivalence import Microbatch, loss_over_parts
 from bapipe.errors import InvalidModel
+from bapipe.losses import weighted_mean
 from bapipe.profiler.measure import measure_model
 from bapipe.report.profiles import render_profile
 from tests.models.small_zoo import SMALL, small
@@ -20,6 +21,11 @@ WORDS = torch.tensor([[1, 2, 0], [3, 1, 2], [2, 2, 1], [1, 0, 0]])
 
 def of_words(scores: Tensor, target: Tensor, **options: int) -> Tensor:
     return cross_entropy(scores.flatten(0, 1), target.flatten(), **options)  # type: ignore[arg-type]
+
+
+def mean_of_words(scores: Tensor, target: Tensor) -> Tensor:
+    each = cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none")
+    return (each * (target != 0).flatten()).sum() / (target != 0).sum()
 
 
 class Focal(nn.CrossEntropyLoss):
@@ -47,6 +53,11 @@ def fault(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, *shape: int)
         (partial(cross_entropy, weight=CLASSES, reduction="mean"), torch.tensor([0, 1, 2, 3]), ()),
         (Focal(CLASSES), torch.tensor([0, 1, 2, 3]), ()),
         (of_words, WORDS, (3,)),
+        (lambda y, target: weighted_mean(y.square(), (target != 0)[:, :, None]), WORDS, (3,)),
+        (partial(of_words, ignore_index=0), WORDS, (3,)),
+        (of_words, WORDS.masked_fill(WORDS == 0, -100), (3,)),
+        (lambda y, target: cross_entropy(y, target, ignore_index=0), torch.full((4,), 2), ()),
+        (lambda y, target: cross_entropy(y, target, CLASSES), torch.tensor([0, 1, 2, 3]), ()),
         (mse_loss, torch.randn(4, 4), ()),
     ],
 )
@@ -61,10 +72,14 @@ def test_means_over_the_batch_are_fine(
     [
         (partial(cross_entropy, reduction="sum"), torch.tensor([0, 1, 2, 3]), (), "the loss is a sum over the batch"),
         (nn.CrossEntropyLoss(CLASSES - 1, label_smoothing=0.1), torch.tensor([0, 1, 1, 1]), (), "share a micro-batch"),
-        (lambda y, target: cross_entropy(y, target, ignore_index=0), torch.full((4,), 2), (), "share a micro-batch"),
-        (partial(of_words, ignore_index=0), WORDS, (3,), "share a micro-batch"),
-        (of_words, WORDS.masked_fill(WORDS == 0, -100), (3,), "share a micro-batch"),
-        (lambda y, target: cross_entropy(y, target, CLASSES), torch.tensor([0, 1, 2, 3]), (), "share a micro-batch"),
+        (mean_of_words, WORDS, (3,), "share a micro-batch"),
+        (
+            lambda y, target: 2 * cross_entropy(y, target, CLASSES),
+            torch.tensor([0, 1, 2, 3]),
+            (),
+            "share a micro-batch",
+        ),
+        (lambda y, target: cross_entropy(y, y.argmax(1), CLASSES), torch.zeros(4), (), "share a micro-batch"),
         (lambda y, target: (y.flatten() - target.flatten()).std(), torch.randn(4, 4), (), "share a micro-batch"),
     ],
 )

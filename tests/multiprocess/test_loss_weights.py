@@ -1,6 +1,7 @@
 """Micro-batches count by their targets that are not ignored, so that they train as the whole mini-batch does."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from math import isnan
 from typing import Any
@@ -10,15 +11,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.errors import BapipeError, LayerFailed
+import bapipe
+from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead
+from bapipe.errors import BapipeError, InvalidModel, LayerFailed
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.rng import PerOperatorRng
 from tests.equivalence.test_losses import Focal
 from tests.multiprocess.runtime_cases import make_plan
 
+CPU = torch.device("cpu")
 IGNORED = 3
+CLASSES = torch.tensor([0.5, 2.0, 3.0, 9.0]).double()
+
+
+class Reshaped(nn.CrossEntropyLoss):
+    """Cross entropy of what it reshapes, with the state of a counter."""
+
+    calls = 0
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(scores.flatten(0, -2), target.to(scores.device).flatten())
 
 
 @pytest.mark.usefixtures("alone")
@@ -27,12 +43,20 @@ IGNORED = 3
     "loss",
     [
         nn.CrossEntropyLoss(ignore_index=IGNORED),
-        nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 9.0]).double(), ignore_index=IGNORED),
+        nn.CrossEntropyLoss(CLASSES, ignore_index=IGNORED),
         nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),  # nothing to learn, without being ignored
         nn.CrossEntropyLoss(torch.tensor([0.5, 2.0, 3.0, 0.1]).double(), label_smoothing=0.2),
         partial(functional.cross_entropy, weight=torch.tensor([0.5, 2.0, 3.0, 0.0]).double()),
         partial(functional.cross_entropy, ignore_index=IGNORED, reduction="mean"),
-        Focal(torch.tensor([0.5, 2.0, 3.0, 9.0]).double(), ignore_index=IGNORED),  # a mean over samples
+        Focal(CLASSES, ignore_index=IGNORED),  # a mean over samples
+        Reshaped(CLASSES, ignore_index=IGNORED),
+        lambda scores, target: functional.nll_loss(scores.log_softmax(1), target, ignore_index=IGNORED),
+        lambda scores, target: functional.cross_entropy(scores, target.masked_fill(target == IGNORED, -100)),
+        lambda scores, target: bapipe.weighted_mean(scores.square().mean(1), target != IGNORED),
+        lambda scores, target: bapipe.weighted_mean(
+            scores.square(), CLASSES[target, None] * (target != IGNORED)[:, None]
+        ),
+        lambda scores, target: functional.cross_entropy(scores, target) * 2,  # ignores nothing, so all count alike
     ],
 )
 def test_a_mean_over_targets_is_that_of_the_mini_batch(loss: Loss, recompute: tuple[int, ...]) -> None:
@@ -89,6 +113,63 @@ def test_class_weights_may_be_others_in_every_step() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_loss_that_runs_ahead_of_the_outputs_keeps_its_state() -> None:
+    loss = Reshaped(CLASSES.float(), ignore_index=IGNORED)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    x, target = torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
+    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 4)), plan, loss=loss, inputs=[x], optimizer=sgd(0.0))
+    pipeline.step(x, target=target)
+    assert loss.calls == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_targets_that_a_draw_leaves_out_do_not_count() -> None:
+    drawn: list[Tensor] = []
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        labels = torch.where(torch.rand(target.shape) < 1 / 3, -100, target)
+        drawn.append(labels)
+        return functional.cross_entropy(scores * 2, labels)
+
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(8, 6), torch.randint(0, 4, (8,))
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 4, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    got = pipeline.step(x, target=target)
+    assert torch.equal(torch.cat(drawn[:2]), torch.cat(drawn[2:]))  # ahead, then in the forwards
+    assert len({int((labels == -100).sum()) for labels in drawn[2:]}) == 2
+    assert got == pytest.approx(functional.cross_entropy(module(x) * 2, torch.cat(drawn[2:])).item(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_the_output_chooses_the_targets_all_micro_batches_count_alike() -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(scores, target.masked_fill(scores.detach()[:, 0] > 0, -100))
+
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(8, 6), torch.randint(0, 4, (8,))
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 4, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0))
+    parts = [loss(module(part), rows).item() for part, rows in zip(x.chunk(2), target.chunk(2), strict=True)]
+    assert pipeline.step(x, target=target) == pytest.approx(sum(parts) / 2, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_that_is_another_one_later_is_refused() -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = functional.cross_entropy(scores, target)
+        return value if len(steps) == 1 else value * 2
+
+    steps = [0]
+    plan, x = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1), torch.randn(2, 6)
+    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 4)), plan, loss=loss, inputs=[x])
+    pipeline.step(x, target=torch.tensor([1, 0]))
+    steps.append(1)
+    with pytest.raises(InvalidModel, match="something else for others"):
+        pipeline.step(x, target=torch.tensor([1, 0]))
+
+
+@pytest.mark.usefixtures("alone")
 def test_labels_out_of_range_are_refused_by_the_loss() -> None:
     loss = nn.CrossEntropyLoss(torch.ones(4))
     plan, x = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1), torch.randn(2, 6)
@@ -99,12 +180,12 @@ def test_labels_out_of_range_are_refused_by_the_loss() -> None:
 
 def test_replicas_count_together() -> None:
     target, loss = torch.tensor([0, IGNORED, 1, 2]), nn.CrossEntropyLoss(ignore_index=IGNORED)
-    first, second = (LossWeights(loss, [m], lambda part: torch.tensor(3.0, dtype=torch.float64)) for m in (0, 1))
+    first, second = (_weights(loss, [m], lambda part: torch.tensor([3.0, 0.0]).double()) for m in (0, 1))
     for weights in (first, second):
         weights.begin(target, 2)
     one = torch.tensor(1.0)
-    assert first.weighted(one, target[:2]).item() == pytest.approx(2 / 3)
-    assert second.weighted(one, target[2:]).item() == pytest.approx(4 / 3)
+    assert first.weighted(WeightedLoss(one, torch.tensor(1.0))).item() == pytest.approx(2 / 3)
+    assert second.weighted(WeightedLoss(one, torch.tensor(2.0))).item() == pytest.approx(4 / 3)
 
 
 @pytest.mark.usefixtures("alone")
@@ -121,7 +202,13 @@ def test_a_loss_that_is_no_tensor_is_refused() -> None:
 
 
 def test_losses_that_ignore_nothing_keep_their_value() -> None:
-    weights = LossWeights(functional.mse_loss, [0], lambda part: part)
+    weights = _weights(functional.mse_loss, [0], lambda part: part)
     weights.begin(torch.tensor([0, 1]), 1)
     loss = torch.tensor(0.7)
-    assert weights.weighted(loss, torch.tensor([0, 1])) is loss
+    assert weights.weighted(WeightedLoss(loss, None)) is loss
+
+
+def _weights(loss: Loss, microbatches: list[int], total: Callable[[Tensor], Tensor]) -> LossWeights:
+    outputs = [torch.empty(2, 4, device="meta")]
+    ahead = WeightsAhead(LossModule(loss, lambda output, target: loss(output[0], target)), outputs, CPU)
+    return LossWeights(ahead, microbatches, total, PerOperatorRng(0, CPU))

@@ -16,6 +16,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bapipe.equivalence import LossModule, WeightsAhead
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.runtime import transfers
 from bapipe.runtime.clock import CpuClock
@@ -25,7 +26,6 @@ from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import lower_schedule, ranks_with_stage, receives_one_ahead
 from bapipe.runtime.process_groups import connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.recompute import LossModule
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
@@ -106,15 +106,16 @@ def _calls_of(
         layout = ProcessLayout(schedule=schedule, ranks=ranks, rank=ranks[process], device=CPU, group=None)
         with recorded_transfers([], 0):
             channels = connect_channels(layout)
+        rng = PerOperatorRng(0, CPU)
         own = [s for s, devices in enumerate(schedule.devices) if ranks[process] in devices]
         executor = RecordedExecutor(
             layout,
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
             loss=LossModule(_loss, _loss),
-            weights=LossWeights(_loss, (), lambda part: part),
+            weights=LossWeights(WeightsAhead(LossModule(_loss, _loss), (), CPU), (), lambda part: part, rng),
             clock=CpuClock(),
-            rng=PerOperatorRng(0, CPU),
+            rng=rng,
         )
         executor.calls, executor.stages = calls, stages
         batch = torch.zeros(schedule.num_microbatches, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import TargetWeights
+from bapipe.equivalence import weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_for
@@ -131,13 +131,12 @@ class ForwardExecutor:
         channels: Channels,
         microbatch_size: int,
         loss: nn.Module,
-        weights: Callable[[], TargetWeights | None],
         sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
         """`modules` are this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns, and is in evaluation mode too; `weights` returns None if it
-        is a mean over samples; `sum_over_replicas` adds up over those of the last stage.
+        `loss` takes the tuple that the last stage returns, and is in evaluation mode too; `sum_over_replicas` adds up
+        over those of the last stage.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
@@ -145,7 +144,6 @@ class ForwardExecutor:
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
-        self._weights = weights
         self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
         self._modules = modules
         for module in modules.values():
@@ -195,9 +193,9 @@ class ForwardExecutor:
 
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch times its weight, and the weight. [2]"""
-        loss: Tensor = self._loss(output, target).double()
-        weights = None if target.is_floating_point() else self._weights()
-        weight = torch.full_like(loss, len(target)) if weights is None else weights.total(target)
+        found = weighted_loss(self._loss, output, target)
+        loss = found.value.double()
+        weight = torch.full_like(loss, len(target)) if found.weight is None else found.weight
         # Without any target a loss is no number.
         return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
 

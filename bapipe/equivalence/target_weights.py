@@ -1,0 +1,138 @@
+"""How much the targets of a micro-batch count in a loss that is a mean over targets, such as words that are no padding.
+
+The loss of a mini-batch is then no mean of its micro-batches' losses, but one by the weights of their targets. Which
+losses are such means is not asked of their type: it is seen when they run, so that a loss may be torch's cross entropy
+itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`, and returns the
+result.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import BoundArguments, signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from bapipe.losses import sum_of_weights, weighted_mean
+from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from bapipe.tracing.python_state import state_restored
+
+_CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """A loss, and what it is a mean over.
+
+    Attributes:
+        value: what the loss returned.
+        weight: the sum of the targets' weights in it, in float64 and without a dimension; None if the value is not
+            seen to be a mean over targets, such as a mean over samples.
+    """
+
+    value: Tensor
+    weight: Tensor | None
+
+
+def weighted_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, target: Tensor) -> WeightedLoss:
+    """Returns the loss of a micro-batch with its weight: that of a mean over targets of which the result is the loss.
+
+    Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
+    weight, torch would divide zero by zero in the backward.
+    """
+    with _Means() as means:
+        value = loss(output, target)
+    return WeightedLoss(value, next((weight for result, weight in means.weights if result is value), None))
+
+
+class LossModule(nn.Module):
+    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
+
+    def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
+        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
+        super().__init__()
+        self.computed = computed
+        if isinstance(loss, nn.Module):
+            self.loss = loss
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return self.computed(output, target)
+
+
+class WeightsAhead:
+    """Tells the weight of a micro-batch's targets in its loss, before the model has computed the outputs.
+
+    For that the loss runs on outputs without values. A module that is a loss keeps its state; what other code changes,
+    such as a global counter of calls, changes once more.
+    """
+
+    def __init__(self, loss: LossModule, outputs: Sequence[Tensor], device: torch.device) -> None:
+        """`loss` takes the tuple of `outputs` on `device`, of which only shapes and types are read."""
+        self._loss = loss
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
+
+    def of(self, target: Tensor) -> Tensor | None:
+        """Returns the weight that `weighted_loss` will give, if it depends on nothing but the target; else None."""
+        try:
+            with quiet_fake_tensors(), torch.no_grad(), state_restored(self._loss):
+                weight = weighted_loss(self._loss, self._outputs, target).weight
+        except Exception:  # whatever the code of the loss raises where a value of an output is missing
+            return None
+        return None if isinstance(weight, FakeTensor) else weight
+
+
+class _Means(TorchFunctionMode):
+    """Notes the results of functions that are means over targets, with the sums of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[tuple[Tensor, Tensor]] = []  # (result, weight)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is weighted_mean:
+            return self._noted(partial(weighted_mean, *args), args[0], sum_of_weights(*args))
+        if function in _CROSS_ENTROPIES:
+            call = _CROSS_ENTROPIES[function].bind(*args, **kwargs or {})
+            call.apply_defaults()
+            if _is_mean_over_targets(call.arguments):
+                return self._cross_entropy(function, call)
+        return function(*args, **kwargs or {})
+
+    def _cross_entropy(self, function: Callable[..., Tensor], call: BoundArguments) -> Tensor:
+        given = call.arguments
+        weights = _weights(given["target"], given["weight"], given["ignore_index"])
+        if given["weight"] is not None:
+            given["target"] = given["target"].masked_fill(weights == 0, given["ignore_index"])
+        compute = partial(function, *call.args, **call.kwargs)
+        return self._noted(compute, given["input"], weights.sum(dtype=torch.float64))
+
+    def _noted(self, compute: Callable[[], Tensor], values: Tensor, weight: Tensor) -> Tensor:
+        result = torch.zeros(()) if isinstance(values, FakeTensor) else compute()  # computing on those is slow
+        self.weights.append((result, weight))
+        return result
+
+
+def _is_mean_over_targets(given: Mapping[str, Any]) -> bool:
+    """Returns whether a call is a mean over classes that are targets, and all that counts in it has a weight.
+
+    Smoothed labels of classes without weight count in the loss, and not in the sum that it is divided by. Targets that
+    are probabilities of classes all count alike.
+    """
+    if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
+        return False
+    smoothed = given["weight"] is not None and bool(given.get("label_smoothing"))
+    return not given["target"].is_floating_point() and not (smoothed and bool((given["weight"] == 0).any()))
+
+
+def _weights(target: Tensor, of_classes: Tensor | None, ignored: int) -> Tensor:
+    """Returns the weight of each target."""
+    counts = target.ne(ignored)
+    if of_classes is None:
+        return counts
+    # Labels out of range are for the loss to refuse.
+    return of_classes.detach().to(target.device)[target.clamp(0, len(of_classes) - 1)] * counts

@@ -1,0 +1,26 @@
+"""The mean by weights."""
+
+import pytest
+import torch
+
+import bapipe
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_weighted_mean_is_the_sum_over_the_weights(dtype: torch.dtype) -> None:
+    values = torch.tensor([[1.0, 2.0], [4.0, 8.0]], dtype=dtype, requires_grad=True)
+    mean = bapipe.weighted_mean(values, torch.tensor([[3], [1]]))
+    assert mean.item() == (3 * 1 + 3 * 2 + 4 + 8) / 8
+    assert mean.dtype == dtype
+    mean.backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [[3 / 8, 3 / 8], [1 / 8, 1 / 8]]
+
+
+def test_without_weights_mean_and_gradients_are_zero() -> None:
+    values = torch.ones(3, requires_grad=True)
+    mean = bapipe.weighted_mean(values, torch.zeros(3, dtype=torch.bool))
+    mean.backward()
+    assert mean.item() == 0
+    assert values.grad is not None
+    assert not values.grad.any()
