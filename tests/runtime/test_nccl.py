@@ -113,7 +113,7 @@ def _calls_of(
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
             loss=LossModule(_loss, _loss),
-            weights=LossWeights(WeightsAhead(LossModule(_loss, _loss), (), CPU), (), lambda part: part, rng),
+            weights=LossWeights(WeightsAhead(LossModule(_loss, _loss), (), CPU), (0,), lambda part: part, rng),
             clock=CpuClock(),
             rng=rng,
         )
