@@ -42,8 +42,8 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
     for target in _targets(loss, batch.target):
         try:
             with torch.no_grad():
-                whole = float(loss(output, target))
-                parts = _counted(loss, halves, target.chunk(2))
+                whole = float(loss(output, target.clone()))  # which it may change
+                parts = _counted(loss, halves, target.clone().chunk(2))
         except Exception:  # a target that the loss does not take
             continue
         fault = _fault(whole, parts, _tolerance(output))

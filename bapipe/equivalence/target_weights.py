@@ -80,7 +80,7 @@ class WeightsAhead:
         """Returns the weight that `weighted_loss` will give, if it depends on nothing but the target; else None."""
         try:
             with quiet_fake_tensors(), torch.no_grad(), state_restored(self._loss):
-                weight = weighted_loss(self._loss, self._outputs, target).weight
+                weight = weighted_loss(self._loss, self._outputs, target.clone()).weight  # it may change them
         except Exception:  # whatever the code of the loss raises where a value of an output is missing
             return None
         return None if isinstance(weight, FakeTensor) else weight

@@ -37,6 +37,14 @@ class Reshaped(nn.CrossEntropyLoss):
         return super().forward(scores.flatten(0, -2), target.to(scores.device).flatten())
 
 
+class FromOne(Reshaped):
+    """Takes classes from one on, and changes its target."""
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        target -= 1
+        return super().forward(scores, target)
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("recompute", [(), (1,)])
 @pytest.mark.parametrize(
@@ -113,12 +121,13 @@ def test_class_weights_may_be_others_in_every_step() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_loss_that_runs_ahead_of_the_outputs_keeps_its_state() -> None:
-    loss = Reshaped(CLASSES.float(), ignore_index=IGNORED)
+def test_a_loss_that_runs_ahead_of_the_outputs_keeps_its_state_and_the_targets() -> None:
+    loss = FromOne(CLASSES.float(), ignore_index=IGNORED)
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
-    x, target = torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
-    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 4)), plan, loss=loss, inputs=[x], optimizer=sgd(0.0))
-    pipeline.step(x, target=target)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0))
+    want = functional.cross_entropy(module(x), target, CLASSES.float(), ignore_index=IGNORED).item()
+    assert pipeline.step(x, target=target + 1) == pytest.approx(want, rel=1e-6)
     assert loss.calls == 2
 
 
@@ -203,7 +212,7 @@ def test_a_loss_that_is_no_tensor_is_refused() -> None:
 
 def test_losses_that_ignore_nothing_keep_their_value() -> None:
     weights = _weights(functional.mse_loss, [0], lambda part: part)
-    weights.begin(torch.tensor([0, 1]), 1)
+    weights.begin(torch.zeros(2, 4), 1)
     loss = torch.tensor(0.7)
     assert weights.weighted(WeightedLoss(loss, None)) is loss
 
