@@ -1,10 +1,11 @@
 """What the controls of the page say, as the page sends it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, repeat
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
@@ -30,7 +31,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         recompute_layers: names of layers; a stage that recomputes and has some of them recomputes these only.
         layer_order: the layers in the order in which they are cut, by their places in the profile; None for the
             profile's order.
-        num_devices: the first devices of the cluster; beyond its number, more devices like its last one.
+        num_devices: the first devices of the cluster; beyond its number, more like its last one, on the same host; of
+            several hosts, more hosts like the last one.
         speeds: factors of the speeds of some devices, by name.
         bandwidth, latency: factors for all links.
         memory_bytes: the memory of every device, None for what each has.
@@ -83,16 +85,32 @@ def cluster_of(state: State, given: Cluster) -> Cluster:
 
 
 def _devices(given: Cluster, num: int) -> list[Device]:
-    devices, last = list(given.devices[:num]), given.devices[-1]
+    devices, further = list(given.devices[:num]), _further_devices(given)
     names = _names(given.devices)
     number = len(devices)
     while len(devices) < num:
-        name = f"{last.kind}{number}"
-        members = last.members if last.members is UNSET else tuple(f"{name}.{i}" for i in range(last.num_members))
+        like = next(further)
+        name = f"{like.kind}{number}"
+        while not names.isdisjoint([name, *(_members(like, name) or ())]):
+            number += 1
+            name = f"{like.kind}{number}"
         number += 1
-        if names.isdisjoint([name, *(members or ())]):
-            devices.append(msgspec.structs.replace(last, name=name, members=members))
+        devices.append(msgspec.structs.replace(like, name=name, members=_members(like, name)))
     return devices
+
+
+def _further_devices(given: Cluster) -> Iterator[Device]:
+    """Yields what devices beyond a cluster are like, with their hosts: the last one, or, of several hosts, the last."""
+    last, hosts = given.devices[-1], {device.host for device in given.devices}
+    if len(hosts) == 1:
+        yield from repeat(last)
+    for number in count(len(hosts)):
+        if (host := f"host{number}") not in hosts:
+            yield from (msgspec.structs.replace(one, host=host) for one in given.devices if one.host == last.host)
+
+
+def _members(like: Device, name: str) -> tuple[str, ...] | UnsetType:
+    return UNSET if like.members is UNSET else tuple(f"{name}.{i}" for i in range(like.num_members))
 
 
 def _names(devices: Sequence[Device]) -> set[str]:

@@ -229,6 +229,16 @@ def test_stages_are_spread_over_devices_when_their_number_changes() -> None:
         page.default_devices(page.first, 4)
 
 
+def test_beyond_a_cluster_of_several_hosts_there_are_more_hosts_like_the_last() -> None:
+    hosts = ("first", "host2", "host2")
+    given = [replace(CLUSTER.devices[0], name=f"g{i}", host=host) for i, host in enumerate(hosts)]
+    cluster = replace(CLUSTER, devices=tuple(given), links=())
+    larger = cluster_of(replace(session().first, num_devices=8), cluster)
+    assert larger.devices[:3] == cluster.devices
+    assert [device.host for device in larger.devices[3:]] == ["host3", "host3", "host4", "host4", "host5"]
+    assert [device.name for device in larger.devices[3:]] == ["a3", "a4", "a5", "a6", "a7"]
+
+
 @pytest.mark.parametrize(("schedule", "num_devices", "num_stages"), [("1f1b", 200, 8), ("zb-v", 5, 8), ("zb-v", 3, 6)])
 def test_more_devices_than_the_model_has_stages_are_left_idle(schedule: str, num_devices: int, num_stages: int) -> None:
     """The model has 8 layers."""
