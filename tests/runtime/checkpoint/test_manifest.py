@@ -123,7 +123,8 @@ def test_other_data_with_as_many_samples_are_refused(kept: Path, monkeypatch: py
     monkeypatch.setattr("tests.runtime.checkpoint.cases.points", lambda: other)
     assert resumed_with(kept, monkeypatch) == (
         f"{checkpoint} was trained on other data with as many samples: the digest of the first and the last one is "
-        f"{samples_digest(as_pipeline_dataset(points()))} there and {samples_digest(as_pipeline_dataset(other))} here"
+        f"{samples_digest(as_pipeline_dataset(points()))} there and {samples_digest(as_pipeline_dataset(other))} here; "
+        "a function for data must give the same items at each call"
     )
     del tree["samples"]  # as in a checkpoint of an earlier version
     write_manifest(checkpoint, tree)
