@@ -24,12 +24,13 @@ from bapipe.cli.options import (
     schedule_names,
 )
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
+from bapipe.cli.progress import show_json, show_line, show_parts, show_written, status, stops_on_interrupt
 from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.planner.compare import compare as compare_schedules
 from bapipe.planner.deadline import deadline_of
 from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
+from bapipe.report.remarks import halved_words
 from bapipe.schedules import ALL
 
 
@@ -116,5 +117,7 @@ def compare(
         show_json(report.comparison_json(compared.plans, compared.others, failed))
         return
     show_parts(report.render_comparison(compared.plans, compared.others, failed, replicas=options.replicas))
+    for sentence in halved_words(compared.plans.values(), profiles):
+        show_line(sentence)
     if html is not None:
         show_written(html)

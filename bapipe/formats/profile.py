@@ -42,6 +42,9 @@ Split = Literal["tensor", "filter", "channel", "spatial", "sharded"]
 HOST_OVER_DEVICE = "host_over_device"
 """Key in `environment`: by micro-batch size, F + B by the clock on the wall over the time a GPU works on them."""
 
+HALVED = "input_and_weight_gradient"
+"""Key in `environment`: of imported profiles, that I and W are halves of a backward that was measured whole."""
+
 ONE_LAYER = "one_layer"
 """Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
 

@@ -22,7 +22,7 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.codec import decode_as, encode
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.profile import HALVED, DeviceKind, ModelProfile
 from bapipe.formats.strict_json import decode_json, naming_file, read_limited
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.optimizers import unknown_optimizer
@@ -178,7 +178,7 @@ def group_profile(times: Times, models: Models, metadata: ImportMetadata, member
         device=_device(metadata, members),
         dtype="float32",
         optimizer=metadata.optimizer,
-        environment={"source": metadata.source, "input_and_weight_gradient": "halves of the measured backward"},
+        environment={"source": metadata.source, HALVED: "halves of the measured backward"},
         layers=tuple(
             LayerProfile(
                 name=f"layer{index}",

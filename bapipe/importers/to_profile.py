@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.profile import HALVED, DeviceKind, ModelProfile
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.optimizers import unknown_optimizer
 from bapipe.units import round_half_up
@@ -53,7 +53,7 @@ def to_profile(layers: Sequence[ImportedLayer], metadata: ImportMetadata) -> Mod
         environment={
             "source": metadata.source,
             "batch_size": metadata.batch_size,
-            "input_and_weight_gradient": "halves of the measured backward",
+            HALVED: "halves of the measured backward",
         }
         | ({"scaled_in_proportion": scaled} if scaled else {}),
         layers=tuple(

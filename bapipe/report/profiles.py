@@ -10,6 +10,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import (
     EQUIVALENCE,
     ESTIMATE,
+    HALVED,
     HOST_OVER_DEVICE,
     LOSS_OVER_PARTS,
     ONE_LAYER,
@@ -30,6 +31,8 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         yield printable(str(profile.environment[ESTIMATE]), MAX_LINE)
     if EQUIVALENCE in profile.environment:
         yield printable(str(profile.environment[EQUIVALENCE]), MAX_LINE)
+    if HALVED in profile.environment:
+        yield printable(f"I and W are {profile.environment[HALVED]}", MAX_LINE)
     if LOSS_OVER_PARTS in profile.environment:
         yield printable(str(profile.environment[LOSS_OVER_PARTS]), MAX_LINE)
     if has_host_times(profile):

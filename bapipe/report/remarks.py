@@ -1,16 +1,17 @@
 """What a reader of a plan should know besides its figures: near-ties, what was not searched, what was not measured."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import UNSET
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile, has_host_times
+from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, has_host_times
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.options import RUNNABLE
 from bapipe.printable import printable
 from bapipe.report.formatting import mib
 from bapipe.schedules import LOOPED
+from bapipe.schedules.table import Phase
 
 MAX_HOST_OVER_DEVICE = 1.05
 """Up to this ratio the GPU is the limit."""
@@ -38,10 +39,26 @@ def plan_remarks(
         yield _tie_words(plan, tie)
     for say in (_scaled_words, _host_words):
         yield from [words for profile in profiles.values() if (words := say(plan, profile))][:1]
+    yield from halved_words([plan], profiles)
     others = [name for name in RUNNABLE if name not in schedules]
     if others and len(plan.cluster.devices) > 1:
         names = ", ".join(others)
         yield f"not searched: {names}; `schedules` all searches every schedule that torch can run"
+
+
+def halved_words(plans: Iterable[Plan], profiles: Mapping[str, ModelProfile]) -> Iterator[str]:
+    """Yields that plans which run I and W apart rest on profiles that do not have them, if so."""
+    halved = [profile for profile in profiles.values() if HALVED in profile.environment]
+    apart = [
+        plan.schedule for plan in plans if any(a.phase is Phase.INPUT_GRAD for own in plan.table.order for a in own)
+    ]
+    if halved and apart:
+        names = ", ".join(dict.fromkeys(apart))
+        yield (
+            f"I and W of the profile on {printable(halved[0].device.name)} are halves of a backward that was measured "
+            f"whole, and what I leaves in memory for W is taken as nothing: what {names} would gain is not "
+            "known (measured apart, I and W of LSTMs took 1.5 to 1.9 times as long as their backward)"
+        )
 
 
 def _unused_words(plan: Plan) -> Iterator[str]:

@@ -9,7 +9,7 @@ import bapipe
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import HALVED, ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import RUNNABLE, PlanOptions
 from bapipe.report.remarks import plan_remarks
@@ -128,3 +128,18 @@ def test_a_number_of_stages_that_leaves_devices_unused_is_told_with_the_schedule
     assert told == ["zb-v runs 2 stages on each device, so 2 stages use 1 device of 2: `num_stages` 4 uses all of them"]
     whole = bapipe.plan(chain([1, 1, 1, 1]), devices(2), minibatch_size=4, schedules="zb-v", num_stages=4)
     assert not [text for text in plan_remarks(whole, {}, RUNNABLE, (), num_stages=4) if "zb-v" in text]
+
+
+def test_plans_that_run_i_and_w_apart_say_that_these_are_halves_of_a_backward() -> None:
+    halved = msgspec.structs.replace(profile(), environment={HALVED: "halves of the measured backward"})
+
+    def told(of: ModelProfile, schedule: str) -> list[str]:
+        plan = bapipe.plan(of, devices(2), options(schedule))
+        return [text for text in plan_remarks(plan, {"a": of}, RUNNABLE, ()) if "I and W" in text]
+
+    assert told(halved, "gpipe") == told(profile(), "zb-h1") == []
+    (text,) = told(halved, "zb-h1")
+    assert text.startswith(
+        f"I and W of the profile on {halved.device.name} are halves of a backward that was measured whole"
+    )
+    assert "what zb-h1 would gain is not known" in text
