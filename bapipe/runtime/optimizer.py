@@ -85,7 +85,10 @@ class StageOptimizers:
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], make: OptimizerFactory, clock: Clock) -> None:
-        self._make, self._clock = make, clock
+        self._modules, self._make, self._clock = modules, make, clock
+        self._frozen = {
+            name: p for module in modules.values() for name, p in module.named_parameters() if not p.requires_grad
+        }
         self._optimizers: dict[int, optim.Optimizer] = {}
         self._updates: list[tuple[int, object, object]] = []
         taken: set[int] = set()
@@ -110,10 +113,20 @@ class StageOptimizers:
         return sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
 
     def zero_grad(self) -> None:
-        """Drops the gradients of the last step; to be called before a step."""
+        """Drops the gradients of the last step, also those that no optimizer takes; to be called before a step."""
         self._updates.clear()
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad(set_to_none=True)  # zeroing would cost one pass to fill and another to add
+        for module in self._modules.values():
+            module.zero_grad(set_to_none=True)  # zeroing would cost one pass to fill and another to add
+
+    def check_frozen(self) -> None:
+        """Raises BapipeError if a parameter requires gradients that did not when the optimizers were made."""
+        unfrozen = next((name for name, parameter in self._frozen.items() if parameter.requires_grad), None)
+        if unfrozen is not None:
+            raise BapipeError(
+                f"'{unfrozen}' requires gradients now, but was frozen when the Pipeline was made, so its optimizers "
+                "would not train it: let all parameters that will be trained require gradients when the Pipeline is "
+                "made, and freeze them afterwards; or make a new Pipeline"
+            )
 
     def step(self, stage: int) -> None:
         """Updates a stage's parameters from their gradients."""

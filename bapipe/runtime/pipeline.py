@@ -283,7 +283,8 @@ class Pipeline:
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
-                example's shape and type; or there is no such bucket.
+                example's shape and type; there is no such bucket; or a parameter requires gradients that was frozen
+                when this was made.
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
         loss = self.start_step(*inputs, target=target, bucket=bucket)
@@ -299,6 +300,7 @@ class Pipeline:
                 f"`bucket` is {bucket}: this pipeline was made with {num_buckets} `buckets`, numbered from 0; None is "
                 "for inputs of the planned size"
             )
+        self._optimizers.check_frozen()
         self._traced_numbers.warn_of_changes()
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]

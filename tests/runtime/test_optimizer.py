@@ -70,6 +70,25 @@ def test_a_shared_parameter_belongs_to_the_first_stage() -> None:
     assert made.updates == ()
 
 
+def test_parameters_that_the_factory_leaves_out_keep_no_gradients() -> None:
+    layer = nn.Linear(3, 3)
+    made = StageOptimizers({0: layer}, lambda parameters: optim.SGD([p for p in parameters if p.dim() > 1]), CpuClock())
+    layer(torch.ones(1, 3)).sum().backward()
+    made.zero_grad()
+    assert layer.bias.grad is None
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused() -> None:
+    layer = nn.Linear(3, 3)
+    layer.bias.requires_grad_(False)
+    made = StageOptimizers({0: layer}, sgd(), CpuClock())
+    layer.weight.requires_grad_(False)
+    made.check_frozen()
+    layer.requires_grad_(True)
+    with pytest.raises(BapipeError, match=r"^'bias' requires gradients now, but was frozen when the Pipeline was made"):
+        made.check_frozen()
+
+
 def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     first, second, parameters = stages()
     adam = optimizer_factory("adam", 0.1, {})

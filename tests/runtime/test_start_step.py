@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from bapipe.errors import BapipeError
 from bapipe.runtime import pipeline as pipeline_module
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
@@ -31,6 +32,24 @@ def test_a_step_that_is_started_is_the_same_step() -> None:
         assert loss.read() == other.step(X, target=Y)
     for name, tensor in one.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_are_frozen_but_not_unfrozen_during_training() -> None:
+    pipeline, _ = pipelined()
+    pipeline.step(X, target=Y)
+    weight = pipeline.named_parameters()["0.weight"].requires_grad_(False)
+    frozen = weight.clone()
+    pipeline.step(X, target=Y)
+    assert torch.equal(weight, frozen)
+    weight.requires_grad_(True)
+    pipeline.step(X, target=Y)
+    assert not torch.equal(weight, frozen)
+    pipeline.named_parameters()["2.bias"].requires_grad_(True)
+    with pytest.raises(
+        BapipeError, match=r"^'2.bias' requires gradients now, but was frozen when the Pipeline was made"
+    ):
+        pipeline.step(X, target=Y)
 
 
 @pytest.mark.usefixtures("alone")
