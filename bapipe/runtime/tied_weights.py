@@ -19,11 +19,19 @@ class TiedGradients:
         return tuple(parameter for parameter, _ in self._users)
 
     def sum(self) -> None:
-        """Adds up the gradients of all processes that use a parameter; each gets the same sum."""
+        """Adds up the gradients of all processes that use a parameter; each gets the same sum.
+
+        A parameter for which none has a gradient keeps none, so that optimizers skip it, as in one process.
+        """
         for parameter, group in self._users:
             # A stage may not have used its copy in this step, but every process of the group must join the all-reduce.
+            has_grad = parameter.grad is not None
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             # Elements are added in the order of memory, which W leaves as it is: a stage that uses a transposed weight
             # has it transposed.
-            parameter.grad = (grad.to_dense() if grad.is_sparse else grad).contiguous()
-            dist.all_reduce(parameter.grad, group=group)
+            summed = (grad.to_dense() if grad.is_sparse else grad).contiguous()
+            num_with_grad = torch.full((), int(has_grad), dtype=torch.int32, device=parameter.device)
+            dist.all_reduce(summed, group=group)
+            dist.all_reduce(num_with_grad, group=group)
+            if has_grad or num_with_grad.item():  # reading waits for the device
+                parameter.grad = summed
