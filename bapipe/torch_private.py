@@ -60,6 +60,7 @@ __all__ = [
     "drop_received",
     "forget_unfinished_groups",
     "get_param_groups",
+    "give_storage",
     "hooks_in_words",
     "hooks_of",
     "is_before_2_13",
@@ -203,6 +204,23 @@ def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
     """The hooks on a parameter's gradient, before and after it is accumulated."""
     after = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]
+
+
+def give_storage(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor the storage of another one, which is lost; its class, attributes and hooks stay.
+
+    All references to the tensor, such as tied weights, see the new storage.
+
+    Raises:
+        RuntimeError: something outside of Python, such as an autograd graph or a scripted module, holds the tensor.
+    """
+    value.__class__ = type(tensor)
+    vars(value).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+    # Autograd has noted the hooks beside the storage, which are now the other tensor's: assigning notes them anew.
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, hooks, None) is not None:
+            setattr(tensor, hooks, getattr(tensor, hooks))
 
 
 # Process groups

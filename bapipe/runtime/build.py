@@ -18,7 +18,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.materialize import reset_layer
-from bapipe.torch_private import DispatchMode, argument_schemas, storage_key, tree_leaves, tree_map
+from bapipe.torch_private import (
+    DispatchMode,
+    argument_schemas,
+    give_storage,
+    parameter_hooks,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
 from bapipe.tracing.captured import is_layer
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import Factory, build
@@ -80,8 +88,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter and not parameter.is_meta:
             moved = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            vars(moved).update(vars(parameter))
-            torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]  # tied weights stay tied
+            give_storage(parameter, moved)
 
     hook = register_module_parameter_registration_hook(move)
     try:
@@ -130,6 +137,8 @@ def _draws_its_own_values(
     """
     if any(_is_on_meta(value) for part in module.modules() for value in _tensors_beside_parameters(part)):
         return False  # computed from a parameter
+    if any(map(parameter_hooks, module.parameters())):
+        return False  # hooks may hold what was computed from a parameter, such as the mask of a pruned one
     try:
         reset, initialized = _layer_writes(module, None), _layer_writes(module, initialize)
     except Exception:  # whatever the model's own code raises on tensors without values

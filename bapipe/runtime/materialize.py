@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import reset_method, without_weak_references
+from bapipe.torch_private import give_storage, reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
 from bapipe.tracing.stages import Split
 
@@ -182,7 +182,7 @@ def _swap(tensor: Tensor, value: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     try:
-        torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
+        give_storage(tensor, value)
     except RuntimeError as error:
         if tensor.is_meta:
             raise InvalidModel(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -132,6 +133,12 @@ def reads_a_value() -> Example:
     return example(module)
 
 
+def masked() -> Example:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module[0].weight.register_hook(partial(torch.mul, module[0].weight.detach() > 0))
+    return example(module)
+
+
 def llama() -> Example:
     config = transformers.LlamaConfig(
         vocab_size=19, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, use_cache=False,
@@ -182,7 +189,7 @@ def test_models_of_the_zoo_are_built_without_values(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["set_in_the_model", "copied", "trained_before", "with_scale", "half_reset", "normalized",
-     "buffer_of_a_parameter", "reads_a_value", "llama"],
+     "buffer_of_a_parameter", "reads_a_value", "masked", "llama"],
 )  # fmt: skip
 def test_all_other_models_are_built_as_they_are(name: str) -> None:
     build, made = build_of(name)
@@ -207,6 +214,30 @@ def test_buffers_and_constants_keep_the_values_that_the_factory_computed() -> No
     want = second.linear(first(x)) * torch.cos(torch.arange(4) / 7) * 3
     assert torch.equal(stage(x)[0], want)
     assert all(0 < p.abs().max() < 0.5 for p in made.module.parameters())  # uniform(-1/2, 1/2), as nn.Linear draws them
+
+
+class Undecayed(nn.Parameter):
+    """As optimizer factories tell parameters apart."""
+
+
+def triple(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+def test_parameters_that_get_values_keep_their_class_attributes_and_hooks() -> None:
+    layer = nn.Linear(4, 4, device="meta")
+    layer.weight = Undecayed(layer.weight)
+    layer.bias.learning_rate = 0.5  # type: ignore[attr-defined]
+    layer.weight.register_hook(torch.zeros_like)
+    layer.bias.register_post_accumulate_grad_hook(triple)
+    one_stage(example(nn.Sequential(layer)))(torch.ones(2, 4))[0].sum().backward()
+    assert type(layer.weight) is Undecayed
+    assert vars(layer.bias) == {"learning_rate": 0.5}
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [6, 6, 6, 6]
 
 
 def test_tied_parameters_stay_tied() -> None:
