@@ -1,9 +1,8 @@
 """The replicas of a stage: all-reduce of their gradients during the last backward, and equal state after each step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -54,6 +53,17 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) 
     tensor.copy_(value)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketHook:
+    """A hook on a parameter's gradient that calls `arrived` with the number of its bucket."""
+
+    arrived: Callable[[int], None]
+    bucket: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.arrived(self.bucket)
+
+
 class GradientSum:
     """Sums the gradients of a stage's replicas once per step, by all-reduce in buckets.
 
@@ -85,8 +95,8 @@ class GradientSum:
         self._sparse: dict[int, nn.Parameter] = {}  # parameters with sparse gradients, by id
         for index, parameters in enumerate(self._buckets):
             for parameter in parameters:
-                arrived = partial(self._arrived, index)
-                parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                hook = BucketHook(arrived=self._arrived, bucket=index)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -131,7 +141,7 @@ class GradientSum:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 
-    def _arrived(self, bucket: int, _: Tensor) -> None:
+    def _arrived(self, bucket: int) -> None:
         if not self._missing:
             return
         self._missing[bucket] -= 1

@@ -14,12 +14,12 @@ path, and no stage waits for its I. So it is with the first stage.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from bapipe.runtime.replicas import BucketHook
 from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, parameter_hooks
 from bapipe.tracing.reached import reached
 from bapipe.tracing.weight_nodes import weight_nodes
@@ -28,7 +28,7 @@ from bapipe.tracing.weight_nodes import weight_nodes
 def has_hooks_of_the_model(module: nn.Module) -> bool:
     """Returns whether a parameter has hooks other than those by which replicas start their all-reduces."""
     hooks = (hook for parameter in module.parameters() for hook in parameter_hooks(parameter))
-    return any(not isinstance(hook, partial) for hook in hooks)
+    return any(not isinstance(hook, BucketHook) for hook in hooks)
 
 
 def can_split(outputs: Iterable[Tensor], inputs: Iterable[Any], parameters: Iterable[nn.Parameter]) -> bool:
