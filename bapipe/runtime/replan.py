@@ -40,7 +40,7 @@ def run_with_replanning(
     """
     profiles = profiles_for_replanning(plan, profiles)
     lost, current = lost_devices(plan, without, num_available_devices(plan)), plan
-    if lost:
+    if not set(lost).isdisjoint(plan.used_devices):
         job = current_job()
         current = replan(plan, lost, profiles, None if job is None else job.size)
         on_replan(f"without {', '.join(lost)}", current)
@@ -79,7 +79,7 @@ def profiles_for_replanning(plan: Plan, profiles: Mapping[str, ModelProfile]) ->
 
 
 def lost_devices(plan: Plan, without: Collection[str], num_available: int) -> tuple[str, ...]:
-    """Returns the names of the devices that are lost, or none if the plan uses none of them.
+    """Returns the names of the devices that are lost, whether the plan uses them or not.
 
     Those in `without` are lost. If more than `num_available` remain, the surplus counts as lost too: first devices
     without a stage, then the last of the others.
@@ -94,8 +94,6 @@ def lost_devices(plan: Plan, without: Collection[str], num_available: int) -> tu
     used = set(plan.used_devices)
     remaining = sorted((name for name in names if name not in set(without)), key=lambda name: name not in used)
     lost = {*without, *remaining[num_available:]}
-    if not lost & used:
-        return ()
     if not remaining[:num_available]:
         raise BapipeError("no device of the plan remains")
     return tuple(name for name in names if name in lost)

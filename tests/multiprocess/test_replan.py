@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 import bapipe
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.certificate import MemoryLimit
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -15,8 +15,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
-from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan
-from bapipe.runtime.train_result import StepReport
+from bapipe.runtime import replan as replan_module
+from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan, run_with_replanning
+from bapipe.runtime.train_result import StepReport, TrainResult
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 FACTORY = "tests.multiprocess.replan_model:small"
@@ -115,9 +116,9 @@ def devices(num: int, used: int) -> Plan:
     ("num", "used", "without", "available", "lost"),
     [
         (4, 3, [], 4, []),
-        (4, 3, [], 3, []),  # the one without a stage
+        (4, 3, [], 3, ["cpu3"]),  # the one without a stage
         (4, 3, [], 2, ["cpu2", "cpu3"]),
-        (4, 3, ["cpu3"], 3, []),
+        (4, 3, ["cpu3"], 3, ["cpu3"]),
         (4, 3, ["cpu0"], 3, ["cpu0"]),
         (4, 3, ["cpu0"], 2, ["cpu0", "cpu3"]),
     ],
@@ -126,6 +127,21 @@ def test_devices_named_as_lost_are_removed(
     num: int, used: int, without: list[str], available: int, lost: list[str]
 ) -> None:
     assert lost_devices(devices(num, used), without, available) == tuple(lost)
+
+
+def test_devices_that_are_lost_stay_so_though_the_first_plan_uses_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replan_module, "num_available_devices", lambda plan: 3)
+    tried = []
+
+    def train(plan: Plan, resume: bool) -> TrainResult:
+        tried.append(plan.used_devices)
+        raise RunFailed("one is lost", lost=plan.used_devices[-1:])
+
+    with pytest.raises(RunFailed):
+        run_with_replanning(
+            devices(3, 2), {"cpu": profile()}, train, without=["cpu2"], resume=False, on_replan=lambda why, made: None
+        )
+    assert tried == [("cpu0", "cpu1"), ("cpu0",)]
 
 
 def test_unknown_lost_devices_are_refused() -> None:
