@@ -100,7 +100,7 @@ class RecomputedStage(nn.Module):
         now = self._weights_now() | self._buffers_now()
         if self._changing is None:
             _check_unchanged(sums, _sums(self.module), "the parameter '{}'")
-            _check_unchanged(of_classes, class_numbers(self.module), "'{}', which the class has,")
+            _check_unchanged(of_classes, class_numbers(self.module), "the class attribute '{}'")
             different = {name for name, value in before.items() if not torch.equal(value, now[name])}
             self._changing = (versions.written() - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():
@@ -183,7 +183,9 @@ def _check_unchanged(before: Mapping[str, object], after: Mapping[str, object], 
 
 
 def _not_exactly(what: str, name: str) -> str:
+    path = name.rpartition(".")[0]
+    of_layer = f" of layer '{path}'" if path else ""
     return (
-        f"the forward changes {what} of layer '{name.rpartition('.')[0] or name}', so it cannot be recomputed exactly: "
-        "plan without recomputation of its stage"
+        f"the forward changes {what}{of_layer}, so it cannot be recomputed exactly: plan without recomputation of its "
+        "stage"
     )

@@ -89,7 +89,7 @@ def class_numbers(module: nn.Module) -> dict[str, int | float]:
     return {
         f"{path}.{name}".lstrip("."): value
         for path, part in module.named_modules()
-        for cls in type(part).__mro__
+        for cls in reversed(type(part).__mro__)  # what a class has hides what its bases have
         for name, value in vars(cls).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

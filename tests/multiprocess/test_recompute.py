@@ -108,13 +108,27 @@ class OfClass(nn.Module):
         return x * self.num_forwards
 
 
+class OfBase(OfClass):
+    """Its forwards make a counter of its own, which hides the one that it has from its base."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).num_forwards += 1
+        return x * self.num_forwards
+
+
+def test_a_counter_that_a_class_has_from_its_base_is_refused() -> None:
+    stage = RecomputedStage(OfBase(), CPU)
+    with pytest.raises(InvalidModel, match=r"^the forward changes the class attribute 'num_forwards', so it cannot be"):
+        stage.first(0, lambda: stage(torch.ones(1, 1)))
+
+
 def test_a_counter_of_a_class_is_refused() -> None:
     """It would count twice: classes are not put back."""
     stage = RecomputedStage(nn.Sequential(nn.Linear(1, 1), OfClass()), CPU)
     with pytest.raises(InvalidModel) as caught:
         stage.first(0, lambda: stage(torch.ones(1, 1)))
     assert str(caught.value) == (
-        "the forward changes '1.num_forwards', which the class has, of layer '1', so it cannot be recomputed exactly: plan "
+        "the forward changes the class attribute '1.num_forwards' of layer '1', so it cannot be recomputed exactly: plan "
         "without recomputation of its stage"
     )
 
