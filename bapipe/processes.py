@@ -30,7 +30,7 @@ from tempfile import TemporaryFile
 from types import FunctionType
 from typing import Any
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, first_line
 from bapipe.stop_signals import ENDING
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -184,8 +184,8 @@ def root_cause(error: BaseException) -> BaseException:
 def one_line(error: BaseException) -> str:
     """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
     error = root_cause(error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"
 
 
 def _encoded_job(function: Callable[..., object], arguments: Sequence[object]) -> bytes:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch import fx, nn
 
 from bapipe.errors import BapipeError, LayerFailed
-from bapipe.processes import one_line
+from bapipe.processes import one_line, root_cause
 from bapipe.schedules.table import Action, Phase
 
 _CHANGED = "modified by an inplace operation"
@@ -24,9 +24,7 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
     except BapipeError:
         raise
     except Exception as error:  # whatever the model's own code raises
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        cause = root_cause(error)
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
         raise LayerFailed(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bapipe.errors import first_line
 from bapipe.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -358,7 +359,7 @@ class _Recorder(TorchFunctionMode):
                 raise
             if path in self._recorded:
                 raise _StartAgain(path, error) from error
-            self._reasons[path] = f"it cannot be traced: {str(error).partition(chr(10))[0]}"
+            self._reasons[path] = f"it cannot be traced: {first_line(error)}"
         finally:
             self._inside.pop()
         num_calls, self._index, self._num_calls = before

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from bapipe.errors import first_line
 from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
@@ -32,7 +33,7 @@ def capture_by_recording(
         except TracingFailed as error:
             if not error.path or error.path in reasons:
                 raise
-            reasons[error.path] = f"it cannot be traced: {str(error).partition(chr(10))[0]}"
+            reasons[error.path] = f"it cannot be traced: {first_line(error)}"
 
 
 def _recordings(

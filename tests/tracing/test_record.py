@@ -13,6 +13,7 @@ from torch.distributions import Dirichlet, Distribution, Exponential, Normal, kl
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
+from bapipe.torch_private import FakeTensor
 from bapipe.tracing.captured import NO_GRAD, Captured
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.layers import trace
@@ -155,6 +156,12 @@ def _writes_to_buffer(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _says_that_it_needs_values(self: Any, x: Tensor) -> Tensor:
+    if isinstance(x, FakeTensor) or x.is_meta:
+        raise ValueError("\n  it needs values\nof x")
+    return x
+
+
 @pytest.mark.parametrize(
     ("between", "reason"),
     [
@@ -170,6 +177,7 @@ def _writes_to_buffer(self: Any, x: Tensor) -> Tensor:
         (lambda self, x: x * (1 / len(x)), "an argument is 0.2 or "),
         (lambda self, x: torch.vmap(lambda row: row * 2)(x), "vmap"),
         (_writes_to_buffer, "'inner.mean' is changed"),
+        (_says_that_it_needs_values, "it cannot be traced: it needs values"),
     ],
 )
 def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any, Tensor], Any], reason: str) -> None:

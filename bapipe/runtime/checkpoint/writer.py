@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.errors import BapipeError, RunFailed, first_line
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.codec import write_bytes
 from bapipe.job.groups import new_proven_group
+from bapipe.processes import one_line
 from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_checkpoints, unfinished_folder
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
@@ -118,7 +119,7 @@ class CheckpointWriter:
             if fault[0] is not None:
                 self._error = self._failed(0, step, fault[0])
         except Exception as error:  # a thread's exceptions would be lost
-            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {_one_line(error)}")
+            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {one_line(error)}")
 
     def _gather(self, value: object) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -134,7 +135,7 @@ class CheckpointWriter:
             path.mkdir(exist_ok=True)
             return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
         except Exception as error:  # any, because the other ranks wait for this one's answer
-            return _one_line(error)
+            return one_line(error)
 
     def _finish(self, manifest: Manifest) -> str | None:
         """Finishes a checkpoint on rank 0; returns why it failed, if it did."""
@@ -142,7 +143,7 @@ class CheckpointWriter:
             finish_checkpoint(self._folder, manifest)
             remove_old_checkpoints(self._folder, self._keep)
         except (OSError, BapipeError) as error:
-            return _one_line(error)
+            return one_line(error)
         return None
 
 
@@ -188,12 +189,6 @@ def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
     sync(path)
     os.rename(path, final)
     sync(folder)
-
-
-def _one_line(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def load_tensors(
