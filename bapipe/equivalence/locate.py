@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, device_of, trial
+from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stages import Stage, run_stages
 from bapipe.torch_private import DispatchMode, tree_leaves
 from bapipe.tracing.model import TracedModel
@@ -143,15 +143,8 @@ def _original_calls(
 ) -> list[ModuleCall]:
     """Returns the calls of all modules in a pass of the original, in the order in which they end."""
     calls: list[ModuleCall] = []
-    with trial(root, conditions) as one, _recorded_calls(root, calls):
-        for index, microbatch in enumerate(microbatches):
-            own = microbatch.copy()
-            one.begin_forward(index)
-            with conditions.forward(device_of(root)):
-                output = root(*own.inputs)
-            value = loss(output, own.target)
-            if conditions.trains:
-                value.backward()  # type: ignore[no-untyped-call]
+    with _recorded_calls(root, calls):
+        run_original(root, loss, microbatches, conditions)
     return calls
 
 
