@@ -56,7 +56,6 @@ class ProblemBuilder:
     classes: Sequence[DeviceClass]
     links: ClassLinks
     lines: Sequence[ClassSequence]
-    enabled_bounds: frozenset[str]
     deadline: Deadline
 
     def problems(self, sizes: Sequence[int]) -> tuple[list[Problem], IntervalIndex | None]:
@@ -92,7 +91,6 @@ class ProblemBuilder:
             num_microbatches,
             forwards_first=_runs_forwards_first(schedule),
             sync_limits_ns=[ideal_step_ns // divisor for divisor in SYNC_CLASS_DIVISORS],
-            enabled=self.enabled_bounds,
             deadline=self.deadline,
         )
         roots = make_roots(

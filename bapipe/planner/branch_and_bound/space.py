@@ -18,7 +18,6 @@ from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
 from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
-from bapipe.planner.branch_and_bound.stage_bound import BOUND_NAMES
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.options import PlanOptions
@@ -75,14 +74,12 @@ def build_space(
     options: PlanOptions,
     *,
     sizes: Sequence[int],
-    enabled_bounds: frozenset[str] = BOUND_NAMES,
     deadline: Deadline = UNLIMITED,
 ) -> SearchSpace:
     """Returns every problem of a space. Placements and cost-to-go are computed when a search asks for them.
 
     Args:
         sizes: micro-batch sizes that divide the mini-batch.
-        enabled_bounds: names of the lower bounds to use; all but in experiments.
         deadline: ends the making of the space, and later of its tables, with OutOfTime.
     """
     constraints = parse_constraints(options.constraints)
@@ -99,7 +96,6 @@ def build_space(
         classes=classes,
         links=ClassLinks(cluster, classes),
         lines=tuple(tuple(class_of[rank] for rank in order.ranks) for order in orders),
-        enabled_bounds=enabled_bounds,
         deadline=deadline,
     )
     problems, intervals = builder.problems(sizes)
