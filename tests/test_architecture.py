@@ -25,7 +25,7 @@ LAYERS = [
     {"schedules"},
     {"formats"},
     {"older_torch_private"},
-    {"graph", "torch_device", "torch_settings", "torch_private"},
+    {"graph", "device_types", "losses", "torch_device", "torch_settings", "torch_private"},
     {"job"},
     {"simulator", "tracing"},
     {"importers", "estimates", "zoo", "equivalence"},
@@ -44,6 +44,7 @@ TORCH = {
     "job",
     "tracing",
     "equivalence",
+    "losses",
     "torch_device",
     "torch_settings",
     "older_torch_private",
@@ -233,7 +234,7 @@ def test_public_names() -> None:
         "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "ConstraintsUnmet", "Device", "Example", "Goal",
         "Infeasible", "InvalidFile", "InvalidModel", "InvalidSchedule", "LayerFailed", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan",
         "PlanOptions", "Prediction", "RunFailed", "Settings", "StagePlan", "Stopped", "Timeline", "TrainConfig", "compare", "edit", "make", "plan",
-        "profile", "read", "run", "simulate", "to_networkx", "write",
+        "profile", "read", "run", "simulate", "to_networkx", "weighted_mean", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
         assert getattr(bapipe, name) is not None
@@ -266,7 +267,7 @@ def test_command_line_options() -> None:
     }
     assert options == {
         "profile": [
-            "--arg", "--autocast", "--channels-last", "--check", "--co-runners", "--device", "--exhaustive", "--json", "--layer-by-layer",
+            "--arg", "--autocast", "--channels-last", "--check", "--co-runners", "--device", "--exhaustive", "--json", "--kind", "--layer-by-layer",
             "--leaf-module", "--microbatch-size", "--operator-layers", "--optimizer", "--output", "--tf32", "--threads",
         ],
         "import": [

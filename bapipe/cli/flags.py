@@ -20,6 +20,7 @@ FLAGS = {
     "evaluate_samples": "--eval-samples",
     "html": "--html",
     "keep": "--keep",
+    "kind": "--kind",
     "largest": "--largest",
     "layer_by_layer": "--layer-by-layer",
     "group": "--group",

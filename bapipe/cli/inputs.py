@@ -93,7 +93,8 @@ def read_or_assume_cluster(
         if models:
             note(
                 f"the profile was measured on {profile.device.name}, and the cluster has {', '.join(sorted(models))}: "
-                "times hold for the former only; profile there, or give those devices a `speed`"
+                f"times hold for the former only; profile there with --kind {kind}-NAME and give "
+                "those devices that kind, or give them a `speed`"
             )
     return found
 

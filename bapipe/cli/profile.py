@@ -31,6 +31,14 @@ def profile(
         ),
     ],
     device: Kind = "cpu",
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            "--kind",
+            help="Kind of the device in the profile, to which a cluster's devices refer. One of several kinds of GPUs "
+            "has a name behind a hyphen, such as cuda-rtx3090. Default: cpu or cuda.",
+        ),
+    ] = None,
     microbatch_size: Sizes = "1,2,4,8",
     arg: Arguments = None,
     optimizer: Annotated[
@@ -99,6 +107,7 @@ def profile(
             model,
             key_values(arg),
             device=device,
+            kind=kind,
             microbatch_sizes=sizes,
             settings=settings,
             layer_by_layer=layer_by_layer,

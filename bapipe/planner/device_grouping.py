@@ -12,7 +12,7 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, is_estimate
 from bapipe.planner.device_groups import with_groups
-from bapipe.planner.inputs import Profiles, listed
+from bapipe.planner.inputs import Profiles, listed, two_of_a_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def _by_size(profiles: Iterable[ModelProfile]) -> dict[str, dict[_Size, ModelPro
         known, split = of_kind.setdefault(profile.device.kind, {}), profile.device.split
         size = profile.device.num_members, profile.threads, "" if split is UNSET else split
         if size in known and is_estimate(profile) == is_estimate(known[size]):
-            raise BapipeError(f"two profiles are of device kind '{profile.device.kind}'; give one for each kind")
+            raise two_of_a_kind(profile.device.kind)
         if size not in known or is_estimate(known[size]):
             known[size] = profile
     return of_kind

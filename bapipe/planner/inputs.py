@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from reprlib import repr as shortened
 
 from bapipe._optional import require_torch
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
@@ -59,9 +60,17 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     known: dict[str, ModelProfile] = {}
     for one in found:
         if one.device.kind in known:
-            raise BapipeError(f"two profiles are of device kind '{one.device.kind}'; give one for each kind")
+            raise two_of_a_kind(one.device.kind)
         known[one.device.kind] = one
     return known
+
+
+def two_of_a_kind(kind: str) -> BapipeError:
+    """Returns the error for two profiles of one kind."""
+    return BapipeError(
+        f"two profiles are of device kind '{kind}': give one for each kind; what was measured on other hardware needs "
+        f"a kind of its own, such as {kind}-small (profile with `kind`), which those devices of the cluster have, too"
+    )
 
 
 def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> Cluster:
@@ -92,9 +101,10 @@ def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) 
         )
     profile = next(iter(profiles.values()))
     device = profile.device
-    if device.kind == "cuda":
+    driven_as = type_of_kind(device.kind)
+    if driven_as == "cuda":
         return cluster_like(profile, num_devices)
-    memory_bytes = device.memory_bytes // num_devices if device.kind == "cpu" else device.memory_bytes
+    memory_bytes = device.memory_bytes // num_devices if driven_as == "cpu" else device.memory_bytes
     return Cluster(
         devices=tuple(
             Device(name=f"{device.kind}{i}", host="host0", kind=device.kind, memory_bytes=memory_bytes)

@@ -5,6 +5,7 @@ A plan for such links says that they are assumed; a sweep of the explorer shows 
 
 from dataclasses import dataclass
 
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
@@ -101,7 +102,7 @@ def cluster_like(
         BapipeError: the devices cannot be spread evenly, an unknown link, or a profile of a CPU.
     """
     device = profile.device
-    if device.kind != "cuda":
+    if type_of_kind(device.kind) != "cuda":
         raise BapipeError(
             f"the profile is of a device of kind '{device.kind}', and the catalogue has links of GPUs: measure the "
             "devices' links with `bapipe cluster`, or write a cluster file"

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
 from bapipe._optional import require_torch
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cache import load_profile, profile_path, store_profile, store_unfinished_profile
 from bapipe.formats.profile import ModelProfile
@@ -39,6 +41,7 @@ def profile(
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: "torch.device | str" = "cpu",
+    kind: str | None = None,
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -54,6 +57,7 @@ def profile(
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: "torch.device | str" = "cpu",
+    kind: str | None = None,
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -71,6 +75,7 @@ def profile(
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     device: "torch.device | str" = "cpu",
+    kind: str | None = None,
     settings: Settings = Settings(),  # noqa: B008
     leaf_modules: Sequence[str] = (),
     operator_layers: bool = False,
@@ -88,6 +93,8 @@ def profile(
         name: the model's name in the profile; None for the name of its class.
         microbatch_sizes: numbers of samples to measure at.
         device: `cpu`, or a GPU such as `cuda` or `cuda:1`.
+        kind: of the device, to which clusters refer: `cpu` or `cuda` as it is one, or, for one of several kinds, with a
+            hyphen and a name, such as `cuda-rtx3090`. None for the former.
         settings: how the model is computed; their `dtype` is replaced by the module's.
         leaf_modules: paths of modules of which each call is one layer; `*` matches any part of a path.
         operator_layers: makes each operator outside modules a layer.
@@ -118,7 +125,9 @@ def profile(
     if not isinstance(module, nn.Module):
         if not (inputs is None and target is None and loss is None):
             raise BapipeError("a factory gives its own `inputs`, `target` and `loss`: leave them out, or give a module")
-        made = profile_model(module, arguments or {}, device=device, num_co_runners=num_co_runners, **measured)
+        made = profile_model(
+            module, arguments or {}, device=device, kind=kind, num_co_runners=num_co_runners, **measured
+        )
         return made if name is None else msgspec.structs.replace(made, model=name)
     if inputs is None or target is None or loss is None:
         raise BapipeError("a module is profiled with example `inputs`, a `target` and its `loss`; a factory gives them")
@@ -126,16 +135,12 @@ def profile(
         raise BapipeError("`arguments` and `num_co_runners` are for a factory, which makes the module anew")
     examples = Example(module=module, inputs=inputs, target=target, loss=loss)
     name = name or type(module).__name__
-    return measure_model(
-        module,
-        inputs,
-        target,
-        loss,
-        name=name,
-        device=local_device(device),
-        data=partial(synthetic_data, examples, name),
-        **measured,
+    on = local_device(device)
+    _check_kind(kind, on.type)
+    made = measure_model(
+        module, inputs, target, loss, name=name, device=on, data=partial(synthetic_data, examples, name), **measured
     )
+    return _of_kind(made, kind)
 
 
 def profile_model(
@@ -143,6 +148,7 @@ def profile_model(
     arguments: Mapping[str, object],
     *,
     device: "torch.device | str" = "cpu",
+    kind: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
     settings: Settings = Settings(),  # noqa: B008
     layer_by_layer: bool = False,
@@ -168,7 +174,8 @@ def profile_model(
     from bapipe.zoo.data.open_dataset import synthetic_data
     from bapipe.zoo.factory import build, factory_name, importable_name
 
-    sizes = checked_sizes(microbatch_sizes)
+    sizes, on = checked_sizes(microbatch_sizes), local_device(device)
+    _check_kind(kind, on.type)
     factory: Factory = resolve(model) if isinstance(model, str) else model
     importable = importable_name(factory)
     example = build(factory, arguments)
@@ -190,7 +197,7 @@ def profile_model(
                 example.loss,
                 microbatch_sizes=sizes,
                 name=factory_name(model).rpartition(":")[2].rpartition(".")[2],
-                device=local_device(device),
+                device=on,
                 factory=importable,
                 arguments=arguments,
                 settings=settings,
@@ -213,9 +220,26 @@ def profile_model(
     if unfinished_path is not None:
         with suppress(OSError):  # it may not be there, nor its folder
             unfinished_path.unlink()
+    measured = _of_kind(measured, kind)
     if not num_co_runners:
         return measured
     return msgspec.structs.replace(measured, environment={**measured.environment, "co_runners": num_co_runners})
+
+
+def _check_kind(kind: str | None, device_type: str) -> None:
+    """Raises BapipeError unless devices of a kind are of a type; None is of any."""
+    if kind is not None and type_of_kind(kind) != device_type:
+        raise BapipeError(
+            f"`kind` is {shortened(kind)}: want '{device_type}', as the device is one, or a name that begins with "
+            f"'{device_type}-'"
+        )
+
+
+def _of_kind(profile: ModelProfile, kind: str | None) -> ModelProfile:
+    """Returns a profile with its device of another kind; as it is for None."""
+    if kind is None:
+        return profile
+    return msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind=kind))
 
 
 def _saved_to(path: Path) -> Callable[[ModelProfile], None]:

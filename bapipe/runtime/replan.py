@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError, Infeasible, RunFailed
 from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.certificate import Certificate, MemoryLimit
@@ -105,9 +106,9 @@ def num_available_devices(plan: Plan) -> int:
         return job.size
     from bapipe.torch_device import num_devices
 
-    kinds = {device.kind for device in plan.cluster.devices}
+    types = {type_of_kind(device.kind) for device in plan.cluster.devices}
     threads = plan.compute_settings.threads
-    return sum(num_devices(kind) // (threads if kind == "cpu" else 1) for kind in sorted(kinds))
+    return sum(num_devices(one) // (threads if one == "cpu" else 1) for one in types if one is not None)
 
 
 def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:

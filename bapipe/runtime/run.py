@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bapipe._optional import require_torch
+from bapipe.device_types import type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import write_bytes
 from bapipe.formats.plan import Plan
@@ -17,7 +18,6 @@ from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
-from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.train_config import TrainConfig
@@ -245,7 +245,7 @@ def _dtype(module: "nn.Module") -> str:
 
 def _check_devices(plan: Plan, num_threads: int) -> None:
     """Refuses a plan for more devices than this machine has; in a torchrun job the number of processes is checked."""
-    kind, num_used = device_kind(plan), len(plan.used_devices)
+    kind, num_used = type_to_run(plan), len(plan.used_devices)
     if current_job() is not None:
         return
     from bapipe.torch_device import num_devices

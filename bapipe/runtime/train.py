@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from torch.utils.data import Dataset
 
+from bapipe.device_types import type_of_kind, type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Device
 from bapipe.formats.plan import Plan
@@ -18,7 +19,6 @@ from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough, warn_if_items_change
 from bapipe.runtime.data.samples_digest import samples_digest
 from bapipe.runtime.data.validation_split import hold_out
-from bapipe.runtime.device_kind import device_kind
 from bapipe.runtime.evaluate.evaluate import check_scores
 from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.launch.processes import launch
@@ -77,7 +77,7 @@ def train(
         check_no_extra_state(example.module)
     compares_samples = config.checkpoint is not None or current_job() is not None
     samples = samples_digest(dataset) if compares_samples else None
-    devices, kind = [plan.cluster.devices[rank] for rank in ranks], device_kind(plan)
+    devices, kind = [plan.cluster.devices[rank] for rank in ranks], type_to_run(plan)
     job = TrainJob(
         plan=plan,
         build=build,
@@ -120,9 +120,9 @@ def train(
 
 
 def _place(device: Device, devices: Sequence[Device]) -> int:
-    """Returns the number of a device among those of its host and kind."""
-    alike = [d for d in devices if (d.host, d.kind) == (device.host, device.kind)]
-    return alike.index(device)
+    """Returns the number of a device among those of its host and type."""
+    own = device.host, type_of_kind(device.kind)
+    return [other for other in devices if (other.host, type_of_kind(other.kind)) == own].index(device)
 
 
 def _memory_advice(plan: Plan, name: str) -> str:

@@ -458,7 +458,7 @@ OVERWRITTEN = "would be overwritten, and is an input of this command: name anoth
             1,
             "--cluster and --devices both define the devices; give one of them",
         ),
-        (("plan", "profile.json", "profile.json"), 1, "two profiles are of device kind 'a'; give one for each kind"),
+        (("plan", "profile.json", "profile.json"), 1, "needs a kind of its own, such as a-small (profile with --kind), which those devices of the cluster have, too"),
         (("plan", "profile.json"), 1, "define the devices: --devices N like the profiled one, or --cluster FILE"),
         (("simulate", "profile.json", "profile.json"), 1, "profile.json: this is a profile (profile/1), and a plan (plan/1) is wanted: make one with `bapipe plan PROFILE` - at `$.bapipe`"),
         (("show", "damaged.json"), 1, "damaged.json: not JSON: Input data was truncated - at `$`"),

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import bapipe
+from bapipe.errors import BapipeError
 from bapipe.formats import codec
 from bapipe.formats.profile import DeviceKind
 from bapipe.formats.settings import Settings
@@ -208,3 +210,16 @@ def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) 
     assert head.input_grad_ns > 0
     assert b.weight_grad_ns > 0
     assert layer_by_layer or a.whole_backward_ns == 0  # though it is like b
+
+
+def test_a_profile_has_the_kind_of_device_that_it_is_given() -> None:
+    def kind_of(kind: str | None) -> str:
+        x = torch.ones(1, 2)
+        made = bapipe.profile(nn.Linear(2, 2), (x,), x, functional.mse_loss, microbatch_sizes=(1,), kind=kind)
+        return made.device.kind
+
+    assert [kind_of(kind) for kind in (None, "cpu", "cpu-old")] == ["cpu", "cpu", "cpu-old"]
+    with pytest.raises(
+        BapipeError, match=r"^`kind` is 'cuda-old': want 'cpu', as the device is one, or a name that begins"
+    ):
+        kind_of("cuda-old")

@@ -3,10 +3,12 @@
 import pytest
 from msgspec import structs
 
+from bapipe.device_types import type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.hardware import num_cores
 from bapipe.runtime.run import _check_devices
+from bapipe.runtime.train import _place
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 
@@ -27,8 +29,32 @@ def refusal_of(plan: Plan, num_threads: int = 1) -> str:
 
 def test_devices_that_torch_cannot_drive_are_named_by_their_kind() -> None:
     assert refusal_of(plan_on("v100", 3)) == (
-        "the plan's devices are of kind v100; torch can run a plan of cpu or of cuda devices"
+        "the plan's devices are of kind v100; torch can run a plan of kind cpu or of kind cuda, or of kinds that all "
+        "begin with cpu- or with cuda-"
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        (("cuda", "cuda-small"), "cuda"),
+        (("cpu-fast", "cpu-slow"), "cpu"),
+        (("cpu", "cuda-small"), None),
+        (("cudasmall", "cuda"), None),
+    ],
+)
+def test_devices_of_several_kinds_run_if_torch_drives_them_alike(kinds: tuple[str, str], expected: str | None) -> None:
+    plan = plan_on("cuda", 2)
+    own = tuple(structs.replace(device, kind=kind) for device, kind in zip(plan.cluster.devices, kinds, strict=True))
+    plan = structs.replace(plan, cluster=structs.replace(plan.cluster, devices=own))
+    if expected is None:
+        with pytest.raises(
+            BapipeError, match=rf"^the plan's devices are of kind {', '.join(sorted(kinds))}; torch can"
+        ):
+            type_to_run(plan)
+    else:
+        assert type_to_run(plan) == expected
+        assert [_place(device, plan.cluster.devices) for device in plan.cluster.devices] == [0, 1]
 
 
 def test_more_devices_or_threads_than_there_are_cores_are_refused() -> None:
