@@ -23,6 +23,12 @@ def printable(text: str, max_chars: int = MAX_CHARS) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def shortened(text: str, length: int = 60) -> str:
+    """Returns a text on one line, cut to a length."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}..."
+
+
 def and_others(texts: list[str], what: str) -> list[str]:
     """Returns the first texts, and how many others there are: "9 other ..."."""
     num_others = len(texts) - MAX_NAMED

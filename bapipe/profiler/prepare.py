@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
+from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
 from bapipe.tracing.sizes import repeat_to_batch
@@ -19,7 +20,7 @@ def check_examples(inputs: Sequence[Tensor], target: object) -> None:
     for name, example in (*named, ("the target", target)):
         if not isinstance(example, Tensor):
             raise InvalidModel(
-                f"{name} is {_shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
+                f"{name} is {shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
                 "first: keep other values inside the module"
             )
         if example.dim() == 0 or len(example) == 0:
@@ -93,11 +94,5 @@ def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device)
     except RuntimeError as error:
         raise BapipeError(
             f"no memory for a batch of {size} samples: measure smaller `microbatch_sizes` "
-            f"({_shortened(str(error), 100)})"
+            f"({shortened(str(error), 100)})"
         ) from error
-
-
-def _shortened(text: str, length: int = 60) -> str:
-    """Returns a text on one line, cut to a length."""
-    line = " ".join(text.split())
-    return line if len(line) <= length else f"{line[:length]}..."

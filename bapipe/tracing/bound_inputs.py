@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.printable import shortened
 
 Inputs = Sequence[object] | Mapping[str, object]
 """Examples of the inputs of a forward, by position or by name: tensors of samples, and constants, as None or flags."""
@@ -29,11 +30,9 @@ def check_inputs(inputs: Inputs) -> None:
         )
     for name, value in _named(inputs):
         if not isinstance(value, Tensor | Constant):
-            text = " ".join(repr(value).split())
-            text = text if len(text) <= 60 else f"{text[:60]}..."
             raise InvalidModel(
-                f"{name} is {text} ({type(value).__name__}); examples must be tensors, batch first, or constants "
-                "(numbers, flags, texts, None): keep other values inside the module"
+                f"{name} is {shortened(repr(value))} ({type(value).__name__}); examples must be tensors, batch first, "
+                "or constants (numbers, flags, texts, None): keep other values inside the module"
             )
     if not tensor_inputs(inputs):
         raise InvalidModel("none of the example inputs is a tensor: give an example of what the model is trained on")
