@@ -1,6 +1,6 @@
 """Timers that say how long each layer of a running model takes, and the time that reporting to them costs."""
 
-import sys
+import resource
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -10,9 +10,6 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from bapipe.torch_private import occupy_gpu
-
-if sys.platform != "win32":
-    import resource
 
 T = TypeVar("T")
 
@@ -47,8 +44,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def minor_page_faults() -> int:
-    """Returns how many pages of memory the kernel has given this process so far; 0 on systems that do not count."""
-    return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    """Returns how many pages of memory the kernel has given this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 class LayerTimer(Protocol):

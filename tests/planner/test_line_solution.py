@@ -5,7 +5,6 @@ from dataclasses import replace as with_fields
 import pytest
 from msgspec.structs import replace
 
-from bapipe.formats.cluster import Cluster
 from bapipe.planner import line_solution
 from bapipe.planner.branch_and_bound import roots
 from bapipe.planner.branch_and_bound.device_orders import device_orders
@@ -18,9 +17,8 @@ from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
 from bapipe.simulator.simulate import simulate
-from tests.builders import devices
 from tests.planner.device_line.test_prefix_bound import plans
-from tests.planner.device_line.test_unlike_devices import unlike_line, with_speed
+from tests.planner.device_line.test_unlike_devices import unlike_line
 from tests.step_time import plan_step_time
 
 
@@ -48,14 +46,6 @@ def single_samples(seed: int, schedule: str) -> DeviceLine:
     line = unlike_line(seed, schedule, buckets=seed % 4 > 1)
     line.options = with_fields(line.options, microbatch_size=1)
     return line
-
-
-def cluster_with(speeds: list[float], hosts: list[str] | None = None) -> Cluster:
-    cluster = devices(len(speeds))
-    named = zip(cluster.devices, speeds, hosts or ["h"] * len(speeds), strict=True)
-    return replace(
-        cluster, devices=tuple(replace(with_speed(device, speed), host=host) for device, speed, host in named)
-    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])

@@ -19,8 +19,6 @@ from tests.builders import devices
 from tests.oracles.all_action_orders import fastest_ns
 from tests.random_pipelines import Pipeline, random_pipeline
 
-PLENTY = 10**9
-
 
 def equal(p: int, m: int, f: int, i: int, w: int, stashes: int, wire_ns: int = 0) -> Pipeline:
     """Equal stages whose devices have memory for some stashes."""
