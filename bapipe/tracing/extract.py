@@ -9,6 +9,7 @@ from bapipe.tracing.aliasing import alias_set
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Autocast
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random, runs_other_code
+from bapipe.tracing.recorded_functions import plain_function
 from bapipe.tracing.sizes import StageSizes, copy_node, is_size
 
 BeforeRandom = Callable[[str, bool], None]
@@ -109,7 +110,7 @@ class _Extraction:
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._gradients = GradMode(self._graph, device)
-        self._before_random = _plain_function(before_random) if before_random is not None else None
+        self._before_random = None if before_random is None else plain_function(before_random, "before_random")
         input_nodes = [model.node_of[name] for name in inputs]
         for node in input_nodes:
             self._env[node] = self._graph.placeholder(node.name)
@@ -176,12 +177,3 @@ class _Extraction:
 
     def _is_inside(self, node: fx.Node) -> bool:
         return self._model.layer_of.get(node) in self._layers
-
-
-def _plain_function(call: BeforeRandom) -> BeforeRandom:
-    """Returns a function that calls another callable; torch.fx graphs can call plain functions only."""
-
-    def before_random(name: str, other_code: bool) -> None:
-        call(name, other_code)
-
-    return before_random
