@@ -48,7 +48,7 @@ def inseparable_layers(model: TracedModel) -> list[tuple[str, ...]]:
     changes = {
         (hazard.reader, hazard.writer)
         for hazard in model.hazards
-        if hazard.same_stage or place[hazard.reader] > place[hazard.writer]
+        if hazard.forbids(place[hazard.reader], place[hazard.writer])
     }
     return [*_layers_with_same_changing_buffer(model), *sorted(changes)]
 

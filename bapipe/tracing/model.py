@@ -58,6 +58,10 @@ class Hazard:
     writer: str
     same_stage: bool
 
+    def forbids(self, reader: int, writer: int) -> bool:
+        """Returns whether the two layers must not be at these places along the pipeline."""
+        return reader > writer or (self.same_stage and reader != writer)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:

@@ -73,7 +73,7 @@ def _check_hazards(model: TracedModel, groups: list[tuple[bool, tuple[TracedLaye
     part_of = {layer.name: number for number, (_, layers) in enumerate(groups) for layer in layers}
     for hazard in model.hazards:
         reader, writer = part_of.get(hazard.reader), part_of.get(hazard.writer)
-        if reader is not None and writer is not None and (reader > writer or (hazard.same_stage and reader != writer)):
+        if reader is not None and writer is not None and hazard.forbids(reader, writer):
             raise InvalidModel(
                 f"layer '{hazard.writer}' changes in place what layer '{hazard.reader}' reads too, and only one of the "
                 f"two is recomputed: recompute both or none, or let '{hazard.writer}' give a new tensor"

@@ -126,7 +126,7 @@ def trained_layers(
 def _check_hazards(model: TracedModel, stage_of: Mapping[str, int]) -> None:
     for hazard in model.hazards:
         reader, writer = stage_of[hazard.reader], stage_of[hazard.writer]
-        if reader > writer or (hazard.same_stage and reader != writer):
+        if hazard.forbids(reader, writer):
             raise InvalidModel(
                 f"layer '{hazard.writer}' (stage {writer}) changes in place what layer '{hazard.reader}' (stage "
                 f"{reader}) reads too: keep them in one stage, or let '{hazard.writer}' give a new tensor"
