@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.profile import DeviceKind
 from bapipe.hardware import cpu_name, memory_bytes, num_cores
+from bapipe.torchrun import current_job
 
 CPU = torch.device("cpu")
 
@@ -122,6 +123,15 @@ def current_device(device: torch.device | str) -> torch.device:
         found = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(found)
     return found
+
+
+def visible_place(place: int) -> int:
+    """Returns the number that torch has here for the CUDA device at a place among those of its host.
+
+    Slurm and containers may show each process of a job its own device only.
+    """
+    job = current_job()
+    return 0 if job is not None and job.size > 1 and torch.cuda.device_count() == 1 else place
 
 
 def describe(device: torch.device) -> DeviceKind:

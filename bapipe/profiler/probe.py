@@ -24,6 +24,7 @@ from bapipe.profiler.cluster import device_here
 from bapipe.profiler.links import fit
 from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
+from bapipe.torch_device import current_device, visible_place
 from bapipe.torchrun import Job
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
@@ -49,13 +50,13 @@ def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
     """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time.
 
     Raises:
-        BapipeError: another process is in the place of a rank.
+        BapipeError: another process is in the place of a rank, or torch does not find the rank's device.
         RunFailed: the ranks do not find each other.
     """
     names = [f"{kind}{rank}" for rank in range(job.size)]
     torch.set_num_threads(1)
     if kind == "cuda":
-        torch.cuda.set_device(_local_rank(job.rank))
+        current_device(torch.device("cuda", visible_place(_local_rank(job.rank))))
     timeout = timedelta(seconds=_JOIN_S)
     store = open_store(job.rank, names, _JOIN_S)
     init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
@@ -92,7 +93,7 @@ def _device(kind: str) -> Device:
     host = socket.gethostname() + (f":{group}" if (group := os.environ.get("GROUP_RANK", "0")) != "0" else "")
     return device_here(
         kind,
-        _local_rank(rank) if kind == "cuda" else 0,
+        torch.cuda.current_device() if kind == "cuda" else 0,
         name=f"{kind}{rank}",
         host=host,
         num_on_host=local_size,
@@ -102,7 +103,7 @@ def _device(kind: str) -> Device:
 
 def _local_rank(rank: int) -> int:
     """Returns which of its host's GPUs a rank has; where a job does not say so, ranks of a host follow one another."""
-    return int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count()))
+    return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 
 def _measure_pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:

@@ -4,13 +4,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+import torch
 
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
 from bapipe.formats.codec import decode, encode, read
 from bapipe.profiler import probe
+from bapipe.torchrun import Job
 from tests import PYTHONPATH
 
 
@@ -75,6 +79,45 @@ def test_ranks_of_this_machine() -> None:
     made = decode(encode(probe.probe_here(3, "cpu", 120)))
     assert isinstance(made, Cluster)
     check(made, 3)
+
+
+@pytest.mark.parametrize(
+    ("found", "rank", "local_rank", "device"),
+    [
+        (4, 5, "1", 1),
+        (4, 5, "", 1),  # where the job does not say so, ranks of a host follow one another
+        (1, 5, "1", 0),  # Slurm and containers may show a process its own GPU only
+    ],
+)
+def test_a_rank_of_a_job_probes_with_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, found: int, rank: int, local_rank: str, device: int
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(probe, "open_store", Mock(side_effect=RunFailed("no other rank")))
+    _join(monkeypatch, rank, 8, local_rank)
+    with pytest.raises(RunFailed, match="no other rank"):
+        probe.probe_job(Job(rank, 8), "cuda", Mock())
+    assert current == [torch.device("cuda", device)]
+
+
+@pytest.mark.parametrize("local_rank", ["0", ""])
+def test_a_rank_without_a_gpu_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch, local_rank: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    _join(monkeypatch, 0, 1, local_rank)
+    with pytest.raises(BapipeError, match="torch finds no device 'cuda:0' on this machine: choose `device` cpu"):
+        probe.probe_job(Job(0, 1), "cuda", Mock())
+
+
+def _join(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, local_rank: str) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    else:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 def test_a_job_of_torchrun_is_probed(tmp_path: Path) -> None:

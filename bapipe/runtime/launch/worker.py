@@ -25,8 +25,8 @@ from bapipe.job.secret import job_secret
 from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
-from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
-from bapipe.torchrun import Job, current_job
+from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu, visible_place
+from bapipe.torchrun import Job
 
 _START = timedelta(days=1)
 """How long a rank on this machine waits for the others to start, whose parent notices one that does not."""
@@ -199,9 +199,7 @@ def _prepare(job: RankJob, index: int) -> torch.device:
     if job.kind != "cuda":
         prepare_cpu(1)
         return torch.device("cpu")
-    num_devices, place = torch.cuda.device_count(), job.places[index]
-    if num_devices == 1 and len(job.names) > 1 and current_job() is not None:
-        place = 0  # Slurm and containers may show each process its own device only
+    num_devices, place = torch.cuda.device_count(), visible_place(job.places[index])
     if place >= num_devices:
         raise BapipeError(
             f"'{job.names[index]}' is device {place} of its host in the plan's cluster, counted from 0; torch finds "
