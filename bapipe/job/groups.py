@@ -5,6 +5,8 @@ process if there are too many connections. So ranks first wait for one another: 
 If a stranger was faster than a rank, all ranks give up that group and make it again at other ports.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,6 +45,12 @@ class _Job:
 
 _JOBS: WeakKeyDictionary[dist.ProcessGroup, _Job] = WeakKeyDictionary()
 """The jobs of the default groups that were made here, as torch too keeps the default group for all of a process."""
+
+
+def use_loopback() -> None:
+    """Lets this process connect to others of this machine only: nobody outside can, and its name need not resolve."""
+    if sys.platform == "linux":
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def meet(store: dist.Store, index: int, size: int, timeout: timedelta) -> None:

@@ -1,6 +1,5 @@
 """Measurements that take several processes of this machine, in a process group of their own."""
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import RunFailed
-from bapipe.job.groups import barrier, init_proven_group, meet
+from bapipe.job.groups import barrier, init_proven_group, meet, use_loopback
 from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 
@@ -71,8 +70,7 @@ def _run_rank(
     secret: bytes,
 ) -> None:
     torch.set_num_threads(1)
-    if Path("/sys/class/net/lo").exists():
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name need not resolve
+    use_loopback()
     if kind == "cuda":
         torch.cuda.set_device(rank)
     shared, names = dist.FileStore(store, num_ranks), [f"{kind}{index}" for index in range(num_ranks)]

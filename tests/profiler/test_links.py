@@ -1,11 +1,15 @@
 """The cost of a message, fitted and measured."""
 
+import os
+import sys
+
 import pytest
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cluster import Bandwidth
 from bapipe.profiler.cluster import cluster
 from bapipe.profiler.links import fit, measure_link
+from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.torch_device import num_devices
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -74,3 +78,14 @@ def test_the_rate_of_a_bursty_link_is_its_sustained_rate() -> None:
     assert found.bytes_per_s == pytest.approx(10**8, rel=1e-3)
     assert found.latency_ns == 0
     assert found.transfer_ns(2**24) == pytest.approx(limited_ns(2**24), rel=0.01)
+
+
+def interfaces(rank: int, kind: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.endswith("_SOCKET_IFNAME")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="interfaces have other names there")
+def test_nobody_outside_can_connect_to_what_measures_links() -> None:
+    """`docs/security.md` says so."""
+    found = measure_in_ranks(interfaces, 1, "cpu", "nothing", timeout_s=60)
+    assert found == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

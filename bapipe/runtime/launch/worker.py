@@ -6,9 +6,7 @@ A run is either launched here (`processes.launch`, `run_rank`), or part of a job
 import contextlib
 import gc
 import logging
-import os
 import pickle
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped
-from bapipe.job.groups import init_proven_group, meet
+from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.processes import one_line, root_cause
@@ -152,9 +150,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
     """
     limit = WaitLimit(job.timeout_s, job.kind)
     try:
-        if sys.platform == "linux":
-            # Nobody outside can connect, and the host's name need not resolve.
-            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        use_loopback()
         send(Started())
         gc.freeze()  # what importing has made lives as long as this process: no collection need look at it
         shared = dist.FileStore(store, len(job.names))
