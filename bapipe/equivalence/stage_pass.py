@@ -14,7 +14,12 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.torch_private import stage_backward_input, stage_backward_weight
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_random import GeneratorStates, generator_states, generators_restored, restore_generators
+from bapipe.tracing.python_random import (
+    GlobalGeneratorStates,
+    generators_restored,
+    global_generator_states,
+    restore_global_generators,
+)
 from bapipe.tracing.results import no_tensor
 from bapipe.tracing.stages import StageTensors
 
@@ -101,7 +106,7 @@ class StagesPass:
     received: list[list[Tensor]]
     loaded: list[list[Tensor]]
     outputs: list[tuple[Tensor, ...]]
-    generators: list[GeneratorStates]
+    generators: list[GlobalGeneratorStates]
     own_attributes: OwnAttributes
     loss: Tensor
     loss_of: Callable[[tuple[Tensor, ...]], Tensor]
@@ -134,7 +139,7 @@ class StagesPass:
         recomputation = self.stages[index].recomputation
         if recomputation is not None:
             with generators_restored(), recomputation.recomputing(self.microbatch):
-                restore_generators(self.generators[index])
+                restore_global_generators(self.generators[index])
                 outputs = run_stage(self.stages[index], self.received[index], self.loaded[index])
                 loss = self.loss_of(outputs) if is_last else loss
         if is_last:
@@ -181,7 +186,7 @@ def forward_of(
         names = stage.tensors
         received = [held[name].detach().clone().requires_grad_(held[name].requires_grad) for name in names.received]
         loaded = [given[name] for name in names.loaded]
-        all_generators.append(generator_states())
+        all_generators.append(global_generator_states())
         try:
             with own_attributes.of(place):
                 outputs = _first_forward(stage, received, loaded, index)

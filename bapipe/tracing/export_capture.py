@@ -17,7 +17,7 @@ from bapipe.torch_private import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
-from bapipe.tracing.python_random import all_generators_restored, generator_states
+from bapipe.tracing.python_random import all_generators_restored, global_generator_states
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -30,7 +30,7 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     device = next(module.parameters(), inputs[0]).device
     examples = tuple(repeat_to_batch(example, num_rows, device) for example in inputs)
     batch = Dim("batch")
-    before = generator_states()
+    before = global_generator_states()
     copied = _copy_sharing_memory(module)
     with (
         silenced(),
@@ -42,7 +42,7 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
     ):
         program = export(copied, examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)
         source = program.module(check_guards=False)
-        if generator_states() != before:
+        if global_generator_states() != before:
             raise CannotKeep({"": DRAWS_IN_PYTHON})
     assert isinstance(source, fx.GraphModule)
     spec = program.call_spec.out_spec

@@ -33,7 +33,7 @@ from bapipe.tracing.kept_calls import (
     functions_intercepted,
     hook_operator,
 )  # fmt: skip
-from bapipe.tracing.python_random import all_generators_restored, generator_states
+from bapipe.tracing.python_random import all_generators_restored, global_generator_states
 from bapipe.tracing.python_state import attributes_of, state_restored
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
@@ -70,10 +70,10 @@ class _Tracer(fx.Tracer):
         return is_layer(m, module_qualified_name, self.leaf_modules)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before = generator_states()
+        before = global_generator_states()
         try:
             result = super().call_module(m, forward, args, kwargs)
-            if generator_states() != before:
+            if global_generator_states() != before:
                 raise CannotKeep({self.path_of_module(m): DRAWS_IN_PYTHON})
             return result
         except Exception:
@@ -221,9 +221,9 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
             seeding_noticed(tracer.seeds),
             _StateCalls(tracer, module),
         ):
-            before = generator_states()
+            before = global_generator_states()
             graph: fx.Graph = tracer.trace(module, concrete_args=defaults)
-            if generator_states() != before:
+            if global_generator_states() != before:
                 raise CannotKeep({"": DRAWS_IN_PYTHON})
     except CannotKeep:
         raise

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-GeneratorStates = tuple[Any, Any]
+GlobalGeneratorStates = tuple[Any, Any]
 """States of the global generators of Python and, if it is imported, of numpy; they can be compared."""
 
 
-def generator_states() -> GeneratorStates:
+def global_generator_states() -> GlobalGeneratorStates:
     """Returns the states of the global generators."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -35,7 +35,7 @@ def seed_cpu_generators(seed: int) -> None:
     set_generators(seed)
 
 
-def restore_generators(states: GeneratorStates) -> None:
+def restore_global_generators(states: GlobalGeneratorStates) -> None:
     """Sets the global generators to earlier states."""
     random.setstate(states[0])
     if states[1] is not None:
@@ -45,11 +45,11 @@ def restore_generators(states: GeneratorStates) -> None:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """In this context the generators may draw; afterwards they are as before."""
-    before = generator_states()
+    before = global_generator_states()
     try:
         yield
     finally:
-        restore_generators(before)
+        restore_global_generators(before)
 
 
 @contextmanager

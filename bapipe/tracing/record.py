@@ -41,7 +41,7 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
-from bapipe.tracing.python_random import all_generators_restored, generator_states
+from bapipe.tracing.python_random import all_generators_restored, global_generator_states
 from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
@@ -344,11 +344,11 @@ class _Recorder(TorchFunctionMode):
     def _call_container(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """Calls a module, and records what it calls; as one layer, if that cannot be recorded."""
         before = (len(self._calls), dict(self._index), dict(self._num_calls))
-        generators = generator_states()
+        generators = global_generator_states()
         self._inside.append(path)
         try:
             result = call(module, *args, **kwargs)
-            if generator_states() != generators:
+            if global_generator_states() != generators:
                 raise NotRecorded(DRAWS_IN_PYTHON)
             self._recorded.add(path)
             return result

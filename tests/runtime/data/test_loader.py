@@ -19,7 +19,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import RankParts, batches, load, warn_if_items_change
 from bapipe.runtime.data.workers import num_data_workers
-from bapipe.tracing.python_random import generator_states
+from bapipe.tracing.python_random import global_generator_states
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data, open_dataset
 from tests.models.loading import Needs
@@ -151,13 +151,13 @@ def test_ranks_that_load_parts_of_an_item_load_them_of_one_draw(kind: Callable[[
         ("replica", Needs(needs=(), needs_target=True, microbatches=(1,))),
     ):
         torch.manual_seed(len(ranks))  # what the rank drew before does not matter
-        before = torch.get_rng_state(), generator_states()
+        before = torch.get_rng_state(), global_generator_states()
         loader = batches(asked, asked, data, 3, Position())  # type: ignore[arg-type]
         loaded = [next(loader) for _ in range(num_steps)]
         columns = [batch.target if asked.needs_target else batch.inputs[name == "right"] for batch in loaded]
         ranks[name] = [_numbers(column) for column in columns]
         assert torch.equal(before[0], torch.get_rng_state())
-        assert before[1] == generator_states()
+        assert before[1] == global_generator_states()
     epoch = [[*ranks[name][0], *ranks[name][1]] for name in ("left", "right")]
     assert sorted(round(left - right) for left, right in zip(*epoch, strict=True)) == [10 * i for i in range(8)]
     assert ranks["target"] == ranks["right"]
