@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
-from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature, storage_key
+from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature
 from bapipe.profiler.layer_memory import LayerMemory, memory_of_passes, pending_gradient_bytes
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 from bapipe.profiler.timers import make_layer_timer, timed
-from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight
+from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight, storage_key
 
 _FLUSH_BYTES = 2**26
 """Bytes written before each measurement, so that the caches hold the same as in training: only the layer's input."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from bapipe.formats.profile import LOSS, TARGET
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
+from bapipe.torch_private import storage_key
 from bapipe.tracing import extract
 
 TARGET_OF_LOSS = f"{TARGET} of the loss"
@@ -107,11 +108,6 @@ def _on_device(module: Callable[..., Any], device: torch.device) -> Iterator[Non
         yield
     finally:
         module.to(home)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Returns a number that distinguishes a tensor's storage from all others that exist at the same time."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def equal_layer_groups(

@@ -13,8 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import record_function
 
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
-from bapipe.profiler.layer_calls import storage_key
-from bapipe.torch_private import memory_events
+from bapipe.torch_private import memory_events, storage_key
 from bapipe.tracing import TracedModel
 
 T = TypeVar("T")

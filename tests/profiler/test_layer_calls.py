@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.profiler.instrument import TrainingPass
-from bapipe.profiler.layer_calls import callable_layers, run_layers, signature, storage_key
+from bapipe.profiler.layer_calls import callable_layers, run_layers, signature
+from bapipe.torch_private import storage_key
 from bapipe.tracing import trace
 
 
