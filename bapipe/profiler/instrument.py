@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bapipe.equivalence import check_scalar
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
@@ -26,7 +27,7 @@ class TrainingPass:
     """
 
     model: TracedModel
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     inputs: tuple[Tensor, ...]
     target: Tensor
     autocast: torch.dtype | None = None

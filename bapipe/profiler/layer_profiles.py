@@ -1,13 +1,14 @@
 """What a profile says of each layer besides its measurements: tensors, parameters, optimizer, what may be separated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from msgspec import UNSET, UnsetType
 from torch import Tensor, nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import LOSS, TARGET
 from bapipe.optimizers import OPTIMIZERS
@@ -127,7 +128,7 @@ def _optimizer_steps(
     return steps
 
 
-def _loss_profile(model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> LayerProfile:
+def _loss_profile(model: TracedModel, loss: Loss) -> LayerProfile:
     function = loss.func if isinstance(loss, partial) else loss
     return LayerProfile(
         name=LOSS,

@@ -10,6 +10,7 @@ from msgspec import UNSET, structs
 from torch import Tensor, nn
 
 from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
@@ -40,7 +41,7 @@ def measure_model(
     module: nn.Module,
     inputs: Inputs,
     target: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Loss,
     *,
     microbatch_sizes: Sequence[int],
     name: str,
@@ -189,9 +190,7 @@ class _Method:
         return times, layer_memory(training_pass)
 
 
-def _training_pass(
-    model: TracedModel, loss: Callable[[Tensor, Tensor], Tensor], batch: Sequence[Tensor], settings: Settings
-) -> TrainingPass:
+def _training_pass(model: TracedModel, loss: Loss, batch: Sequence[Tensor], settings: Settings) -> TrainingPass:
     """Returns the pass that trains on one micro-batch: the inputs in order, and the target."""
     *inputs, target = batch
     return TrainingPass(

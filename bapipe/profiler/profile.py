@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from bapipe.equivalence.outcome import Loss
     from bapipe.tracing import Inputs
     from bapipe.zoo.factory import Factory
 
@@ -36,7 +37,7 @@ def profile(
     module: "nn.Module",
     inputs: "Inputs",
     target: "Tensor",
-    loss: "Callable[[Tensor, Tensor], Tensor]",
+    loss: "Loss",
     *,
     name: str | None = None,
     microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
@@ -68,7 +69,7 @@ def profile(
     module: "nn.Module | Factory",
     inputs: "Inputs | None" = None,
     target: "Tensor | None" = None,
-    loss: "Callable[[Tensor, Tensor], Tensor] | None" = None,
+    loss: "Loss | None" = None,
     *,
     arguments: Mapping[str, object] | None = None,
     num_co_runners: int = 0,

@@ -4,12 +4,13 @@ Equal samples take other times on a GPU: an embedding adds up the gradients of e
 numbers take less power, so that its clock is higher.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.profiler.prepare import batch_on_device
 from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored
@@ -54,7 +55,7 @@ def samples_for(
     module: nn.Module,
     examples: Sequence[Tensor],
     data: PipelineDataset[Any] | None,
-    loss: Callable[[Any, Tensor], Tensor],
+    loss: Loss,
     device: torch.device,
 ) -> Samples:
     """Returns samples of the data if they are like the examples and a module on the device takes them.

@@ -1,7 +1,7 @@
 """Traces the module to measure, and holds its stages to the original."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from bapipe.equivalence import (
     loss_over_parts,
     trace_checked,
 )
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
 from bapipe.profiler.prepare import fits_on_device
@@ -43,7 +44,7 @@ def traced(
     module: nn.Module,
     inputs: Sequence[Tensor],
     target: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Loss,
     device: torch.device,
     *,
     max_size: int,
