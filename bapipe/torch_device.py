@@ -25,7 +25,7 @@ _BY_DEFAULT = ((_M_MMAP_MAX, 2**16), (_M_MMAP_THRESHOLD, 2**25), (_M_TRIM_THRESH
 """What glibc comes to by itself where large blocks are freed: once one of them was set, it changes none any more."""
 
 
-def prepare_cpu(num_threads: int = 1) -> None:
+def prepare_cpu(num_threads: int) -> None:
     """Fixes the number of compute threads of this process, and makes it keep the memory that it frees.
 
     By default glibc returns large freed blocks to the kernel, so every weight gradient of 100 MB costs 25,000 page

@@ -112,7 +112,7 @@ def _like_profiled(profiles: Mapping[str, ModelProfile], num_devices: int | None
     return cluster
 
 
-def read_or_make_plan(source: str, arguments: list[str] | None, device: str = "cpu") -> Plan:
+def read_or_make_plan(source: str, arguments: list[str] | None, device: str) -> Plan:
     """Returns the plan of a file, or of a model that is profiled and planned for this machine."""
     if is_file(source):
         refuse_arguments(arguments, "plan")

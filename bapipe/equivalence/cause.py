@@ -32,7 +32,7 @@ def own_code(root: nn.Module, path: str) -> str:
     return path
 
 
-def likely_cause(root: nn.Module, path: str, keeps_state: bool = False) -> str:
+def likely_cause(root: nn.Module, path: str, keeps_state: bool) -> str:
     """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`.
 
     Args:

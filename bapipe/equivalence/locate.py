@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, run_original
+from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stages import Stage, run_stages
 from bapipe.torch_private import DispatchMode, tree_leaves
 from bapipe.tracing.model import TracedModel
@@ -85,7 +85,7 @@ def first_difference(
     stages: Sequence[Stage],
     loss: Loss,
     microbatches: Sequence[Microbatch],
-    conditions: Conditions = TRAINING,
+    conditions: Conditions,
 ) -> Place | None:
     """Returns where the stages first differ.
 

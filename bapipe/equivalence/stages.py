@@ -30,7 +30,7 @@ __all__ = ["Stage", "StageFailed", "finest_stages", "on_finest_stages", "run_fin
 Found = TypeVar("Found")
 
 
-def finest_stages(model: TracedModel, no_cut_after: Collection[str] = ()) -> tuple[Stage, ...]:
+def finest_stages(model: TracedModel, no_cut_after: Collection[str]) -> tuple[Stage, ...]:
     """Returns as many stages as there can be: each layer is one, but for those that a cut must not separate."""
     cuts = [cut for cut in _allowed_cuts(model) if model.layers[cut - 1].name not in no_cut_after]
     made: dict[StageTensors, fx.GraphModule] = {}

@@ -218,7 +218,7 @@ def kind_of(plan: Plan) -> str:
     return f"{replica_counts(plan)}, {plan.schedule}"
 
 
-def best_at(session: Session, state: State, schedules: Sequence[str], deadline: Deadline | None = None) -> Plan:
+def best_at(session: Session, state: State, schedules: Sequence[str], deadline: Deadline | None) -> Plan:
     """Returns the best plan for the cluster, the mini-batch and the pins of a state, from the cache if it is there."""
     profiles = tuple(session.profiles.values())
     return plan_cached(profiles, cluster_of(state, session.cluster), _options(state, schedules), deadline=deadline)

@@ -67,7 +67,7 @@ def of_layers(profile: ModelProfile) -> Graph:
     return Graph(names=tuple(layer.name for layer in profile.layers), arcs=frozenset(arcs))
 
 
-def check_connected(graph: Graph, groups: Iterable[Sequence[int]] = ()) -> None:
+def check_connected(graph: Graph, groups: Iterable[Sequence[int]]) -> None:
     """Raises InvalidFile if layers fall into parts that neither an arc nor one of the `groups` connects."""
     if graph.has_single_order:
         return

@@ -157,7 +157,7 @@ def layers_of(models: Models, model: str, members: int) -> tuple[LayerBytes, ...
     return models[model][members]
 
 
-def group_profile(times: Times, models: Models, metadata: ImportMetadata, members: int = 1) -> ModelProfile:
+def group_profile(times: Times, models: Models, metadata: ImportMetadata, members: int) -> ModelProfile:
     """Returns the profile of a group of some members; of a single device if it is one.
 
     `metadata.sizes` selects micro-batch sizes, all if it is empty; `metadata.batch_size` is not used.

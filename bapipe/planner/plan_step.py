@@ -7,7 +7,7 @@ from bapipe.errors import Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.baselines import baseline_alternatives, slowdown_text
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.pace import ACTIONS_PER_S
 from bapipe.planner.search_request import SearchRequest
@@ -219,7 +219,7 @@ def _without_worse(progress: SearchProgress | None, first: Solution) -> SearchPr
     return report
 
 
-def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline = UNLIMITED) -> Solution:
+def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline) -> Solution:
     """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for."""
     partitions = partitions_in(solution.space)
     baselines = baseline_alternatives(

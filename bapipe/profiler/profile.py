@@ -283,7 +283,7 @@ def profile_model_cached(
     arguments: Mapping[str, object],
     *,
     device: "torch.device | str" = "cpu",
-    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    microbatch_sizes: Sequence[int],
     settings: Settings = Settings(),  # noqa: B008
     progress: PartsProgress | None = None,
 ) -> ModelProfile:

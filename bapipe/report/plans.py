@@ -220,7 +220,7 @@ def replica_counts(plan: Plan) -> str:
 
 
 def plan_json(
-    plan: Plan, words: Sequence[str], front: Sequence[FrontPoint], remarks: Sequence[str] = ()
+    plan: Plan, words: Sequence[str], front: Sequence[FrontPoint], remarks: Sequence[str]
 ) -> dict[str, object]:
     """Returns what `bapipe plan --json` prints: the decisions and their prediction, explanation and Pareto front."""
     return {

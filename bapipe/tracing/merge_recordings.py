@@ -11,7 +11,7 @@ from bapipe.tracing.aliasing import MEMORY, Memory
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Captured, call_name, drop_unused
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
-from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE, TensorShape
+from bapipe.tracing.sizes import BATCH_SIZES, TensorShape
 
 Three = tuple[Any, Any, Any]
 """A value at the two batch sizes, and at the one that checks."""
@@ -25,7 +25,7 @@ class _Size:
     offset: int
 
 
-def merge(module: nn.Module, recordings: Sequence[Recording], check_size: int = CHECK_BATCH_SIZE) -> Captured:
+def merge(module: nn.Module, recordings: Sequence[Recording], check_size: int) -> Captured:
     """Returns the graph of a module from recordings at `BATCH_SIZES` and at `check_size`.
 
     Raises:

@@ -108,9 +108,7 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
     return _examples(parts.model, crossing, inputs, microbatch_size, parts.autocast)
 
 
-def trained_layers(
-    parts: Split, index: int, without: Iterable[nn.Parameter] = ()
-) -> tuple[tuple[nn.Parameter, ...], ...]:
+def trained_layers(parts: Split, index: int, without: Iterable[nn.Parameter]) -> tuple[tuple[nn.Parameter, ...], ...]:
     """Returns the trained parameters of each of a stage's layers; one of several layers counts for the first."""
     states = layer_states(parts.model)
     seen = {id(parameter) for parameter in without}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from bapipe.planner.action_order.problem import OrderProblem, Orders
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import Deadline
 
 MAX_SHIFT = 12
 """The furthest that one move shifts an action, in positions of its device's order."""
@@ -26,7 +26,7 @@ def threshold_accepting(
     goal_ns: int,
     num_trials: int,
     seed: int,
-    deadline: Deadline = UNLIMITED,
+    deadline: Deadline,
 ) -> Orders:
     """Returns the fastest order seen in `num_trials` moves from `orders`, which must fit and not deadlock.
 

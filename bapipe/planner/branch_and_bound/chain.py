@@ -109,7 +109,7 @@ class Chain:
         return LayerTotals(*map(sub, self._totals[stop], self._totals[start]))
 
 
-def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: frozenset[int] = frozenset()) -> Stage:
+def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: frozenset[int]) -> Stage:
     """Returns layers [start, stop) as a stage with a replica for each of `chains`; some of them are recomputed."""
     has_replicas = len(chains) > 1
     return Stage(

@@ -145,9 +145,9 @@ def infeasible_error(
     cluster: Cluster,
     options: PlanOptions,
     closest: Closest | None,
-    deadline: Deadline = UNLIMITED,
+    deadline: Deadline,
     *,
-    has_tried_all: bool = True,
+    has_tried_all: bool,
 ) -> BapipeError:
     """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
 

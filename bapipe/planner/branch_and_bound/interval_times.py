@@ -124,7 +124,7 @@ class IntervalTimes:
         full_backward: bool,
         overlapped: bool,
         *,
-        member_links: Sequence[Bandwidth] = (),
+        member_links: Sequence[Bandwidth],
     ) -> IntArray:
         """Returns when the all-reduces of every interval are done, counted from the start of its last B, or W.
 

@@ -77,9 +77,7 @@ class Neighbourhood:
             pass
         return self.plan(other)
 
-    def climb(
-        self, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int = 0
-    ) -> LinePlan:
+    def climb(self, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int) -> LinePlan:
         """Returns the best of a row of plans, none of which has a score much higher than the one before it.
 
         Args:

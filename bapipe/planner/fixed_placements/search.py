@@ -53,7 +53,7 @@ def has_fixed_placements(problem: Problem) -> bool:
 def search_fixed_placements(
     problems: Sequence[Problem],
     *,
-    max_actions: int = DEFAULT_MAX_ACTIONS,
+    max_actions: int,
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,

@@ -39,7 +39,7 @@ def close_gap(
     max_intervals: int,
     deadline: Deadline,
     progress: SearchProgress | None,
-    num_simulated: int = 0,
+    num_simulated: int,
 ) -> SearchResult:
     """Returns a layout as fast as the best one or faster, and a bound as large as its bound or larger.
 
