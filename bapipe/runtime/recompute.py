@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.changed_inputs import ChangedInputs
 from bapipe.runtime.tensor_changes import TensorVersions
+from bapipe.torch_private import tree_flatten, tree_unflatten
 from bapipe.tracing.python_state import (
     Attributes,
     GeneratorStates,
@@ -31,20 +33,26 @@ _SMALL_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class _StateBeforeForward:
-    """The state that a micro-batch's first F started from: of the generators, what an F changes, and attributes."""
+    """The state that a micro-batch's first F started from: of the generators, what an F changes, and attributes.
+
+    Attributes:
+        tensors: buffers and frozen parameters, by name.
+        inputs: those that the F has changed in place, by their place among all.
+    """
 
     cpu_rng: Tensor
     cuda_rng: Tensor | None
     generators: GeneratorStates
     tensors: dict[str, Tensor]
     attributes: Attributes
+    inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
 class RecomputedStage(nn.Module):
     """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
-    The second run draws the random numbers of the first, reads the values of buffers and frozen parameters, and the
-    Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
+    The second run draws the random numbers of the first, reads the values of inputs, buffers and frozen parameters, and
+    the Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
     micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and attributes that are
     not immutable are copied before each F. Other tensors are taken for constants; an F that writes to one later, or to
     a large one in an attribute, is an error.
@@ -60,14 +68,19 @@ class RecomputedStage(nn.Module):
         self._has_graph = True  # not while `first` runs F
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
-        self._copies: dict[str, Tensor] = {}  # of these, while F is recomputed
+        self._inputs = ChangedInputs()
+        self._again: _StateBeforeForward | None = None  # while F is recomputed
         self._parts = tuple(module.named_modules(remove_duplicate=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(self._has_graph and torch.is_grad_enabled()):
-            if self._copies:
-                return torch.func.functional_call(self.module, self._copies, args, kwargs)
-            return self.module(*args, **kwargs)
+        inputs, spec = tree_flatten((args, kwargs))
+        if self._again is None:
+            self._inputs.begin(inputs)
+            with torch.set_grad_enabled(self._has_graph and torch.is_grad_enabled()):
+                return self.module(*args, **kwargs)
+        if self._again.inputs:
+            args, kwargs = tree_unflatten([self._again.inputs.get(i, value) for i, value in enumerate(inputs)], spec)
+        return torch.func.functional_call(self.module, self._again.tensors, args, kwargs)
 
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
         """Runs a micro-batch's F by calling `run`, without a graph; returns its result, and raises as `remembering`.
@@ -85,7 +98,7 @@ class RecomputedStage(nn.Module):
 
         Raises:
             InvalidModel: F changes a parameter that is trained, a tensor taken for a constant, whose value before is
-                then lost, or a number that a class has.
+                then lost, an input that it left as it was the first time, or a number that a class has.
         """
         sums = _sums(self.module) if self._changing is None else {}
         of_classes = class_numbers(self.module) if self._changing is None else {}
@@ -107,7 +120,10 @@ class RecomputedStage(nn.Module):
                 del before[name]
         for name in sorted(versions.written() - self._changing - before.keys()):
             raise InvalidModel(_not_exactly(f"'{name}'", name))
-        self._before[microbatch] = state
+        changed_inputs = self._inputs.finish()
+        if changed_inputs is None:
+            raise InvalidModel(_not_exactly("an input in place that it left as it was before", ""))
+        self._before[microbatch] = replace(state, inputs=changed_inputs)
         for name, tensor in versions.replaced(now).items():  # it still has its value, which was a constant so far
             for earlier in self._before.values():
                 earlier.tensors.setdefault(name, tensor)
@@ -155,11 +171,11 @@ class RecomputedStage(nn.Module):
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
             restore_generator_states(state.generators)
             set_attributes(state.attributes)
-            self._copies = state.tensors
+            self._again = state
             try:
                 yield
             finally:
-                self._copies = {}
+                self._again = None
                 set_attributes(attributes)
                 restore_generator_states(generators)
 

@@ -278,6 +278,38 @@ def test_a_large_tensor_of_an_attribute_that_a_forward_changes_is_refused() -> N
         stage.first(0, lambda: stage(torch.ones(3, 4)))
 
 
+class Halves(nn.Module):
+    """Halves its input in place, from a forward on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.weight, self.since, self.calls = nn.Parameter(torch.ones(())), since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.weight * (x.mul_(0.5) if self.calls > self.since else x)
+
+
+def test_inputs_that_a_forward_changes_in_place_are_as_before() -> None:
+    stage = RecomputedStage(Halves(0), CPU)
+    inputs = torch.tensor([8.0, 6.0]).chunk(2)
+    assert [stage.first(m, lambda x=x: stage(x)).item() for m, x in enumerate(inputs)] == [4, 3]
+    for m, x in enumerate(inputs):
+        with stage.recomputing(m):
+            assert stage(x).item() == [4, 3][m]
+    assert [x.item() for x in inputs] == [4, 3]
+
+
+def test_an_input_that_only_a_later_forward_changes_in_place_is_refused() -> None:
+    stage = RecomputedStage(Halves(1), CPU)
+    stage.first(0, lambda: stage(torch.ones(1)))
+    with pytest.raises(
+        InvalidModel,
+        match=r"^the forward changes an input in place that it left as it was before, so it cannot be recomputed exactly: ",
+    ):
+        stage.first(1, lambda: stage(torch.ones(1)))
+
+
 class Noisy(nn.Module):
     """Its own forward draws from its generator: that of a traced model's graph."""
 
@@ -312,6 +344,23 @@ def test_a_recomputed_graph_draws_the_same_numbers_from_its_own_generator(
             (nn.functional.mse_loss(whole(a), b) / 3).backward()
         for name, parameter in pipeline.named_parameters().items():
             torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
+
+
+def _from_one(output: Tensor, target: Tensor) -> Tensor:
+    target -= 1
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_changes_its_target_in_place_once_if_the_last_stage_recomputes() -> None:
+    def trained(recompute: tuple[int, ...]) -> list[float | None]:
+        torch.manual_seed(0)
+        module, x = nn.Sequential(nn.Linear(3, 3)).double(), torch.randn(4, 3, dtype=torch.float64)
+        plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2, recompute)
+        pipeline = Pipeline(module, plan, loss=_from_one, inputs=[x], optimizer=sgd(0.1))
+        return [pipeline.step(x, target=torch.ones(4, 3, dtype=torch.float64)) for _ in range(3)]
+
+    assert trained((0,)) == trained(())
 
 
 class Centred(nn.Module):
