@@ -56,9 +56,9 @@ def check_stages_equal(
 ) -> str | None:
     """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
 
-    The stages run as in the plan: with recomputation, with I and W apart. Nothing is compared if the module has
-    parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait. The
-    first process of the group compares, for all have the same module, and tells the others; every process calls this.
+    The stages run as in the plan: with recomputation, with I and W apart. The first process of the group compares, for
+    all have the same module, and tells the others; every process calls this. Nothing is compared if its module has
+    parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait.
 
     Returns in what the stages differ from the module when they evaluate a micro-batch of a single sample, as the last
     one may be; None if they do not, or were not compared.
@@ -69,8 +69,6 @@ def check_stages_equal(
         trained: the stages as they will train; if that is under autocast, they are compared as well.
         evaluated: the stages in evaluation mode, of which the forward is compared.
     """
-    if _is_anywhere_on_meta(parts.model.root, inputs):
-        return None
     faults: list[str | None] = [None, None]
     if dist.get_rank(group) == 0:
         faults = [*_faults(parts, inputs, plan, trains_on, trained, evaluated)]
@@ -98,6 +96,8 @@ def _faults(
     """
     root = parts.model.root
     device = next(root.parameters()).device
+    if _is_anywhere_on_meta(root, inputs):
+        return None, None
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
         return None, None
     try:

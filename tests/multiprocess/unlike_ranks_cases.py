@@ -28,13 +28,23 @@ class Tied(nn.Module):
 
 
 def run(rank: Rank) -> tuple[list[list[float]], str]:
-    """Returns the tied weights, trained and frozen, after a step, and what is said of different plans."""
+    """Returns the tied weights, trained and frozen, after a step, and what is said of different plans.
+
+    The last module has values in the first process only, as one that loads a checkpoint for all.
+    """
     order, group = named_order("1f1b", 2, 2), dist.new_group([0, 1])
     tied = []
-    for frozen, in_group in ((False, None), (True, None), (True, group)):
+    for frozen, in_group, is_on_meta in (
+        (False, None, False),
+        (True, None, False),
+        (True, group, False),
+        (False, None, rank.index > 0),
+    ):
         torch.manual_seed(rank.index)
+        with torch.device("meta" if is_on_meta else "cpu"):
+            module = Tied(frozen=frozen)
         plan = make_plan(["words", "middle", "head"], (2,), (0, 1), order, 2, 2)
-        pipeline = Pipeline(Tied(frozen=frozen), plan, loss=cross_entropy, inputs=[WORDS], group=in_group)
+        pipeline = Pipeline(module, plan, loss=cross_entropy, inputs=[WORDS], group=in_group)
         pipeline.step(WORDS, target=WORDS)
         tied.append(pipeline.state_dict()["words.weight"].flatten().tolist())
     try:
