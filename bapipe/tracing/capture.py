@@ -168,7 +168,10 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[
 
 
 def check_has_layers(module: nn.Module) -> None:
-    """Raises InvalidModel if a module is of a kind that has no layers to cut between, or a parameter has no shape."""
+    """Raises InvalidModel if a module is of a kind that has no layers to cut between, or a tensor no stage holds.
+
+    Those are parameters and buffers without a shape, and sparse ones.
+    """
     has_no_layers = {
         "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
         "compiled by torch.compile": is_compiled(module),
@@ -197,6 +200,11 @@ def check_has_layers(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InvalidModel(f"'{name}' has no shape yet: call the module once, on any samples, where it is made")
+        if tensor.layout is not torch.strided:
+            raise InvalidModel(
+                f"'{name}' is a sparse tensor ({tensor.layout}), and stages hold dense ones only: register its "
+                "to_dense() instead"
+            )
 
 
 def _first_line(error: Exception) -> str:

@@ -65,7 +65,8 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
 
 
 def _has_value(tensor: Tensor) -> bool:
-    return not tensor.is_meta and not is_lazy(tensor) and not isinstance(tensor, FakeTensor)
+    is_dense = not is_lazy(tensor) and tensor.layout is torch.strided  # models with others are refused
+    return is_dense and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _restore(tensor: Tensor, value: Tensor) -> None:

@@ -123,3 +123,13 @@ def test_numbers_of_all_parts_by_path() -> None:
 def test_a_parameter_without_a_shape_is_refused_with_what_to_do() -> None:
     with pytest.raises(InvalidModel, match=r"^'1.weight' has no shape yet: call the module once, on any samples"):
         trace(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)), (torch.ones(2, 3),))
+
+
+def test_a_sparse_buffer_is_refused_with_what_to_do() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    module.register_buffer("neighbours", torch.eye(3).to_sparse())
+    with pytest.raises(
+        InvalidModel,
+        match=r"^'neighbours' is a sparse tensor \(torch.sparse_coo\), and stages hold dense ones only: register its to_dense",
+    ):
+        trace(module, (torch.ones(2, 3),))
