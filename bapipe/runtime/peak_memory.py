@@ -5,6 +5,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,33 +32,33 @@ class PeakMemory:
     """Measures the peak bytes on a device from its creation on, with those of tensors that are there already.
 
     On CUDA, of torch's allocator. On Linux, of the process's resident memory (its high-water mark less what was
-    resident at the start); on other systems it is not known.
+    resident at the start); on other systems, and where /proc cannot be written to, it is not known.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
         self._device = device
         self._held_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)
+        self._base_bytes: int | None = None  # if it is known
         gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._base_bytes = torch.cuda.memory_allocated(device)
-            return
-        self._base_bytes = 0
-        if sys.platform == "linux":
+        elif sys.platform == "linux":
             libc = ctypes.CDLL(None)
             # Freed blocks that glibc keeps would count as resident now, and their reuse would not count later.
             if hasattr(libc, "malloc_trim"):
                 libc.malloc_trim(0)
-            _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
-            self._base_bytes = _status_bytes("VmRSS")
+            with suppress(OSError):
+                _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+                self._base_bytes = _status_bytes("VmRSS")
 
     def peak_bytes(self) -> int | None:
         """Returns the peak so far, or None if the system does not report it."""
-        if self._device.type == "cuda":
-            return max(0, torch.cuda.max_memory_allocated(self._device) - self._base_bytes + self._held_bytes)
-        if sys.platform != "linux":
+        if self._base_bytes is None:
             return None
-        return max(0, _status_bytes("VmHWM") - self._base_bytes + self._held_bytes)
+        is_cuda = self._device.type == "cuda"
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) if is_cuda else _status_bytes("VmHWM")
+        return max(0, peak_bytes - self._base_bytes + self._held_bytes)
 
 
 def _status_bytes(key: str) -> int:
