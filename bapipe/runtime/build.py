@@ -28,6 +28,7 @@ from bapipe.torch_private import (
     tree_map,
 )
 from bapipe.tracing.captured import is_layer
+from bapipe.tracing.python_random import all_generators_restored, set_generators
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import Factory, build
 
@@ -45,7 +46,7 @@ class ModelBuild:
     """Builds the same example in every process.
 
     Attributes:
-        seed: of what the factory draws.
+        seed: of what the factory draws, from the global generators of torch, Python and numpy.
         without_values: parameters are on the meta device.
     """
 
@@ -55,8 +56,9 @@ class ModelBuild:
     without_values: bool
 
     def __call__(self) -> Example:
-        with torch.random.fork_rng(devices=[]), _parameters_on_meta() if self.without_values else nullcontext():
+        with all_generators_restored(), _parameters_on_meta() if self.without_values else nullcontext():
             torch.manual_seed(self.seed)
+            set_generators(self.seed)
             return build(self.factory, self.arguments)
 
 

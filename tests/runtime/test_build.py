@@ -1,9 +1,10 @@
 """How ranks build a model: parameters hold no values where layers can draw their own, and all values come out right."""
 
-import math
+import random
 from collections.abc import Callable
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from bapipe.runtime.build import ModelBuild, model_build
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.split import split
 from bapipe.tracing import trace
+from bapipe.tracing.python_random import seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.zoo import ZOO
 from bapipe.zoo.example import Example
@@ -240,6 +242,19 @@ def test_parameters_that_get_values_keep_their_class_attributes_and_hooks() -> N
     assert layer.bias.grad.tolist() == [6, 6, 6, 6]
 
 
+def shuffled() -> Example:
+    module = nn.Sequential(nn.Linear(4, 4))
+    module.register_buffer("order", torch.tensor([*numpy.random.permutation(99), *random.sample(range(99), 99)]))
+    return example(module)
+
+
+def test_numbers_of_python_and_numpy_are_the_same_in_each_rank() -> None:
+    build, made = build_of("shuffled")
+    again, other = build(), build_of("shuffled", seed=4)[0]()
+    assert torch.equal(made.module.get_buffer("order"), again.module.get_buffer("order"))
+    assert not torch.equal(made.module.get_buffer("order"), other.module.get_buffer("order"))
+
+
 def test_tied_parameters_stay_tied() -> None:
     made = build_of("tied")[1]
     first, _, last = made.module.children()
@@ -265,11 +280,14 @@ def test_an_error_of_the_factory_is_reported_once_and_as_it_is() -> None:
 
 
 def test_random_numbers_outside_stay_as_they_were() -> None:
-    torch.manual_seed(1)
-    want = torch.rand(1)
-    torch.manual_seed(1)
-    build_of("plain")[0]()
-    assert math.isclose(torch.rand(1).item(), want.item())
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), random.random(), numpy.random.rand()]
+
+    seed_cpu_generators(1)
+    want = drawn()
+    seed_cpu_generators(1)
+    build_of("shuffled")[0]()
+    assert drawn() == want
 
 
 def _with_a_frozen_loss() -> Example:
