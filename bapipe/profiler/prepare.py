@@ -12,6 +12,7 @@ from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
 from bapipe.tracing.sizes import repeat_to_batch
+from bapipe.tracing.training_mode import enter_training_mode
 
 
 def check_examples(inputs: Sequence[Tensor], target: object) -> None:
@@ -58,7 +59,7 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
     training = {submodule: submodule.training for submodule in module.modules()}
     if move:
         module.to(device)
-    module.train()
+    enter_training_mode(module)
     if settings.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     module.zero_grad()

@@ -1,5 +1,6 @@
 """A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,8 @@ from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.tracing.stages import Split
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,11 @@ class Pipeline:
         self._plan, self._device = plan, current_device(device)
         self._layout = layout_of(plan, self._device, group)
         check_has_layers(module)
+        if not module.training:
+            _log.warning(
+                "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "
+                "stay as they are; call its train() before, and eval() of those parts only that are to stay as they are"
+            )
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 

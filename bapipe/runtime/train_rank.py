@@ -32,6 +32,7 @@ from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
 from bapipe.torch_settings import autocast_dtype
+from bapipe.tracing.training_mode import enter_training_mode
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
 
@@ -67,6 +68,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     predicted = {predicted.device: predicted.peak_bytes for predicted in plan.prediction.ranks}
     check_free_memory(rank.device, rank.name, predicted.get(rank.name, 0))
     example = job.build()
+    enter_training_mode(example.module)
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     pipeline = _pipeline(rank, job, example)

@@ -196,6 +196,22 @@ def counting() -> Example:
     return replace(small(), loss=_num_threads)
 
 
+class _IsTraining(nn.Module):
+    """Gives 2 in training mode, and 1 in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0 + (2.0 if self.training else 1.0)
+
+
+def in_evaluation_mode() -> Example:
+    """A model as libraries load it; its loss tells the mode."""
+    return replace(small(), module=nn.Sequential(nn.Linear(4, 3, device="meta"), _IsTraining()).eval(), loss=_mean)
+
+
+def _mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
 def clusters() -> Dataset[tuple[Tensor, ...]]:
     """Three clusters of points and which one each point is of."""
     torch.manual_seed(0)

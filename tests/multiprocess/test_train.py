@@ -17,7 +17,7 @@ from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport
 from bapipe.tracing import trace
-from tests.multiprocess.launch_cases import clusters, counting, small
+from tests.multiprocess.launch_cases import clusters, counting, in_evaluation_mode, small
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 TRAINING = TrainConfig(steps=24, learning_rate=0.1, seed=3, timeout_s=60)
@@ -91,6 +91,11 @@ def test_random_items_do_not_depend_on_the_cut(caplog: pytest.LogCaptureFixture)
     assert "another sample 0" not in caplog.text
     train(_plan((3,)), small, Resampled(random.Random(0)), replace(TRAINING, steps=1))
     assert "the data give another sample 0 each time that it is loaded" in caplog.text
+
+
+def test_a_model_in_evaluation_mode_trains_in_training_mode() -> None:
+    plan = make_plan(["0", "1"], (), (0,), named_order("1f1b", 1, 4), 4, 4)
+    assert train(plan, in_evaluation_mode, clusters(), TrainConfig(steps=1, timeout_s=60)).losses == (2.0,)
 
 
 def test_a_rank_has_as_many_threads_as_asked_for() -> None:

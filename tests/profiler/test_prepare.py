@@ -36,6 +36,12 @@ def test_a_module_and_its_random_state_are_restored() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
+def test_parts_of_a_module_in_training_mode_stay_in_evaluation_mode() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    with prepare.prepared(module, CPU, Settings()):
+        assert [submodule.training for submodule in module.modules()] == [True, True, False]
+
+
 def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[torch.device] = []
     monkeypatch.setattr(nn.Module, "to", lambda _, device: moves.append(device))

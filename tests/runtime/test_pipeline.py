@@ -16,9 +16,9 @@ from tests.multiprocess.runtime_cases import make_plan
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
 
 
-def pipelined(**options: Any) -> Pipeline:
+def pipelined(module: nn.Module | None = None, **options: Any) -> Pipeline:
     plan = make_plan(["0", "1"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    module = module or nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     return Pipeline(module, plan, loss=mse_loss, inputs=(X,), **options)
 
 
@@ -44,6 +44,16 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
     with pytest.raises(BapipeError) as caught:
         pipelined(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("of_all", "warns"), [(True, True), (False, False)])
+def test_a_module_in_evaluation_mode_is_warned_of(of_all: bool, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    (module if of_all else module[1]).eval()
+    pipelined(module)
+    assert ("the module is in evaluation mode" in caplog.text) == warns
+    assert not module[1].training
 
 
 def test_a_pipeline_needs_a_process_group() -> None:
