@@ -291,8 +291,8 @@ def test_command_line_options() -> None:
         ],
         "doctor": ["--json"],
         "explore": [
-            "--arg", "--browser", "--cluster", "--csv", "--devices", "--exact", "--json", "--markdown", "--minibatch-size", "--port",
-            "--profile", "--schedule", "--trace", "--vary",
+            "--arg", "--browser", "--cluster", "--csv", "--devices", "--exact", "--json", "--markdown", "--microbatch-size",
+            "--minibatch-size", "--port", "--profile", "--schedule", "--trace", "--vary",
         ],
         "simulate": ["--json", "--trace"],
         "show": ["--html", "--json", "--profile", "--trace"],

@@ -80,6 +80,10 @@ def explore(
             help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all. Default: {DEFAULT_SCHEDULES}.",
         ),
     ] = None,
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option("--microbatch-size", min=1, help="With --vary: fix the micro-batch size, in samples."),
+    ] = None,
     exact: Annotated[
         bool,
         typer.Option(
@@ -99,7 +103,8 @@ def explore(
     layouts = [name for name, wanted in (("json", as_json), ("csv", as_csv), ("markdown", as_markdown)) if wanted]
     if len(layouts) > 1 or (layouts and not vary):
         raise BapipeError(f"--{layouts[-1]} goes with --vary, and with no other format")
-    for flag, is_given in (("exact", exact), ("schedule", schedule is not None)):
+    of_tables = ("exact", exact), ("schedule", schedule is not None), ("microbatch-size", microbatch_size is not None)
+    for flag, is_given in of_tables:
         if is_given and not vary:
             raise BapipeError(f"--{flag} goes with --vary")
     for flag, is_given in (("port", port != 0), ("no-browser", not browser), ("trace", bool(trace))):
@@ -112,6 +117,7 @@ def explore(
             vary,
             schedule_names(schedule or DEFAULT_SCHEDULES),
             layouts[0] if layouts else "table",
+            microbatch_size=microbatch_size,
             exact=exact,
         )
         return

@@ -2,18 +2,20 @@
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bapipe import report
 from bapipe.cli.flags import with_flags
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.options import num_bytes
-from bapipe.cli.progress import show_json, show_line, show_parts, status
+from bapipe.cli.progress import note, show_json, show_line, show_parts, status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES, MAX_FACTOR
 from bapipe.explorer.vary import FIELDS, Axis, Point, SweepInterrupted, vary
+from bapipe.formats.profile import ModelProfile
+from bapipe.report.remarks import halved_words, scaled_words
 
 INTEGERS = {"devices", "minibatch"}
 
@@ -73,11 +75,18 @@ def _number(name: str, text: str) -> float | None:
 
 
 def show_points(
-    session: Session, texts: Sequence[str], schedules: Sequence[str], layout: str, *, exact: bool = False
+    session: Session,
+    texts: Sequence[str],
+    schedules: Sequence[str],
+    layout: str,
+    *,
+    microbatch_size: int | None = None,
+    exact: bool = False,
 ) -> None:
     """Plans at every point, and prints the points as a table, or as csv, json or markdown.
 
     Args:
+        microbatch_size: that of all plans; None to search it.
         exact: search every point in full.
 
     Raises:
@@ -94,18 +103,17 @@ def show_points(
             update(f"planning: {done} of {total} points")
 
         try:
-            points = vary(session, axes, schedules, progress, exact=exact)
+            points = vary(session, axes, schedules, progress, microbatch_size=microbatch_size, exact=exact)
         except SweepInterrupted as stop:
             interruption, points = stop, stop.points
     points = [replace(point, why_not=with_flags(point.why_not)) for point in points]
-    if interruption is None:
-        _show(names, points, layout)
-        if layout == "table":
-            _show_worth(names, points, exact=exact)
-        return
     if points:
         _show(names, points, layout)
-    raise interruption
+        if interruption is None and layout == "table":
+            _show_worth(names, points, exact=exact)
+        _show_remarks(points, session.profiles, show_line if layout == "table" else note)
+    if interruption is not None:
+        raise interruption
 
 
 def _show(names: Sequence[str], points: Sequence[Point], layout: str) -> None:
@@ -124,6 +132,13 @@ def _show_worth(names: Sequence[str], points: Sequence[Point], *, exact: bool) -
         show_line(words)
     if not exact and any(point.plan is not None and point.plan.certificate.gap for point in points):
         show_line("the searches were short: each plan is at most its gap above the bound; --exact searches in full")
+
+
+def _show_remarks(points: Sequence[Point], profiles: Mapping[str, ModelProfile], show: Callable[[str], None]) -> None:
+    """Shows what a reader should know of the figures that the plans of all points rest on."""
+    plans = [point.plan for point in points if point.plan is not None]
+    for words in (*scaled_words(plans, profiles), *halved_words(plans, profiles)):
+        show(with_flags(words))
 
 
 def _write_cells(names: Sequence[str], points: Sequence[Point], layout: str) -> None:

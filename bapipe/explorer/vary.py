@@ -92,6 +92,7 @@ def vary(
     schedules: Sequence[str],
     progress: Callable[[int, int], None],
     *,
+    microbatch_size: int | None = None,
     exact: bool = False,
 ) -> list[Point]:
     """Returns the best plan at each point of the grid of the axes; the last axis changes fastest.
@@ -100,6 +101,7 @@ def vary(
 
     Args:
         progress: called with (points done, number of points).
+        microbatch_size: that of all plans; None to search it at each point.
         exact: search each point as `bapipe plan` does; else with `plans_nearby`, which ends near the lower bound.
 
     Raises:
@@ -119,7 +121,7 @@ def vary(
             states.append(error)
         else:
             states.append(state)
-            searched.append(nearby.Point(cluster=cluster, options=_options(state, schedules)))
+            searched.append(nearby.Point(cluster=cluster, options=_options(state, schedules, microbatch_size)))
     places = [i for i, state in enumerate(states) if isinstance(state, State)]
     chains = neighbours(axes, [grid[i] for i in places])
     plans = plan_chains(
@@ -224,5 +226,10 @@ def best_at(session: Session, state: State, schedules: Sequence[str], deadline: 
     return plan_cached(profiles, cluster_of(state, session.cluster), _options(state, schedules), deadline=deadline)
 
 
-def _options(state: State, schedules: Sequence[str]) -> PlanOptions:
-    return PlanOptions(minibatch_size=state.minibatch_size, schedules=schedules, constraints=state.constraints)
+def _options(state: State, schedules: Sequence[str], microbatch_size: int | None = None) -> PlanOptions:
+    return PlanOptions(
+        minibatch_size=state.minibatch_size,
+        microbatch_size=microbatch_size,
+        schedules=schedules,
+        constraints=state.constraints,
+    )

@@ -37,8 +37,8 @@ def plan_remarks(
         yield from _unused_words(plan)
     for tie in ties:
         yield _tie_words(plan, tie)
-    for say in (_scaled_words, _host_words):
-        yield from [words for profile in profiles.values() if (words := say(plan, profile))][:1]
+    yield from scaled_words([plan], profiles)
+    yield from [words for profile in profiles.values() if (words := _host_words(plan, profile))][:1]
     yield from halved_words([plan], profiles)
     others = [name for name in RUNNABLE if name not in schedules]
     if others and len(plan.cluster.devices) > 1:
@@ -59,6 +59,30 @@ def halved_words(plans: Iterable[Plan], profiles: Mapping[str, ModelProfile]) ->
             f"whole, and what I leaves in memory for W is taken as nothing: what {names} would gain is not "
             "known (measured apart, I and W of LSTMs took 1.5 to 1.9 times as long as their backward)"
         )
+
+
+def scaled_words(plans: Sequence[Plan], profiles: Mapping[str, ModelProfile]) -> Iterator[str]:
+    """Yields which micro-batch sizes of some plans were not measured, nor lie between two that were, if any.
+
+    That is said of the first profile for which it is so.
+    """
+    for profile in profiles.values():
+        sizes = sorted({plan.microbatch_size for plan in plans if _is_scaled(profile, plan.microbatch_size)})
+        measured = [size for size in profile.microbatch_sizes if not _is_scaled(profile, size)]
+        if sizes and measured:
+            yield (
+                f"micro-batches of {', '.join(map(str, sizes))} were not measured on {printable(profile.device.name)}: "
+                f"their times are in proportion to those of {measured[-1]}, which small ones seldom reach; "
+                f"`microbatch_size` {measured[-1]} plans with measured times"
+            )
+            return
+
+
+def _is_scaled(profile: ModelProfile, microbatch_size: int) -> bool:
+    """Returns whether a profile's figures at a micro-batch size follow from those of another size."""
+    scaled = profile.environment.get(SCALED)
+    lower = max((size for size in profile.microbatch_sizes if size <= microbatch_size), default=None)
+    return isinstance(scaled, list) and lower in scaled
 
 
 def _unused_words(plan: Plan) -> Iterator[str]:
@@ -120,20 +144,3 @@ def _tie_words(plan: Plan, tie: NearTie) -> str:
     if not tie.is_schedule:
         needs = f"needs 1 device, not {len(plan.used_devices)}"
     return f"a near-tie: {what} is {pace} and {needs}"
-
-
-def _scaled_words(plan: Plan, profile: ModelProfile) -> str:
-    """Returns that the plan's micro-batch size was not measured; empty if it was, or lies between two that were."""
-    scaled = profile.environment.get(SCALED)
-    if not isinstance(scaled, list):
-        return ""
-    measured = [size for size in profile.microbatch_sizes if size not in scaled]
-    lower = max((size for size in profile.microbatch_sizes if size <= plan.microbatch_size), default=None)
-    if lower not in scaled or not measured:
-        return ""
-    largest = max(measured)
-    return (
-        f"micro-batches of {plan.microbatch_size} were not measured on {printable(profile.device.name)}: their times "
-        f"are in proportion to those of {largest}, which small ones seldom reach; `microbatch_size` {largest} plans "
-        "with measured times"
-    )

@@ -172,7 +172,9 @@ def test_edit_makes_one_stage_of_all_layers(folder: Path) -> None:
     assert (both.returncode, both.stderr) == (1, "error: --cut l3 and --no-cuts: want one of them\n")
 
 
-@pytest.mark.parametrize(("option", "value"), [("--schedule", ["foo"]), ("--exact", []), ("--csv", [])])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--schedule", ["foo"]), ("--exact", []), ("--csv", []), ("--microbatch-size", ["2"])]
+)
 def test_explore_refuses_options_of_tables_for_its_page(folder: Path, option: str, value: list[str]) -> None:
     done = bapipe(folder, "explore", "profile.json", "--cluster", "cluster.json", option, *value)
     assert done.returncode == 1

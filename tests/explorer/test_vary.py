@@ -18,11 +18,14 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.sweep_processes import plan_chains
 from bapipe.explorer.vary import Axis, SweepInterrupted, neighbours, vary
 from bapipe.formats.cache import cache_folder
+from bapipe.formats.measurement import Measurement
+from bapipe.formats.profile import HALVED, ModelProfile
 from bapipe.planner import nearby
 from bapipe.planner.nearby import Point
 from bapipe.planner.options import PlanOptions
 from bapipe.processes import blocked
 from bapipe.report import variations_table, worth_words
+from bapipe.report.remarks import SCALED
 from tests.builders import chain, devices
 from tests.random_profiles import random_profile
 
@@ -199,6 +202,53 @@ def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixtur
     assert [row["step_ns"] for row in read] == [str(row.get("step_ns", "")) for row in rows]
     assert printed["markdown"].splitlines()[1].startswith("| --- | --- |")
     assert len(printed["markdown"].splitlines()) == 6
+
+
+def scaled_in_proportion() -> ModelProfile:
+    """The figures of `PROFILE`, measured with micro-batches of 4: those of 1 and 2 are scaled from it."""
+    (measured,) = PROFILE.measurements
+
+    def scaled(size: int) -> Measurement:
+        layers = [msgspec.structs.replace(m, forward_ns=m.forward_ns * size // 4) for m in measured.layers]
+        return Measurement(microbatch_size=size, layers=tuple(layers))
+
+    sizes = tuple(scaled(size) for size in (1, 2, 4))
+    return msgspec.structs.replace(PROFILE, measurements=sizes, environment={SCALED: [1, 2]})
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_micro_batch_size_of_all_points_may_be_fixed(exact: bool) -> None:
+    profile = scaled_in_proportion()
+    session, axes = Session({"a": profile}, CLUSTER, 8), [Axis(name="devices", values=(1, 2))]
+    points = vary(session, axes, ["1f1b"], lambda done, total: None, microbatch_size=4, exact=exact)
+    for point, cluster in zip(points, (devices(1, bytes_per_s=10**6), CLUSTER), strict=True):
+        best = bapipe.plan(profile, cluster, minibatch_size=8, microbatch_size=4, schedules=["1f1b"])
+        assert (point.row["microbatch_size"], point.row["step_ns"]) == (4, best.prediction.step_ns)
+    (point,) = vary(session, [Axis(name="link", values=(1,))], ["1f1b"], lambda *_: None, microbatch_size=3)
+    assert point.why_not == "a mini-batch of 8 does not divide into micro-batches of 3"
+
+
+def test_sizes_that_were_not_measured_are_said_once_below_the_points(capsys: pytest.CaptureFixture[str]) -> None:
+    session = Session({"a": scaled_in_proportion()}, CLUSTER, 1)
+    remark = (
+        "micro-batches of 1 were not measured on none: their times are in proportion to those of 4, which small "
+        "ones seldom reach; --microbatch-size 4 plans with measured times"
+    )
+    show_points(session, ["devices=1..2"], ["1f1b"], "table")
+    table = " ".join(capsys.readouterr().out.split())
+    assert (table.endswith(remark), table.count("not measured")) == (True, 1)
+    show_points(session, ["devices=1..2"], ["1f1b"], "json")
+    printed = capsys.readouterr()
+    assert [row["microbatch_size"] for row in json.loads(printed.out)] == [1, 1]
+    assert printed.err.endswith(f"{remark}\n")
+    show_points(session, ["minibatch=8"], ["1f1b"], "table", microbatch_size=4)
+    assert "not measured" not in capsys.readouterr().out
+
+
+def test_plans_that_run_i_and_w_apart_say_if_these_are_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    halved = msgspec.structs.replace(PROFILE, environment={HALVED: "halves of B"})
+    show_points(Session({"a": halved}, CLUSTER, 8), ["link=1,100"], ["zb-h1"], "table")
+    assert capsys.readouterr().out.count("are halves of a backward") == 1
 
 
 def test_why_a_point_has_no_plan_names_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import HALVED, ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.options import RUNNABLE, PlanOptions
-from bapipe.report.remarks import plan_remarks
+from bapipe.report.remarks import plan_remarks, scaled_words
 from tests.builders import chain, devices
 
 
@@ -113,6 +113,9 @@ def test_sizes_that_follow_from_another_are_named() -> None:
     )
     measured = msgspec.structs.replace(gpipe(), minibatch_size=128, microbatch_size=8)
     assert not any("not measured" in text for text in plan_remarks(measured, {"a": scaled}, ("gpipe",), ()))
+    others = [msgspec.structs.replace(gpipe(), minibatch_size=16 * size, microbatch_size=size) for size in (2, 8, 1, 2)]
+    (text,) = scaled_words(others, {"a": scaled, "b": scaled})
+    assert text.startswith("micro-batches of 1, 2 were not measured on none: their times are in proportion to those of")
 
 
 def test_schedules_that_were_not_searched_are_named() -> None:
