@@ -32,7 +32,8 @@ Largest = Annotated[
     typer.Option(
         "--largest",
         metavar="BLOCK",
-        help="Find how many copies of a block of layers fit: a layer, what names begin with, or FIRST..LAST.",
+        help="Find how many copies of a block of layers fit, in a model of at most 2,000 layers: a layer, what names "
+        "begin with, or FIRST..LAST.",
     ),
 ]
 Within = Annotated[

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from bapipe.errors import InvalidFile
-from bapipe.units import NonNegative, NonNegativeFloat, Share, decimal
+from bapipe.units import NonNegative, NonNegativeFloat, Positive, Share, decimal
 
 
 class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +21,8 @@ class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value, the goal is reached exactly. 0 if nothing is proven.
         limit_ns: plans are fast enough whose step, or load, takes no longer. If left out, all are.
         of: the block; or of which devices the plans for fewer are, if not of any.
+        max_layers: no more copies were tried, as the model would then have more layers than this. If left out, they
+            were.
     """
 
     quantity: Literal["memory", "devices", "copies"]
@@ -28,6 +30,7 @@ class ReachedGoal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     bound: NonNegative
     limit_ns: NonNegative | msgspec.UnsetType = msgspec.UNSET
     of: str = ""
+    max_layers: Positive | msgspec.UnsetType = msgspec.UNSET
 
 
 class MemoryLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -14,7 +14,8 @@ class Goal:
     Attributes:
         least: the peak memory of a device, or the number of devices.
         largest: in place of `least`, a block of layers of which the plan shall have as many copies in a row as fit: the
-            name of a layer, what the names of several begin with, or `FIRST..LAST`.
+            name of a layer, what the names of several begin with, or `FIRST..LAST`. Models of up to 2,000 layers are
+            tried.
         within: how much longer than the shortest step the plan's may be, as a share of it: 0.05 for 5 %.
         min_throughput: in place of `within`, the samples per second that the plan must reach. With neither, any plan
             that fits is fast enough.

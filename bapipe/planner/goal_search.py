@@ -36,7 +36,7 @@ from bapipe.progress import SearchProgress
 from bapipe.units import decimal
 
 MAX_LAYERS = 2_000
-"""Maximum number of layers of a model with copies of a block."""
+"""Maximum number of layers of a model with copies of a block: a search of as many takes seconds."""
 
 
 def reach_goal(
@@ -318,7 +318,13 @@ def _most_copies(setting: Setting, fastest: Plan, block: str) -> Plan:
 
     best, value, bound = first_with_plan(range(most, 0, -1), fastest, ask, lambda _, copies: copies, first_stride=1)
     best = with_copies(value).fastest(best) if value > 1 else best
-    reached = ReachedGoal(quantity="copies", value=value, bound=0 if bound == most else bound, of=block)
+    reached = ReachedGoal(
+        quantity="copies",
+        value=value,
+        bound=0 if bound == most else bound,
+        of=block,
+        max_layers=MAX_LAYERS if value == most else msgspec.UNSET,
+    )
     return _with_goal(best, setting, reached)
 
 

@@ -25,7 +25,7 @@ MIN_WORD = 8
 MIN_NUMBERS = 2
 """Columns of numbers that even the narrowest table keeps."""
 
-LEFT_OUT_LAST = ("total", "has")
+LEFT_OUT_LAST = ("total", "has", "limit")
 """Columns of numbers that say more than those before them."""
 
 COLUMN_GAP = 3

@@ -95,9 +95,12 @@ def _goal(goal: ReachedGoal) -> str:
         if goal.bound <= 1:
             return f"{found} (it is not known whether one needs fewer)"
         return f"{found} (proven: none of the searched space needs fewer than {goal.bound}{among})"
+    found = f"largest model{fast}: {goal.value} x {goal.of}"
+    if goal.max_layers is not msgspec.UNSET:
+        return f"{found} (no more were tried: models of more than {goal.max_layers:,} layers are not searched)"
     if not goal.bound:
-        return f"largest model{fast}: {goal.value} x {goal.of} (it is not known whether more fit)"
-    return f"largest model{fast}: {goal.value} x {goal.of} (proven: {goal.bound + 1} do not fit)"
+        return f"{found} (it is not known whether more fit)"
+    return f"{found} (proven: {goal.bound + 1} do not fit)"
 
 
 def _bound(certificate: Certificate) -> str:
@@ -146,12 +149,16 @@ def stage_table(plan: Plan) -> Table:
 def memory_table(plan: Plan, timeline: Timeline | None = None) -> Table:
     """Returns a table with a row per device: its memory at the peak, and with a timeline the action at the peak.
 
-    Of the devices without a stage only the first few have a row.
+    Of the devices without a stage only the first few have a row. In place of all that a device has, the last figure is
+    what a memory limit leaves of it, if there was one.
     """
-    names = Memory.__struct_fields__
-    heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "has>"
+    names, limit = Memory.__struct_fields__, plan.certificate.memory
+    heads = "params>", "grads>", "optim>", "stash>", "work>", "buffers>", "total>", "limit>" if limit else "has>"
     table = empty_table("memory at the peak, in MiB", "device", *heads, *(["at"] if timeline else []))
-    has = {device.name: device.memory_bytes for device in plan.cluster.devices}
+    has = {
+        device.name: limit.usable_bytes(device.memory_bytes) if limit else device.memory_bytes
+        for device in plan.cluster.devices
+    }
     left_out, rows = set(plan.unused_devices[MAX_NAMED:]), []
     for rank in plan.prediction.ranks:
         if rank.device in left_out:

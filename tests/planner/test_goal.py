@@ -13,7 +13,7 @@ import pytest
 import bapipe
 from bapipe.cli import main
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import MemoryLimit, ReachedGoal, certify
+from bapipe.formats.certificate import Certificate, MemoryLimit, ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan, with_certificate
@@ -116,6 +116,21 @@ def test_one_copy_more_than_the_largest_model_fits_nowhere(memory_bytes: int) ->
         problems = search_space({"a": repeat_block(profile, "l1", copies)}, cluster, options).problems
         assert (exhaustive(problems) is not None) == fits
     assert simulate(plan, {"a": repeat_block(profile, "l1", goal.value)}).step_ns == plan.prediction.step_ns
+
+
+def test_the_largest_model_says_if_no_larger_one_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 12 bytes, half of them gradients, of which a model may have 5."""
+    monkeypatch.setattr("bapipe.planner.goal_search.MAX_LAYERS", 5)
+    profile, options = {"a": chain([1, 1, 1], param_bytes=6)}, PlanOptions(minibatch_size=1)
+
+    def largest(memory_bytes: int) -> Certificate:
+        return reached(profile, devices(1, memory_bytes=memory_bytes), options, Goal(largest="l1")).certificate
+
+    many, few = largest(10**6), largest(4 * 12)
+    assert many.goal == ReachedGoal(quantity="copies", value=3, bound=0, of="l1", max_layers=5)
+    assert "3 x l1 (no more were tried: models of more than 5 layers are not searched)" in proof(many)
+    assert few.goal == ReachedGoal(quantity="copies", value=2, bound=2, of="l1")
+    assert "2 x l1 (proven: 3 do not fit)" in proof(few)
 
 
 def test_a_model_with_a_repeated_block_is_planned_like_one_written_out() -> None:

@@ -1,5 +1,7 @@
 """A plan as tables."""
 
+from typing import Any
+
 from msgspec.structs import replace
 from rich.table import Table
 
@@ -28,6 +30,18 @@ def test_of_many_devices_without_a_stage_a_few_have_a_row() -> None:
     few = plan_step_time({"a": chain([1, 1])}, devices(6), options)
     assert memory_table(few).row_count == 6
     assert all(isinstance(part, Table) or "more devices" not in part for part in render_plan(few))
+
+
+def test_the_table_of_memory_shows_the_limit_that_was_given() -> None:
+    def last_column(**limits: Any) -> tuple[object, list[object]]:
+        column = memory_table(
+            bapipe.plan(chain([1, 1]), devices(2, memory_bytes=10 * 2**20), minibatch_size=1, **limits)
+        ).columns[-1]
+        return column.header, list(column.cells)
+
+    assert last_column() == ("has", ["10.0", "10.0"])
+    assert last_column(memory_limit_bytes=5 * 2**20) == ("limit", ["5.00", "5.00"])
+    assert last_column(memory_limit_bytes=20 * 2**20, memory_margin=0.1) == ("limit", ["9.00", "9.00"])
 
 
 def test_a_proof_does_not_promise_more_than_is_proven() -> None:
