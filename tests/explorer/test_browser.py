@@ -96,6 +96,13 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         click(browser, "best")
         best = bapipe.plan(PROFILE, cluster, minibatch_size=12)
         browser.wait(f"{SHOWN_STEP} === {best.prediction.step_ns}")
+        # The bound is one of the schedules that were searched, which the line names where it can be seen.
+        said = browser.value("document.getElementById('bound').textContent")
+        assert said.startswith("No plan of the searched space takes less than ")
+        assert "; schedules 1f1b, gpipe; " in said
+        assert browser.value(
+            "(() => { const p = document.getElementById('bound'); return p.scrollHeight <= p.clientHeight })()"
+        )
         browser.value(
             "URL.createObjectURL = (blob) => { blob.text().then((text) => (document.body.dataset.saved = text)); "
             "return 'data:,' }"

@@ -90,11 +90,11 @@ explorer.begin = async () => {
       at("bound").textContent = answer.unjudged;
       return;
     }
-    const bound = answer.unjudged ? `The file: ${answer.unjudged}. This page simulated it.` : answer.bound.ns ? `No plan takes less than ${ms(answer.bound.ns)}${answer.bound.searched ? "" : live ? " (from the work alone; “best” proves more)" : " (from the work alone)"}: ${answer.bound.space}` : answer.bound.space || "";
+    const bound = answer.unjudged ? `The file: ${answer.unjudged}. This page simulated it.` : answer.bound.ns ? `No plan ${answer.bound.searched ? "of the searched space " : ""}takes less than ${ms(answer.bound.ns)}${answer.bound.searched ? "" : live ? " (from the work alone; “best” proves more)" : " (from the work alone)"}: ${answer.bound.space}` : answer.bound.space || "";
     at("figures").replaceChildren(
       entry("step", ms(found.step)), entry("samples/s", number(answer.rate)), entry("bubble", percent(answer.bubble), { share: answer.bubble }),
       entry("peak memory", mib(found.peak) + (found.fits ? "" : ", does not fit"), { alarm: !found.fits, share: found.full, title: `the fullest device uses ${percent(found.full)} of its memory` }),
-      entry("above the bound", answer.bound.ns ? (found.gap > 0 ? explorer.percentUp(found.gap) : "nothing: optimal") : "unknown", { share: answer.bound.ns ? found.gap : undefined, title: bound }));
+      entry("above the bound", answer.bound.ns ? (found.gap > 0 ? explorer.percentUp(found.gap) : "nothing") : "unknown", { share: answer.bound.ns ? found.gap : undefined, title: bound }));
     at("figures").dataset.step = answer.step;
     at("bound").textContent = at("bound").title = bound;
     document.body.classList.toggle("order", !!answer.orderOnly);
