@@ -12,6 +12,7 @@ from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
+from bapipe.planner.branch_and_bound.devices import fastest_first
 from bapipe.planner.deadline import UNLIMITED, Deadline
 from bapipe.planner.pace import Pace
 from bapipe.planner.solution import Solution
@@ -74,7 +75,7 @@ def baseline_alternatives(
     layers = next(iter(profiles.values())).layers
     kinds = (
         _one_device(plan, microbatch_sizes, limits),
-        _data_parallel(plan, microbatch_sizes, layers),
+        _data_parallel(plan, microbatch_sizes, profiles),
         _equal_layers(plan, microbatch_sizes, layers, schedules),
     )
     alternatives, left_out, pace = [], [], Pace()
@@ -119,13 +120,15 @@ def _one_device(plan: Planned, microbatch_sizes: Sequence[int], limits: Sequence
     ]
 
 
-def _data_parallel(plan: Planned, microbatch_sizes: Sequence[int], layers: Sequence[LayerProfile]) -> list[Candidate]:
+def _data_parallel(
+    plan: Planned, microbatch_sizes: Sequence[int], profiles: Mapping[str, ModelProfile]
+) -> list[Candidate]:
     """Returns all layers on a replica on each device; none with one device, or if some layer cannot be replicated."""
-    devices = plan.cluster.devices
+    devices, layers = plan.cluster.devices, next(iter(profiles.values())).layers
     are_alike = len({device.num_members for device in devices}) == 1  # as the replicas of a stage must be
     if len(devices) == 1 or not are_alike or not all(layer.allows_replicas for layer in layers):
         return []
-    stage = StagePlan(layers=_layer_names(plan), devices=tuple(device.name for device in devices))
+    stage = StagePlan(layers=_layer_names(plan), devices=fastest_first(profiles, plan.cluster))
     return [Candidate(stages=(stage,), schedule="1f1b", microbatch_size=size) for size in microbatch_sizes]
 
 

@@ -16,6 +16,7 @@ from bapipe.estimates.split_layers import tightest_limit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, Split
+from bapipe.planner.branch_and_bound.devices import fastest_first
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by
 from bapipe.planner.device_groups import with_groups
@@ -210,7 +211,7 @@ class StrategyPlanner:
 
     def _at(self, size: int, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Plan:
         """One stage at a micro-batch size; recomputed if it does not fit otherwise and the options allow it."""
-        names = [device.name for device in cluster.devices]
+        names = fastest_first(profiles, cluster)
         for recompute in ((), (0,)):
             try:
                 return make(

@@ -7,6 +7,7 @@ The layers and the links are those of `tests/estimates/test_estimate.py`: on a m
 import pytest
 from msgspec.structs import replace
 
+import bapipe
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate
 from bapipe.formats.cluster import Cluster
@@ -14,7 +15,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.strategies import Strategy, compare_strategies
 from bapipe.report.strategies import StrategyTable, strategies_page
-from tests.builders import chain
+from tests.builders import MS, chain, devices
 from tests.estimates.test_estimate import hosts, network
 
 SAMPLES = 8
@@ -70,6 +71,20 @@ def test_mixes_of_four_devices_are_the_closed_forms() -> None:
     assert (filters["compute_ns"], filters["exchange_ns"]) == (2 * 930 + 700, 4 * (FIRST + SECOND) + 2 * (100 + 350))
     assert filters["plan"] == "1 stage x 2, groups of 2 (filter), 4 x 2 samples"  # one stage has no schedule
     assert str(found["pipeline"]["plan"]).startswith("2 stages, 1f1b, ")
+
+
+def test_of_unequal_devices_the_fastest_replicas_run_the_most_micro_batches() -> None:
+    """Of five micro-batches of 30 ms the two fast devices run two each, the one that is named first but slow one."""
+    alike = devices(3)
+    slow, *fast = alike.devices
+    cluster = replace(alike, devices=(replace(slow, speed=0.5), *fast))
+    options = PlanOptions(minibatch_size=5, microbatch_size=1, schedules=["1f1b"])
+    found = {each.name: each for each in compare_strategies((chain([4, 6]),), cluster, options)}
+    data = found["data"].plan
+    assert data is not None
+    assert data.prediction.step_ns == 60 * MS
+    baselines = bapipe.plan(chain([4, 6]), cluster, options).alternatives
+    assert {each.name: each.step_ns for each in baselines}["data-parallel"] == 60 * MS
 
 
 def test_what_stops_a_strategy_is_said() -> None:

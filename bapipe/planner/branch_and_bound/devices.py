@@ -122,6 +122,12 @@ def device_classes(
     return tuple(classes)
 
 
+def fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[str, ...]:
+    """Returns the names of the devices in an order for replicas, of which the first ones run more micro-batches."""
+    times_ns = ns_per_sample(profiles, cluster)
+    return tuple(cluster.devices[rank].name for rank in sorted(range(len(times_ns)), key=times_ns.__getitem__))
+
+
 def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
     """Returns F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
     at_speed_1 = {
