@@ -85,7 +85,7 @@ class StageOptimizers:
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], make: OptimizerFactory, clock: Clock) -> None:
-        self._modules, self._make, self._clock = modules, make, clock
+        self._modules, self._clock = modules, clock
         self._frozen = {
             name: p for module in modules.values() for name, p in module.named_parameters() if not p.requires_grad
         }
@@ -136,10 +136,20 @@ class StageOptimizers:
         self._updates.append((stage, start, self._clock.stamp()))
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the following updates."""
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = value
+        """Sets the learning rate of the following updates.
+
+        Raises:
+            BapipeError: there are several, such as one per layer.
+        """
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
+        if len(rates) > 1:
+            raise BapipeError(
+                f"the groups of parameters that `optimizer` made have learning rates of {', '.join(map(str, rates))}, "
+                "and would all get the same: set those of its optimizers themselves, as learning-rate schedulers do"
+            )
+        for group in groups:
+            group["lr"] = value
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizers' state, such as momentum."""
@@ -172,23 +182,27 @@ class StageOptimizers:
             by_parameter[name][key] = value
         for optimizer in self._optimizers.values():
             every = [p for group in optimizer.param_groups for p in group["params"]]
-            self._check_keys({p: by_parameter[name_of[id(p)]] for p in every})
+            for group in optimizer.param_groups:
+                _check_keys(optimizer, group, [by_parameter[name_of[id(p)]] for p in group["params"]])
             # torch numbers the parameters of an optimizer over all its groups.
             by_index = {index: values for index, p in enumerate(every) if (values := by_parameter[name_of[id(p)]])}
             optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
             for index, values in by_index.items():
                 _restore_dtypes(optimizer.state[every[index]], values)
 
-    def _check_keys(self, state: Mapping[nn.Parameter, Mapping[str, object]]) -> None:
-        """Raises BapipeError if the state of a parameter has other keys than this optimizer makes."""
-        made: dict[int, frozenset[str] | None] = {}
-        for p, values in state.items():
-            if p.dim() not in made:
-                made[p.dim()] = _keys_made(self._make, p)
-            expected, found = made[p.dim()], frozenset(values)
-            if found and expected is not None and found != expected:
-                have, want = (", ".join(sorted(keys)) or "none" for keys in (found, expected))
-                raise BapipeError(f"the checkpoint has the state of another optimizer: {have}; this one makes {want}")
+
+def _check_keys(
+    optimizer: optim.Optimizer, group: Mapping[str, Any], states: Iterable[Mapping[str, Tensor | Number]]
+) -> None:
+    """Raises BapipeError if the states of a group's parameters, in their order, have other keys than it makes."""
+    made: dict[int, frozenset[str] | None] = {}  # by the parameter's number of dimensions
+    for p, values in zip(group["params"], states, strict=True):
+        if p.dim() not in made:
+            made[p.dim()] = _keys_made(optimizer, group, p)
+        expected, found = made[p.dim()], frozenset(values)
+        if found and expected is not None and found != expected:
+            have, want = (", ".join(sorted(keys)) or "none" for keys in (found, expected))
+            raise BapipeError(f"the checkpoint has the state of another optimizer: {have}; this one makes {want}")
 
 
 def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]) -> None:
@@ -201,17 +215,20 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]
             loaded[key] = value.to(loaded[key].device)
 
 
-def _keys_made(make: OptimizerFactory, like: nn.Parameter) -> frozenset[str] | None:
+def _keys_made(like: optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> frozenset[str] | None:
     """Returns the keys of the state that an optimizer makes of a parameter, by a step of one as small as can be.
 
-    None if the optimizer cannot step it, as one that takes sparse gradients only.
+    The optimizer is another one of its class, with the options of a group: a factory may note what it has made. None if
+    that cannot be made, or cannot step it, as one that takes sparse gradients only.
     """
-    tiny = nn.Parameter(torch.zeros((1,) * like.dim(), dtype=like.dtype, device=like.device))
+    shape = (1,) * parameter.dim()
+    tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)
+    make: Callable[..., optim.Optimizer] = type(like)
     try:
-        optimizer = make([tiny])
+        optimizer = make([{**group, "params": [tiny]}])
         optimizer.step()
-    except (RuntimeError, ValueError):
+    except Exception:  # whatever the optimizer of a user raises
         return None
     return frozenset(key for key, value in optimizer.state[tiny].items() if isinstance(value, Tensor | Number))
 

@@ -413,7 +413,11 @@ class Pipeline:
         return self._state.named_parameters()
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets the learning rate of the following steps; raises BapipeError if it is not at least 0."""
+        """Sets the learning rate of the following steps.
+
+        Raises:
+            BapipeError: it is not at least 0; or this rank's parameters have several.
+        """
         if not value >= 0:
             raise BapipeError(f"a learning rate of {value}: want at least 0")
         self._optimizers.set_learning_rate(value)

@@ -1,5 +1,7 @@
 """Optimizers by name, per stage, and their state by the names of parameters."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn, optim
@@ -103,6 +105,47 @@ def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     restored.load_state(state, same_names)
     loaded = restored.state(same_names).tensors
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.tensors.items())
+
+
+def test_state_is_restored_where_the_factory_tells_parameters_apart() -> None:
+    layer, made = nn.Linear(3, 3), list[optim.Optimizer]()
+    rates = {id(layer.weight): 0.25, id(layer.bias): 0.5}
+
+    def by_layer(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+        made.append(optim.AdamW([{"params": [p], "lr": rates[id(p)], "amsgrad": p.dim() > 1} for p in parameters]))
+        return made[-1]
+
+    optimizers = StageOptimizers({0: layer}, by_layer, CpuClock())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizers.step(0)
+    named = dict(layer.named_parameters())
+    state = optimizers.state(named)
+    optimizers.load_state(state, named)
+    assert made == [*optimizers.optimizers]
+    assert optimizers.state(named).tensors.keys() == state.tensors.keys()
+    others = {name: value for name, value in state.tensors.items() if "max_exp_avg_sq" not in name}
+    with pytest.raises(
+        BapipeError, match="the checkpoint has the state of another optimizer: exp_avg, exp_avg_sq, step; "
+    ):
+        optimizers.load_state(OptimizerState(tensors=others, numbers={}), named)
+
+
+def test_several_learning_rates_are_not_made_one() -> None:
+    layer = nn.Linear(3, 3)
+
+    def of(*rates: float) -> StageOptimizers:
+        def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+            return optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)])
+
+        return StageOptimizers({0: layer}, make, CpuClock())
+
+    same = of(0.5, 0.5)
+    same.set_learning_rate(0.25)
+    assert {group["lr"] for group in same.optimizers[0].param_groups} == {0.25}
+    with pytest.raises(
+        BapipeError, match=r"^the groups of parameters that `optimizer` made have learning rates of 0.25, 0.5"
+    ):
+        of(0.5, 0.25).set_learning_rate(1.0)
 
 
 def with_state(name: str, dtype: torch.dtype = torch.float32) -> tuple[StageOptimizers, dict[str, nn.Parameter]]:
