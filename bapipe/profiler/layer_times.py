@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from statistics import median
 from typing import TypeVar
@@ -128,18 +129,13 @@ def _groups(training_pass: TrainingPass) -> tuple[int, ...]:
     return equal_layer_groups(training_pass, model.tensors, set(reported))
 
 
-@dataclass(slots=True, kw_only=True)
-class _Pass:
-    """The times of one pass, in lists of one time for each layer, the loss last.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PhaseTimes:
+    """The times of a pass by phase, in lists of one time for each layer, the loss last.
 
     Attributes:
         forward, backward: F and B, run one after the other.
         split_forward, input_grad, weight_grad: F, I and W, run after those.
-        model_ns: F + B of the model without instrumentation, on a GPU with the host ahead.
-        model_wall_ns: the same by the clock on the wall, with an empty queue at first; on a CPU 0.
-        host: times of the host for F, I, W and B; all 0 on a CPU.
-        disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
-            the kernel; 0 on devices that do not measure it.
     """
 
     forward: list[int]
@@ -147,15 +143,30 @@ class _Pass:
     split_forward: list[int]
     input_grad: list[int]
     weight_grad: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """The times of one pass.
+
+    Attributes:
+        device, host: of each layer; those of the host are 0 on a CPU.
+        model_ns: F + B of the model without instrumentation, on a GPU with the host ahead.
+        model_wall_ns: the same by the clock on the wall, with an empty queue at first; on a CPU 0.
+        disturbance: the share of the time in which this thread waited for the processor, 1 if it took new memory from
+            the kernel; 0 on devices that do not measure it.
+    """
+
+    device: _PhaseTimes
+    host: _PhaseTimes
     model_ns: int
     model_wall_ns: int
-    host: tuple[list[int], list[int], list[int], list[int]]
     disturbance: float
 
     @property
     def totals(self) -> list[int]:
         """F + B of each layer."""
-        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+        return [f + b for f, b in zip(self.device.forward, self.device.backward, strict=True)]
 
 
 class _PassRunner:
@@ -173,8 +184,6 @@ class _PassRunner:
     def run(self) -> _Pass:
         start_ns, start_thread_ns, start_faults = time.perf_counter_ns(), time.thread_time_ns(), minor_page_faults()
         device, host = self._run_layers()
-        forward, backward, split_forward, input_grad, weight_grad = (group_means(t, self.groups) for t in device)
-        host_forward, host_backward, _, host_input_grad, host_weight_grad = (group_means(t, self.groups) for t in host)
         on_cpu = self.model.training_pass.device.type == "cpu"
         model_wall_ns, model_ns = (0, self._model_ns()) if on_cpu else (self._model_ns(), self._model_on_gpu_ns())
         # Wall time minus processor time is how long this thread waited, on a CPU with one thread.
@@ -182,35 +191,26 @@ class _PassRunner:
         has_new_memory = minor_page_faults() - start_faults > MAX_NEW_PAGES
         wait_share = waited_ns / (time.perf_counter_ns() - start_ns)
         return _Pass(
-            forward=forward,
-            backward=backward,
-            split_forward=split_forward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
+            device=device,
+            host=host,
             model_ns=model_ns,
             model_wall_ns=model_wall_ns,
-            host=(host_forward, host_input_grad, host_weight_grad, host_backward),
             disturbance=(1.0 if has_new_memory else wait_share) if on_cpu else 0.0,
         )
 
-    def _run_layers(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Returns the device's and the host's times of each layer: F and B, then F, I and W.
+    def _run_layers(self) -> tuple[_PhaseTimes, _PhaseTimes]:
+        """Returns the device's and the host's times of each layer.
 
         What is kept for a backward is freed at the end, so that a GPU has room for the model's own.
         """
         model = self.model
-        loss, forward = self._timed(model.forward, self.python_report_ns)
-        host_forward = self._host_times()
-        _, backward = self._timed(lambda: model.backward(loss), self.hook_report_ns)
-        host_backward = self._host_times()
-        split_loss, split_forward = self._timed(model.forward, self.python_report_ns)
-        host_split_forward = self._host_times()
-        groups, input_grad = self._timed(
+        loss, forward, host_forward = self._timed(model.forward, self.python_report_ns)
+        _, backward, host_backward = self._timed(lambda: model.backward(loss), self.hook_report_ns)
+        split_loss, split_forward, host_split_forward = self._timed(model.forward, self.python_report_ns)
+        groups, input_grad, host_input_grad = self._timed(
             lambda: model.backward_inputs(split_loss), self.hook_report_ns, with_overhead=True
         )
-        host_input_grad = self._host_times()
-        _, weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
-        host_weight_grad = self._host_times()
+        _, weight_grad, host_weight_grad = self._timed(lambda: model.backward_weights(groups), self.python_report_ns)
         layers_with_search = {
             model.layer_of(group) for group in groups if not group.starts_at_root and not model.is_shared(group)
         }
@@ -219,8 +219,22 @@ class _PassRunner:
         else:
             input_grad[-1] = 0  # the device waited for the search, which is the host's work
             _spread_search_time(host_input_grad, layers_with_search)
-        device = [forward, backward, split_forward, input_grad, weight_grad]
-        return device, [host_forward, host_backward, host_split_forward, host_input_grad, host_weight_grad]
+        mean = partial(group_means, groups=self.groups)
+        device = _PhaseTimes(
+            forward=mean(forward),
+            backward=mean(backward),
+            split_forward=mean(split_forward),
+            input_grad=mean(input_grad),
+            weight_grad=mean(weight_grad),
+        )
+        host = _PhaseTimes(
+            forward=mean(host_forward),
+            backward=mean(host_backward),
+            split_forward=mean(host_split_forward),
+            input_grad=mean(host_input_grad),
+            weight_grad=mean(host_weight_grad),
+        )
+        return device, host
 
     def _model_ns(self) -> int:
         """Returns the time of F + B of the model's own code."""
@@ -244,10 +258,13 @@ class _PassRunner:
             name = type(training_pass.model.root).__name__
             raise layer_error(name, "forward and backward as a whole", training_pass, error) from error
 
-    def _timed(self, run: Callable[[], T], report_ns: int, with_overhead: bool = False) -> tuple[T, list[int]]:
-        """Returns the result of `run` and the time of each layer in it, less `report_ns` for each report.
+    def _timed(
+        self, run: Callable[[], T], report_ns: int, with_overhead: bool = False
+    ) -> tuple[T, list[int], list[int]]:
+        """Returns the result of `run`, the time of each layer in it, less `report_ns` for each report, and the host's.
 
-        The last time of the list, after that of the loss, is that of instrumentation itself: 0 unless `with_overhead`.
+        The last time of each list, after that of the loss, is that of instrumentation itself: on the device 0 unless
+        `with_overhead`.
         """
         self.timer.intervals()
         result = run()
@@ -256,14 +273,10 @@ class _PassRunner:
             total[layer] += max(length_ns - report_ns, 0)
         if not with_overhead:
             total[-1] = 0
-        return result, total
-
-    def _host_times(self) -> list[int]:
-        """Returns the host's times of the part that was timed last, the last one that of instrumentation."""
-        total = [0] * (self.model.num_layers + 2)
+        of_host = [0] * (self.model.num_layers + 2)
         for layer, length_ns in self.timer.host_intervals():
-            total[layer] += length_ns
-        return total
+            of_host[layer] += length_ns
+        return result, total, of_host
 
 
 def group_means(times: Sequence[int], groups: Sequence[int]) -> list[int]:
@@ -297,9 +310,10 @@ def _max_spread(passes: Sequence[_Pass]) -> float:
 
 
 def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
-    forward = _typical([times for one in passes for times in (one.forward, one.split_forward)])
-    backward, input_grad = _typical([one.backward for one in passes]), _typical([one.input_grad for one in passes])
-    weight_grad = list(_typical([one.weight_grad for one in passes]))
+    device = [one.device for one in passes]
+    forward = _typical([times for one in device for times in (one.forward, one.split_forward)])
+    backward, input_grad = _typical([one.backward for one in device]), _typical([one.input_grad for one in device])
+    weight_grad = list(_typical([one.weight_grad for one in device]))
     for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
         weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
     model_ns, wall_ns = median(one.model_ns for one in passes), median(one.model_wall_ns for one in passes)
@@ -314,15 +328,15 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
         sum_over_whole=median(sum(one.totals) for one in passes) / model_ns,
         host_over_device=wall_ns / model_ns if wall_ns else None,
         num_groups=len(set(runner.groups)),
-        host=None if on_cpu else _host_times(passes, runner),
+        host=None if on_cpu else _host_times([one.host for one in passes], runner),
     )
 
 
-def _host_times(passes: Sequence[_Pass], runner: _PassRunner) -> tuple[HostTimes, ...]:
+def _host_times(passes: Sequence[_PhaseTimes], runner: _PassRunner) -> tuple[HostTimes, ...]:
     """Returns the medians of the host's times of each layer."""
-    forward, input_grad, weight_grad, backward = (
-        list(_medians([one.host[phase] for one in passes])) for phase in range(4)
-    )
+    forward, backward = _medians([one.forward for one in passes]), _medians([one.backward for one in passes])
+    input_grad = _medians([one.input_grad for one in passes])
+    weight_grad = list(_medians([one.weight_grad for one in passes]))
     for layer in runner.model.sharing_layers:  # their W was not run
         weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
     return tuple(

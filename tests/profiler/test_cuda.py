@@ -191,13 +191,21 @@ def test_the_model_as_a_whole_is_timed_by_the_host_and_on_the_gpu(monkeypatch: p
 
 def test_a_pass_on_a_gpu_compares_the_host_with_it() -> None:
     times = [2, 4]
+    device = layer_times._PhaseTimes(
+        forward=times, backward=times, split_forward=times, input_grad=times, weight_grad=times
+    )
     passes = [
         layer_times._Pass(
-            forward=times, backward=times, split_forward=times, input_grad=times, weight_grad=times,
-            model_ns=10, model_wall_ns=wall_ns, host=([wall_ns, 1], [5, 5], [0, 9], [9, 9]), disturbance=0.0,
+            device=device,
+            host=layer_times._PhaseTimes(
+                forward=[wall_ns, 1], backward=[9, 9], split_forward=[0, 0], input_grad=[5, 5], weight_grad=[0, 9]
+            ),
+            model_ns=10,
+            model_wall_ns=wall_ns,
+            disturbance=0.0,
         )
         for wall_ns in (14, 15, 16)
-    ]  # fmt: skip
+    ]
     model = SimpleNamespace(sharing_layers=(0,), training_pass=SimpleNamespace(device=CUDA))
     runner: Any = SimpleNamespace(model=model, groups=(0, 1))
     found = layer_times._layer_times(passes, runner)
