@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ class Pipeline:
                 for_bucket(self._split, cut(traced_in, mode, other), plan, bucket)
                 for bucket, other in enumerate(buckets)
             ]
-            evaluated = split_for_evaluation(module, plan, tensors, self._split) if evaluates else None
+            cut_again = partial(cut, traced_in, mode, tensors)
+            evaluated = split_for_evaluation(module, cut_again, self._split) if evaluates else None
             self._fault_of_one: str | None = None  # in what evaluating one sample differs from the module
             if check:
                 exact = self._split if mode is None else cut(None, None, tensors)

@@ -56,6 +56,28 @@ def test_a_module_in_evaluation_mode_is_warned_of(of_all: bool, warns: bool, cap
     assert not module[1].training
 
 
+class WithoutAutocast(nn.Module):
+    """Calls a layer outside of autocast only, in which it was profiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        return y if torch.is_autocast_enabled("cpu") else self.extra(y)
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_and_evaluation_have_the_layers_of_a_profile_without_autocast() -> None:
+    plan = make_plan(["first", "extra"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    options = {"autocast": torch.bfloat16, "evaluates": True, "check": False}
+    pipeline = Pipeline(WithoutAutocast(), plan, loss=mse_loss, inputs=(X,), **options)  # type: ignore[arg-type]
+    result = pipeline.evaluate(X, target=Y)
+    assert result is not None
+    assert result.loss == pytest.approx(pipeline.step(X, target=Y))
+
+
 def test_a_pipeline_needs_a_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(BapipeError) as caught:

@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from bapipe.equivalence import weighted_loss
 from bapipe.errors import InvalidModel
-from bapipe.formats.plan import Plan
 from bapipe.runtime.lowering import lower_for
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.split import split
 from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.tracing import granularity, trace
 from bapipe.tracing.changing_state import limited_embeddings
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
@@ -47,28 +44,17 @@ class ForwardResult:
     rows: tuple[range, ...]
 
 
-def split_for_evaluation(module: nn.Module, plan: Plan, inputs: Sequence[Tensor], training: Split) -> Split:
+def split_for_evaluation(module: nn.Module, cut: Callable[[], Split], training: Split) -> Split:
     """Returns a plan's stages of a model in evaluation mode, traced anew: a model may run other code in that mode.
+
+    `cut` traces the module in its mode, and cuts it as for `training`.
 
     Raises:
         InvalidModel: in that mode it has other layers than the plan, cannot be cut, or a stage loads another input.
     """
-    leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
     with evaluation_mode([module]):
         try:
-            parts = split(
-                trace(
-                    module,
-                    inputs,
-                    leaf_modules=leaf_modules,
-                    operator_layers=operator_layers,
-                    microbatch_size=plan.microbatch_size,
-                    autocast=None if training.autocast is None else training.autocast.dtype,
-                ),
-                plan,
-                inputs,
-                training.autocast,
-            )
+            parts = cut()
         except InvalidModel as error:
             raise InvalidModel(f"in evaluation mode the model cannot be cut as the plan says: {error}") from error
     for s, (there, here) in enumerate(zip(training.stages, parts.stages, strict=True)):
