@@ -22,6 +22,7 @@ from bapipe.tracing.python_state import (
     generator_states_of,
     hidden_tensors,
     restore_generator_states,
+    same_value,
     set_attributes,
 )
 
@@ -194,7 +195,7 @@ def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
 def _check_unchanged(before: Mapping[str, object], after: Mapping[str, object], what: str) -> None:
     """Raises InvalidModel if values differ, by name; `what` is what the error calls one, with braces for its name."""
     for name, value in before.items():
-        if after.get(name, value) != value:
+        if not same_value(after.get(name, value), value):
             raise InvalidModel(_not_exactly(what.format(name), name))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.runtime.tensor_changes import TensorChanges
 from bapipe.tracing.changing_state import is_read_by_next_forward
-from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, tensors_kept
+from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, same_value, tensors_kept
 
 
 def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
@@ -122,8 +122,7 @@ class LossOfReplicas:
         """
         changed = self._tensors.changed(tensors_kept(self._loss))
         now = self._values_kept()
-        # A number that is NaN, and stays so, differs from itself.
-        changed |= {name for name in now.keys() & self._values if repr(now[name]) != repr(self._values[name])}
+        changed |= {name for name in now.keys() & self._values if not same_value(now[name], self._values[name])}
         for name in sorted(changed):
             raise InvalidModel(with_replicas(f"'{name}' of the loss changes in forwards"))
 

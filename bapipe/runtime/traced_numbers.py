@@ -3,6 +3,7 @@
 import logging
 
 from bapipe.tracing import TracedModel
+from bapipe.tracing.python_state import same_value
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class TracedNumbers:
             for path, part in model.root.named_modules()
             if not f"{path}.".startswith(layers)
             for name, value in vars(part).items()
-            if isinstance(value, int | float) and value == value  # NaN differs from itself
+            if isinstance(value, int | float)
         ]
 
     def warn_of_changes(self) -> None:
@@ -29,7 +30,7 @@ class TracedNumbers:
         for entry in self._numbers:
             attributes, name, path, value = entry
             now = attributes.get(name)
-            if isinstance(now, int | float) and now == value:
+            if isinstance(now, int | float) and same_value(now, value):
                 kept.append(entry)
                 continue
             _log.warning(

@@ -85,6 +85,11 @@ def numbers_kept(owner: object) -> dict[str, int | float]:
     return {name: value for name, value in _attributes_kept(owner, (int, float)) if not isinstance(value, bool)}
 
 
+def same_value(a: object, b: object) -> bool:
+    """Returns whether two values that are not tensors are the same, as NaN is, which differs from itself."""
+    return a == b or repr(a) == repr(b)
+
+
 def class_numbers(module: nn.Module) -> dict[str, int | float]:
     """Returns the numbers among the attributes of the classes of a module and its parts, by path."""
     return {

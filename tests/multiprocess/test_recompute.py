@@ -122,6 +122,15 @@ def test_a_counter_that_a_class_has_from_its_base_is_refused() -> None:
         stage.first(0, lambda: stage(torch.ones(1, 1)))
 
 
+class Unset(nn.Linear):
+    unset = float("nan")
+
+
+def test_a_number_of_a_class_that_is_nan_does_not_change() -> None:
+    stage = RecomputedStage(Unset(1, 1), CPU)
+    stage.first(0, lambda: stage(torch.ones(1, 1)))
+
+
 def test_a_counter_of_a_class_is_refused() -> None:
     """It would count twice: classes are not put back."""
     stage = RecomputedStage(nn.Sequential(nn.Linear(1, 1), OfClass()), CPU)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.tracing import trace
-from bapipe.tracing.python_state import numbers_kept, state_restored
+from bapipe.tracing.python_state import numbers_kept, same_value, state_restored
 
 
 class Remembers(nn.Module):
@@ -118,6 +118,14 @@ def test_numbers_of_all_parts_by_path() -> None:
     assert numbers_kept(model)["0.calls"] == 0
     assert numbers_kept(model)["0.linear.in_features"] == 3
     assert "0.training" not in numbers_kept(model)
+
+
+def test_what_is_nan_and_stays_so_is_the_same() -> None:
+    assert same_value(float("nan"), float("nan"))
+    assert same_value((1.0, float("nan")), (1.0, float("nan")))
+    assert same_value(0.0, -0.0)
+    assert not same_value(float("nan"), 1.0)
+    assert not same_value(None, 0)
 
 
 def test_a_parameter_without_a_shape_is_refused_with_what_to_do() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept
+from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, same_value
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ class StateOutside:
 
     def warn_if_changed(self) -> None:
         """Logs a warning that says what has changed, if something has."""
-        changed = {what for (what, path), value in self._values() if self._before.get((what, path)) != value}
+        changed = {
+            what for (what, path), value in self._values() if not same_value(self._before.get((what, path)), value)
+        }
         if changed:
             _log.warning(
                 "no checkpoint holds %s, which a step changes: a run that resumes begins with the first value, so it "
