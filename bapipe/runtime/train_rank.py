@@ -150,6 +150,8 @@ def _train_steps(
 ) -> tuple[_History, list[Evaluation]]:
     """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
 
+    An evaluation that is due at the position comes first: it follows a checkpoint, and may have been cut off.
+
     Raises:
         Stopped: a signal has asked for it; the step is done, and its checkpoint written.
         RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite.
@@ -162,6 +164,8 @@ def _train_steps(
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
     history, evaluations, position = _History(), list[Evaluation](), start
+    if validation is not None and start.step > 0 and config.evaluates_after(start.step):
+        evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step))
     for step in range(start.step, config.steps):
         rank.enter_step(step)
         seed_step(config.seed, rank.index, step)

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -67,6 +68,16 @@ def test_training_does_not_depend_on_the_cut() -> None:
         spans = [span for span in two.timeline.spans if span.rank == rank]
         assert tuple(span.action for span in spans) == order
         assert all(0 <= a.start_ns <= a.end_ns <= b.start_ns for a, b in pairwise(spans))
+
+
+def test_a_run_that_resumes_where_an_evaluation_is_due_begins_with_it(tmp_path: Path) -> None:
+    """It may have been cut off: checkpoints are written before."""
+    config = replace(TRAINING, steps=2, evaluate_every=2, checkpoint=tmp_path / "kept")
+    begun = train(_plan(()), small, clusters(), config)
+    resumed = train(_plan(()), small, clusters(), replace(config, steps=3, resume=True))
+    assert len(resumed.losses) == 1
+    assert [found.steps for found in resumed.evaluations] == [2, 3]
+    assert resumed.evaluations[0].loss == begun.evaluations[0].loss
 
 
 @dataclass
