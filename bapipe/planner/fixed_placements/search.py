@@ -28,9 +28,6 @@ from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.random_moves import Climb, go_on, neighbours
 from bapipe.progress import SearchProgress
 
-DEFAULT_MAX_ACTIONS = 12_000_000
-"""Budget: simulated actions, and other work at the rates of `budget.py`."""
-
 ROUNDS_PER_TURN = 5
 """Maximum number of rounds in which a bound is raised before the smallest bound is chosen anew."""
 
@@ -62,7 +59,7 @@ def search_fixed_placements(
 
     Args:
         problems: those that `has_fixed_placements` accepts.
-        max_actions: the budget.
+        max_actions: the budget, in simulated actions, and other work at the rates of `budget.py`.
         deadline: ends the search with the best layout so far.
         incumbent: a layout to begin with, maybe of another problem.
     """
