@@ -161,7 +161,7 @@ def test_a_cuda_device_s_memory_leaves_room_for_context_and_messages(monkeypatch
     kind = DeviceKind(kind="cuda", name="small", memory_bytes=10 * 2**30)
     monkeypatch.setattr(cluster_module, "describe", lambda _: kind)
     monkeypatch.setattr(cluster_module, "framework_bytes", lambda _: 3 * 2**30)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     for num_devices, gib in ((1, 7), (2, 6)):
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda num_devices=num_devices: num_devices)
