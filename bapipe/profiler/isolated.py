@@ -114,6 +114,42 @@ def _layer_times(figures: Sequence[_LayerFigures], num_measured: int) -> LayerTi
     )
 
 
+class _LayerRun:
+    """A layer that runs on its real inputs, its gradients added to those that are there.
+
+    Attributes:
+        parameters: those that are trained.
+        needs_gradient, has_gradient: whether each input, and each output, has a gradient.
+        gradients: of the outputs that have one.
+    """
+
+    def __init__(
+        self,
+        training_pass: TrainingPass,
+        layer: CallableLayer,
+        inputs: Sequence[Tensor],
+        needs_gradient: tuple[bool, ...],
+    ) -> None:
+        self._training_pass, self._layer = training_pass, layer
+        self.device, self.inputs, self.needs_gradient = training_pass.device, inputs, needs_gradient
+        module = layer.module
+        self.parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
+        _, outputs = self.forward()
+        self.has_gradient = tuple(o.requires_grad for o in outputs)
+        self.gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
+        self.backward(outputs)  # creates the gradients to add to
+
+    def forward(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Returns the inputs and the outputs."""
+        leaves = [x.detach().requires_grad_(needs) for x, needs in zip(self.inputs, self.needs_gradient, strict=True)]
+        with self._training_pass.autocast_context():
+            return leaves, self._layer.run(leaves)
+
+    def backward(self, outputs: Sequence[Tensor]) -> None:
+        if self.gradients:
+            torch.autograd.backward([o for o in outputs if o.requires_grad], self.gradients)
+
+
 def _measure_layer(
     training_pass: TrainingPass,
     layer: CallableLayer,
@@ -122,55 +158,11 @@ def _measure_layer(
     seconds: float,
     target_spread: float,
 ) -> _LayerFigures:
-    device = training_pass.device
-    module = layer.module
-    parameters = [p for p in module.parameters() if p.requires_grad] if isinstance(module, nn.Module) else []
-
-    def forward() -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        leaves = [x.detach().requires_grad_(needs) for x, needs in zip(inputs, needs_gradient, strict=True)]
-        with training_pass.autocast_context():
-            return leaves, layer.run(leaves)
-
-    leaves, outputs = forward()
-    has_gradient = tuple(o.requires_grad for o in outputs)
-    gradients = [torch.ones_like(o) for o in outputs if o.requires_grad]
-    timer, flush = make_layer_timer(device), _flush(device, inputs)
-
-    def backward(outputs: Sequence[Tensor]) -> None:
-        if gradients:
-            torch.autograd.backward([o for o in outputs if o.requires_grad], gradients)
-
-    backward(outputs)  # creates the gradients to add to
-    repeats: list[tuple[int, int, int, int]] = []  # (F, I, W, B)
-    gradient_stash_bytes = 0
-    end = time.monotonic() + seconds
-    while len(repeats) < MIN_PASSES or (
-        len(repeats) < MAX_PASSES and time.monotonic() < end and _total_spread(repeats) > target_spread
-    ):
-        (_, outputs), forward_ns = timed(timer, flush, forward)
-        _, backward_ns = timed(timer, flush, lambda outputs=outputs: backward(outputs))  # type: ignore[misc]
-        input_ns, weight_ns = 0, backward_ns
-        if any(needs_gradient):
-            leaves, outputs = forward()
-            # Views are cloned, because torch's I detaches outputs in place.
-            roots = [o.clone() if is_view(o) else o for o in outputs if o.requires_grad]
-            (_, groups), input_ns = timed(
-                timer,
-                flush,
-                lambda roots=roots, leaves=leaves: stage_backward_input(roots, gradients, leaves, iter(parameters)),  # type: ignore[misc]
-            )
-            gradient_stash_bytes = _saved_gradient_bytes(groups)
-            _, weight_ns = timed(timer, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
-            weight_ns = weight_ns if parameters else 0
-        repeats.append((forward_ns, input_ns, weight_ns, backward_ns))
-    if not any(needs_gradient) and parameters:  # there is no I: W needs the gradients of the outputs
-        gradient_stash_bytes = sum(g.nbytes for g in gradients)
-    saved_inputs, saved_outputs, own_stash_bytes = _stash(module, forward)
-    del leaves, outputs
-    forward_use, backward_use = memory_of_passes(device, lambda: forward()[1], backward)
-    forward_workspace = forward_use.peak_bytes - max(forward_use.before_bytes, forward_use.after_bytes)
-    backward_workspace = backward_use.peak_bytes - backward_use.before_bytes + sum(g.nbytes for g in gradients)
-    for parameter in parameters:
+    run = _LayerRun(training_pass, layer, inputs, needs_gradient)
+    repeats, gradient_stash_bytes = _times(run, seconds, target_spread)
+    saved_inputs, saved_outputs, own_stash_bytes = _stash(layer.module, run.forward)
+    workspace_bytes = _workspace_bytes(run)
+    for parameter in run.parameters:
         parameter.grad = None
     forward_ns, input_ns, weight_ns, backward_ns = (round(median(column)) for column in zip(*repeats, strict=True))
     return _LayerFigures(
@@ -184,9 +176,48 @@ def _measure_layer(
         saved_outputs=saved_outputs,
         own_stash_bytes=own_stash_bytes,
         gradient_stash_bytes=gradient_stash_bytes,
-        workspace_bytes=max(forward_workspace, backward_workspace),
-        has_gradient=has_gradient,
+        workspace_bytes=workspace_bytes,
+        has_gradient=run.has_gradient,
     )
+
+
+def _times(run: _LayerRun, seconds: float, target_spread: float) -> tuple[list[tuple[int, int, int, int]], int]:
+    """Returns times of F, I, W and B, and the bytes of the gradients that are kept between I and W."""
+    timer, flush = make_layer_timer(run.device), _flush(run.device, run.inputs)
+    parameters = run.parameters
+    repeats: list[tuple[int, int, int, int]] = []
+    gradient_stash_bytes = 0
+    end = time.monotonic() + seconds
+    while len(repeats) < MIN_PASSES or (
+        len(repeats) < MAX_PASSES and time.monotonic() < end and _total_spread(repeats) > target_spread
+    ):
+        (_, outputs), forward_ns = timed(timer, flush, run.forward)
+        _, backward_ns = timed(timer, flush, lambda outputs=outputs: run.backward(outputs))  # type: ignore[misc]
+        input_ns, weight_ns = 0, backward_ns
+        if any(run.needs_gradient):
+            leaves, outputs = run.forward()
+            # Views are cloned, because torch's I detaches outputs in place.
+            roots = [o.clone() if is_view(o) else o for o in outputs if o.requires_grad]
+            (_, groups), input_ns = timed(
+                timer,
+                flush,
+                lambda roots=roots, leaves=leaves: stage_backward_input(roots, run.gradients, leaves, iter(parameters)),  # type: ignore[misc]
+            )
+            gradient_stash_bytes = _saved_gradient_bytes(groups)
+            _, weight_ns = timed(timer, flush, lambda groups=groups: stage_backward_weight(iter(parameters), groups))  # type: ignore[misc]
+            weight_ns = weight_ns if parameters else 0
+        repeats.append((forward_ns, input_ns, weight_ns, backward_ns))
+    if not any(run.needs_gradient) and parameters:  # there is no I: W needs the gradients of the outputs
+        gradient_stash_bytes = sum(g.nbytes for g in run.gradients)
+    return repeats, gradient_stash_bytes
+
+
+def _workspace_bytes(run: _LayerRun) -> int:
+    """Returns the bytes that a forward or a backward needs beside what it finds or leaves."""
+    forward, backward = memory_of_passes(run.device, lambda: run.forward()[1], run.backward)
+    forward_bytes = forward.peak_bytes - max(forward.before_bytes, forward.after_bytes)
+    backward_bytes = backward.peak_bytes - backward.before_bytes + sum(g.nbytes for g in run.gradients)
+    return max(forward_bytes, backward_bytes)
 
 
 def _total_spread(repeats: Sequence[tuple[int, int, int, int]]) -> float:
