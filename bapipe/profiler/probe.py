@@ -4,7 +4,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import combinations, pairwise, permutations
@@ -34,6 +35,25 @@ LARGE_BYTES = 2**24
 
 _JOIN_S = 120.0
 """How long a rank of a job waits for the others."""
+
+_NUM_MESSAGES, _NUM_PRODUCTS = 12, 20
+"""Messages that a rank receives while it computes, and products whose times a GPU takes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairFigures:
+    """What is measured of the link between two ranks.
+
+    Attributes:
+        there_ns, back_ns: one-way times of the messages of `MESSAGE_BYTES`, from the first rank and to it.
+        both_ns: of a message of `LARGE_BYTES` in each direction at the same time.
+        slowdown: how much longer the first rank computes while it receives, relative to otherwise.
+    """
+
+    there_ns: Sequence[int]
+    back_ns: Sequence[int]
+    both_ns: float
+    slowdown: float
 
 
 def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster:
@@ -74,7 +94,7 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
     """
     size, device = dist.get_world_size(), _device(kind)  # before NCCL takes memory, for which there is a figure
     pairs = list(combinations(range(size), 2))
-    results: list[dict[str, Any] | None] = []  # of each pair; None if this rank is not in it
+    results: list[PairFigures | None] = []  # of each pair; None if this rank is not in it
     for index, pair in enumerate(pairs):
         progress(index, len(pairs) + 1, f"ranks {pair[0]} and {pair[1]}")
         barrier()
@@ -106,20 +126,21 @@ def _local_rank(rank: int) -> int:
     return int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
 
 
-def _measure_pair(pair: tuple[int, int], kind: str) -> dict[str, Any]:
+def _measure_pair(pair: tuple[int, int], kind: str) -> PairFigures:
     """Returns the figures of a link, measured by both ranks of a pair together; those of the first rank are used."""
     messages = [torch.zeros(n // 4, device=kind) for n in MESSAGE_BYTES]
     answer = messages[0]
     answer_ns = _median(partial(_one_way_ns, pair, answer, answer), 40) / 2
-    figures: dict[str, Any] = {}
-    for name, direction in (("there", pair), ("back", pair[::-1])):
+
+    def message_ns(direction: tuple[int, int]) -> list[int]:
         # The sender's clock counts: from the start of the message until a small answer has come back.
         times = [_median(partial(_one_way_ns, direction, m, answer), _num_repeats(m)) for m in messages]
-        figures[name] = _broadcast_in_pair(direction[0], pair, [max(round(t - answer_ns), 1) for t in times])
+        return _broadcast_in_pair(direction[0], pair, [max(round(t - answer_ns), 1) for t in times])
+
+    there_ns, back_ns = message_ns(pair), message_ns(pair[::-1])
     large = torch.zeros(LARGE_BYTES // 4, device=kind), torch.zeros(LARGE_BYTES // 4, device=kind)
-    figures["both_ns"] = _median(partial(_both_ways_ns, pair, *large), 6)
-    figures["slowdown"] = _slowdown(pair, large[0])
-    return figures
+    both_ns = _median(partial(_both_ways_ns, pair, *large), 6)
+    return PairFigures(there_ns=there_ns, back_ns=back_ns, both_ns=both_ns, slowdown=_slowdown(pair, large[0]))
 
 
 def _num_repeats(message: Tensor) -> int:
@@ -176,17 +197,17 @@ def _both_ways_ns(pair: tuple[int, int], sent: Tensor, received: Tensor) -> int:
     return _now_ns() - start
 
 
-def _slowdown(pair: tuple[int, int], message: Tensor, num_messages: int = 12) -> float:
+def _slowdown(pair: tuple[int, int], message: Tensor) -> float:
     """Returns how much longer the first rank computes while it receives from the second, relative to otherwise."""
     matrix = torch.randn(256, 256, device=message.device)
     if dist.get_rank() == pair[1]:
-        for _ in range(num_messages):
+        for _ in range(_NUM_MESSAGES):
             dist.send(message, pair[0])
         return 0.0
     if message.is_cuda:
-        return _slowdown_on_cuda(message, pair[1], matrix, num_messages)
+        return _slowdown_on_cuda(message, pair[1], matrix)
     alone_ns = _median(partial(_compute_ns, matrix), 40)
-    receiver = threading.Thread(target=_receive_all, args=(message, pair[1], num_messages))
+    receiver = threading.Thread(target=_receive_all, args=(message, pair[1]))
     receiver.start()
     receiving_ns = []
     while receiver.is_alive():
@@ -195,10 +216,10 @@ def _slowdown(pair: tuple[int, int], message: Tensor, num_messages: int = 12) ->
     return max(0.0, median(receiving_ns) / alone_ns - 1) if receiving_ns else 0.0
 
 
-def _slowdown_on_cuda(message: Tensor, source: int, matrix: Tensor, num_messages: int) -> float:
+def _slowdown_on_cuda(message: Tensor, source: int, matrix: Tensor) -> float:
     """Returns the same for CUDA, where calls return before their work is done: NCCL receives on a stream of its own."""
     alone_ns = median(_compute_times_ns(matrix))
-    works = [dist.irecv(message, source) for _ in range(num_messages)]
+    works = [dist.irecv(message, source) for _ in range(_NUM_MESSAGES)]
     receiving_ns: list[int] = []
     while not all(work is None or work.is_completed() for work in works):
         receiving_ns += _compute_times_ns(matrix)
@@ -206,9 +227,9 @@ def _slowdown_on_cuda(message: Tensor, source: int, matrix: Tensor, num_messages
     return max(0.0, median(receiving_ns) / alone_ns - 1) if receiving_ns else 0.0
 
 
-def _compute_times_ns(matrix: Tensor, num_repeats: int = 20) -> list[int]:
+def _compute_times_ns(matrix: Tensor) -> list[int]:
     """Returns the device's times of some products; waits for the last of them, not for other streams."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_repeats + 1)]  # type: ignore[no-untyped-call]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_PRODUCTS + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         torch.mm(matrix, matrix)
@@ -217,8 +238,8 @@ def _compute_times_ns(matrix: Tensor, num_repeats: int = 20) -> list[int]:
     return [round(before.elapsed_time(after) * 1e6) for before, after in pairwise(events)]
 
 
-def _receive_all(message: Tensor, source: int, num_messages: int) -> None:
-    for _ in range(num_messages):
+def _receive_all(message: Tensor, source: int) -> None:
+    for _ in range(_NUM_MESSAGES):
         dist.recv(message, source)
 
 
@@ -244,14 +265,14 @@ def _all_reduce_ns(num_bytes: int, kind: str) -> int:
 
 
 def _cluster(
-    devices: Sequence[Device], by_pair: dict[tuple[int, int], dict[str, Any]], reductions: Sequence[AllReduce]
+    devices: Sequence[Device], by_pair: Mapping[tuple[int, int], PairFigures], reductions: Sequence[AllReduce]
 ) -> Cluster:
     lines: dict[tuple[int, int], Bandwidth] = {}
     both_ways = []  # of each pair, the share of its bandwidth that a link has if both directions are used
     for (a, b), figures in by_pair.items():
-        lines[a, b], lines[b, a] = fit(MESSAGE_BYTES, figures["there"]), fit(MESSAGE_BYTES, figures["back"])
+        lines[a, b], lines[b, a] = fit(MESSAGE_BYTES, figures.there_ns), fit(MESSAGE_BYTES, figures.back_ns)
         alone_ns = max(lines[a, b].transfer_ns(LARGE_BYTES), lines[b, a].transfer_ns(LARGE_BYTES))
-        both_ways.append(min(1.0, alone_ns / figures["both_ns"]))
+        both_ways.append(min(1.0, alone_ns / figures.both_ns))
     intra_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host == devices[p[1]].host]
     inter_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host != devices[p[1]].host]
     unused = [Bandwidth(bytes_per_s=10**12, latency_ns=0)]  # for a cluster of one device, which has no link
@@ -271,7 +292,7 @@ def _cluster(
         ),
         probe=Probe(
             both_ways=round(median(both_ways), 3),
-            compute_slowdown=round(median(figures["slowdown"] for figures in by_pair.values()), 3),
+            compute_slowdown=round(median(figures.slowdown for figures in by_pair.values()), 3),
             all_reduce=tuple(reductions),
         )
         if by_pair

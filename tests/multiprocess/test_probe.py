@@ -14,6 +14,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
 from bapipe.formats.codec import decode, encode, read
 from bapipe.profiler import probe
+from bapipe.profiler.probe import PairFigures
 from bapipe.torchrun import Job
 from tests import PYTHONPATH
 
@@ -29,9 +30,11 @@ def line(bytes_per_s: int, latency_ns: int) -> list[int]:
 def test_each_ordered_pair_is_a_link() -> None:
     alone_ns = 1000 + probe.LARGE_BYTES
     found = {
-        (0, 1): {"there": line(10**9, 1000), "back": line(2 * 10**9, 500), "both_ns": 2 * alone_ns, "slowdown": 0.25},
-        (0, 2): {"there": line(10**8, 7), "back": line(10**8, 7), "both_ns": 1, "slowdown": 0.5},
-        (1, 2): {"there": line(10**8, 7), "back": line(10**8, 7), "both_ns": 1, "slowdown": 0.5},
+        (0, 1): PairFigures(
+            there_ns=line(10**9, 1000), back_ns=line(2 * 10**9, 500), both_ns=2 * alone_ns, slowdown=0.25
+        ),
+        (0, 2): PairFigures(there_ns=line(10**8, 7), back_ns=line(10**8, 7), both_ns=1, slowdown=0.5),
+        (1, 2): PairFigures(there_ns=line(10**8, 7), back_ns=line(10**8, 7), both_ns=1, slowdown=0.5),
     }
     sums = [AllReduce(num_bytes=4, ns=5)]
     made = probe._cluster(devices("a", "a", "b"), found, sums)
@@ -50,7 +53,7 @@ def test_each_ordered_pair_is_a_link() -> None:
 
 def test_cores_of_one_host_sum_gradients_themselves() -> None:
     there = line(10**9, 1000)
-    found = {(0, 1): {"there": there, "back": there, "both_ns": 1, "slowdown": 0.0}}
+    found = {(0, 1): PairFigures(there_ns=there, back_ns=there, both_ns=1, slowdown=0.0)}
     sums = [AllReduce(num_bytes=n, ns=2 * (700 + n)) for n in probe.MESSAGE_BYTES]  # two messages of half of it
     made = probe._cluster(devices("a", "a"), found, sums)
     assert made.intra_host_sum == Bandwidth(bytes_per_s=5 * 10**8, latency_ns=700)
