@@ -96,7 +96,10 @@ def _run(
     from bapipe.zoo.factory import current_folder_importable
 
     arguments = dict(plan.arguments if config.arguments is None else config.arguments)
-    with current_folder_importable(), _reporting(plan, config.tensorboard, on_step, on_evaluation) as callbacks:
+    with (
+        current_folder_importable(),
+        _reporting(plan, config.tensorboard, on_step, on_evaluation) as (report_step, report_evaluation),
+    ):
         make, example = model_build(factory, arguments, config.seed)
         if plan.settings is not msgspec.UNSET:
             check_same(settings, msgspec.structs.replace(settings, dtype=_dtype(example.module)))
@@ -110,8 +113,8 @@ def _run(
                 dataset,
                 replace(config, resume=resume),
                 example=example,
-                on_step=callbacks[0],
-                on_evaluation=callbacks[1],
+                on_step=report_step,
+                on_evaluation=report_evaluation,
             )
 
         if not config.replan:
