@@ -13,6 +13,8 @@ Stopped is not an error: a signal asked the program to end.
 """
 
 import signal
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class BapipeError(Exception):
@@ -90,6 +92,12 @@ class Stopped(SystemExit):
     def __str__(self) -> str:
         what = "interrupted" if self.number == signal.SIGINT else f"stopped by {signal.Signals(self.number).name}"
         return what + self.detail
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns a question for the known name that is most like another one; empty if none is as similar as `cutoff`."""
+    close = get_close_matches(name, [*known], n=1, cutoff=cutoff)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, did_you_mean
 
 MOMENTUM = 0.9
 """Momentum of `sgd-momentum`, and the default of SGD."""
@@ -58,6 +57,4 @@ def rule_of(torch_class: str, momentum: object) -> str | None:
 def unknown_optimizer(name: str, known: Iterable[str]) -> BapipeError:
     """Returns the error for a name that is none of the known ones, with the one that it resembles."""
     names = [*known]
-    close = get_close_matches(name.lower(), names, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
-    return BapipeError(f"unknown optimizer '{name}'; want one of {', '.join(names)}{hint}")
+    return BapipeError(f"unknown optimizer '{name}'; want one of {', '.join(names)}{did_you_mean(name.lower(), names)}")

@@ -10,14 +10,13 @@ import select
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidFile
+from bapipe.errors import BapipeError, InvalidFile, did_you_mean
 
 MAX_BYTES = 24 * 2**20
 """Largest file that is read. A plan for 4,096 devices and 64 micro-batches has 8 MiB."""
@@ -50,10 +49,9 @@ T = TypeVar("T")
 def _similar_name(path: Path) -> str:
     """Returns a question for a file of nearly the same name beside the one that is missing."""
     try:
-        close = get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=1, cutoff=0.85)
+        return did_you_mean(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
     except OSError:
         return ""
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:

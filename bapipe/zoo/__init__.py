@@ -6,9 +6,7 @@ and the data. To add one, write such a module and add a line to `ZOO`. `transfor
 `data` has the data sets.
 """
 
-from difflib import get_close_matches
-
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidModel, did_you_mean
 
 ZOO: dict[str, str] = {
     "bert_base": "bapipe.zoo.bert:bert_base",
@@ -46,8 +44,7 @@ def resolve(model: str) -> str:
         return f"bapipe.zoo.hugging_face:{model.removeprefix(HUGGING_FACE)}"
     if is_function_path(model):
         return model
-    close = get_close_matches(model.lower(), ZOO, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(model.lower(), ZOO)
     raise InvalidModel(
         f"unknown model '{model}': want one of {', '.join(sorted(ZOO))}, or a factory of your own as "
         f"module.path:function{hint}"

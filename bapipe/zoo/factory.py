@@ -9,13 +9,12 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import extract_tb
 
-from bapipe.errors import BapipeError, InvalidModel
+from bapipe.errors import BapipeError, InvalidModel, did_you_mean
 from bapipe.zoo import is_function_path
 from bapipe.zoo.example import Example
 
@@ -84,8 +83,7 @@ def find(function_path: str, what: str) -> Callable[..., object]:
     function: Callable[..., object] | None = getattr(module, name, None)
     if callable(function):
         return function
-    close = get_close_matches(name, [key for key in vars(module) if callable(getattr(module, key))], n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
+    hint = did_you_mean(name, [key for key in vars(module) if callable(getattr(module, key))])
     raise InvalidModel(f"module '{path}' has no function '{name}'{hint}")
 
 

@@ -6,7 +6,6 @@ What a config ignores, or uses only to generate texts, is refused: it would be a
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bapipe.errors import InvalidModel
+from bapipe.errors import InvalidModel, did_you_mean
 from bapipe.zoo.checks import check_sizes
 from bapipe.zoo.data.language_modeling import next_token_texts
 from bapipe.zoo.example import Example
@@ -47,8 +46,7 @@ def _model(architecture: str, length: int | None = None, **settings: object) -> 
         raise InvalidModel(f"hf:{architecture}: want a class that ends in {', '.join(_HEADS)}")
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
-        close = get_close_matches(architecture, dir(transformers), n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = did_you_mean(architecture, dir(transformers))
         raise InvalidModel(f"transformers {transformers.__version__} has no class '{architecture}'{hint}")
     sizes = {"length": length, "num_labels": settings.get("num_labels")}
     check_sizes(**{name: size for name, size in sizes.items() if size is not None})
@@ -71,9 +69,7 @@ def _config(transformers: Any, config_class: Any, settings: Mapping[str, object]
             continue
         # A config keeps what it does not know as an attribute of that name, and drops what is for generating texts.
         if name in vars(config_class(**{name: value})) or hasattr(transformers.GenerationConfig(), name):
-            close = get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise InvalidModel(f"{config_class.__name__} has no setting '{name}'{hint}")
+            raise InvalidModel(f"{config_class.__name__} has no setting '{name}'{did_you_mean(name, known)}")
     cache = {"use_cache": False} if "use_cache" in known else {}  # a cache of keys and values serves generation only
     return config_class(**{**cache, **_marks(default.to_dict(), settings), **settings})
 
