@@ -92,7 +92,8 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         min=0.0,
-        help="Time limit of all searches together, in seconds. Default: a fixed amount of work, a minute at most.",
+        help="Time limit of all searches together, in seconds. Default: a fixed amount of work, at most a minute of "
+        "computing (longer on a busy machine).",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -104,6 +104,19 @@ def test_run_trains_in_the_plans_order_and_prints_json(folder: Path) -> None:
     assert {action for order in plan.order for action in order} <= names
 
 
+def test_the_readme_exports_what_its_run_has_trained(folder: Path, tmp_path: Path) -> None:
+    """Its commands on a plan of tiny, with fewer steps."""
+    for name in ("tiny.py", "plan.json"):
+        shutil.copy(folder / name, tmp_path)
+    lines = (ROOT / "README.md").read_text().splitlines()
+    for command in ("run plan.json --steps 50", "export"):
+        (line,) = [line for line in lines if line.startswith(f"bapipe {command} ")]
+        words = line.replace("--steps 50", "--steps 2").split("#")[0].split()[1:]
+        done = bapipe(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

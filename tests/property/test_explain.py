@@ -20,8 +20,8 @@ PROFILES = ROOT / "profiles" / "v100"
 NO_GAP = "Gap: none; the plan is proven optimal in the searched space."
 
 INTRA_LAYER = (
-    "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate layers "
-    "in the profile."
+    "Intra-layer split: not searched; every device computes whole layers. To share layers among devices of a host, "
+    "plan with the profile of such a group too (`bapipe estimate`)."
 )
 
 

@@ -7,8 +7,8 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.exchange import exchange_share
 
 NOT_SEARCHED = (
-    "Intra-layer split: not searched; every layer runs in one stage. To split a layer, list its parts as separate "
-    "layers in the profile."
+    "Intra-layer split: not searched; every device computes whole layers. To share layers among devices of a host, "
+    "plan with the profile of such a group too (`bapipe estimate`)."
 )
 
 
