@@ -88,7 +88,12 @@ def read_or_assume_cluster(
     if cluster is None:
         return _like_profiled(profiles, num_devices)
     found = read(cluster, Cluster)
+    kinds = sorted({device.kind for device in found.devices})
     for kind, profile in profiles.items():
+        if kind not in kinds:
+            of_groups = " (a profile of groups of these has their kind)" * (profile.device.num_members > 1)
+            devices = f"the cluster's devices are of kind {', '.join(kinds)}{of_groups}"
+            note(f"the profile of kind {kind} is not used: {devices}")
         models = {d.model for d in found.devices if d.kind == kind and d.model is not UNSET} - {profile.device.name}
         if models:
             note(

@@ -51,6 +51,21 @@ def test_a_profile_of_another_gpu_is_noted(
     assert told == notes
 
 
+def test_a_profile_of_a_kind_that_the_cluster_lacks_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(inputs, "note", told.append)
+    group = DeviceKind(kind="ax2", name="none", memory_bytes=10**9, members=2, split="tensor")
+    write(tmp_path / "cluster.json", devices(2))
+    inputs.read_or_assume_cluster({"a": PROFILE}, tmp_path / "cluster.json", None)
+    assert told == []
+    of_group = structs.replace(PROFILE, device=group)
+    inputs.read_or_assume_cluster({"a": PROFILE, "ax2": of_group}, tmp_path / "cluster.json", None)
+    assert told == [
+        "the profile of kind ax2 is not used: the cluster's devices are of kind a (a profile of groups of these has "
+        "their kind)"
+    ]
+
+
 @pytest.fixture
 def piped() -> Iterator[Callable[[ModelProfile | Plan | Cluster], str]]:
     """Returns the names of pipes that hold a file, as a shell gives them for `<(...)`: each can be read once."""
