@@ -9,6 +9,7 @@ html_theme = "furo"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

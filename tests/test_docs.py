@@ -80,3 +80,4 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "algorithm.html").exists()
+    assert "the maximum norm of all gradients" in (tmp_path / "api.html").read_text()  # an argument of a constructor

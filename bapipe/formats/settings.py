@@ -48,6 +48,11 @@ def check_same(planned: Settings, run: Settings, remedy: str = "") -> None:
         )
 
 
+def check_same_optimizer(planned: Settings, rule: str) -> None:
+    """Raises BapipeError if a run has another optimizer than that of the profile, by the names that profiles have."""
+    check_same(planned, msgspec.structs.replace(planned, optimizer=rule), "choose the plan's `optimizer`, or ")
+
+
 def difference(a: Settings, b: Settings) -> tuple[str, str] | None:
     """Returns the first setting that differs, in words, such as ("threads 2", "threads 1"); None if none differs."""
     for name in Settings.__struct_fields__:

@@ -111,13 +111,17 @@ class Pipeline:
         """Builds this rank's stages.
 
         Args:
+            module: one that `bapipe.plan` has planned for, with values or on the meta device.
+            loss: returns the mean loss of an output and a target.
             inputs: examples of the model's inputs, by position or, as a mapping, by name: tensors of any batch size, on
                 any device, in the order in which `step` takes them; and constants that the forward takes.
-            optimizer: makes the optimizer of a stage's parameters; by default `sgd()`.
+            optimizer: makes the optimizer of a stage's parameters; by default SGD with a learning rate of 0.01 and a
+                momentum of 0.9.
             clip_norm: the maximum norm of all gradients of the model together.
             autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors are sent
                 in the types that it gives them. With float16 losses are scaled (see `grad_scaler`), and a step with
                 gradients that are not finite updates nothing.
+            device: where this rank computes, such as `"cuda"`.
             seed: of initial values, and of operators that draw random numbers.
             initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
             buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.

@@ -13,7 +13,7 @@ from bapipe.device_types import type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import write_bytes
 from bapipe.formats.plan import Plan
-from bapipe.formats.settings import Settings, check_same
+from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
@@ -206,7 +206,7 @@ def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
     name, arguments = config.optimizer_for(settings)
     rule = rule_of(name, momentum=arguments.get("momentum", 0)) or settings.optimizer
     # The other settings are compared where they can be seen: the dtype at the model, the rest in every rank.
-    check_same(settings, msgspec.structs.replace(settings, optimizer=rule))
+    check_same_optimizer(settings, rule)
 
 
 def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:

@@ -8,7 +8,7 @@ from msgspec import UNSET, structs
 from torch import nn, optim
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.settings import Settings, check_same
+from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.optimizers import rule_of
 from bapipe.runtime.optimizer import TORCH_OPTIMIZERS
 from bapipe.torch_device import dtype_name
@@ -43,7 +43,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
     if plan.settings is UNSET:
         return
     for optimizer in optimizers:
-        check_same(plan.settings, structs.replace(plan.settings, optimizer=_rule(optimizer, plan.settings)))
+        check_same_optimizer(plan.settings, _rule(optimizer, plan.settings))
 
 
 def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:

@@ -70,6 +70,10 @@ def test_wrong_numbers_of_samples_are_refused() -> None:
     with pytest.raises(BapipeError) as caught:
         pipeline.evaluate(x, num_samples=5)
     assert str(caught.value) == "'input' has 6 samples; num_samples is 5"
+    with pytest.raises(
+        BapipeError, match=r"smaller batch \(`evaluate` takes it as it is, if `num_samples` says how many"
+    ):
+        pipeline.evaluate(x[:5])
     with pytest.raises(BapipeError, match=r"^7 samples to evaluate: want 1 to 6, the plan's mini-batch$"):
         pipeline.evaluate(x, num_samples=7)
     found = pipeline.evaluate(x)

@@ -137,7 +137,7 @@ def test_another_optimizer_than_the_profiled_is_refused() -> None:
         _check_optimizer(Settings(), TrainConfig(optimizer="adam"))
     assert str(caught.value) == (
         "the plan is for a model that was measured with optimizer sgd-momentum; this run computes with optimizer adam: "
-        "profile with the settings of the run, and plan again"
+        "choose the plan's `optimizer`, or profile with the settings of the run, and plan again"
     )
 
 

@@ -69,9 +69,10 @@ def test_the_differing_setting_is_named(measured, make, autocast, optimizer_here
     settings = structs.replace(Settings(threads=THREADS), **measured)
     with pytest.raises(BapipeError) as error:
         build(settings, make(), torch.randn(1, 3, 6, 6), autocast, optimizer_here)
+    remedy = "choose the plan's `optimizer`, or " if words[0].startswith("optimizer") else ""
     assert str(error.value) == (
-        f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: profile with the "
-        "settings of the run, and plan again"
+        f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: {remedy}profile "
+        "with the settings of the run, and plan again"
     )
 
 

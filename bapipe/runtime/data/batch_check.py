@@ -55,8 +55,8 @@ class BatchSpec:
             if num_samples != self.minibatch_size:
                 raise BapipeError(f"'{name}' has {size} samples; num_samples is {num_samples}")
             raise BapipeError(
-                f"'{name}' has {size} samples; the plan's mini-batch is {self.minibatch_size}: "
-                "drop or pad a last, smaller batch"
+                f"'{name}' has {size} samples; the plan's mini-batch is {self.minibatch_size}: drop or pad a last, "
+                "smaller batch (`evaluate` takes it as it is, if `num_samples` says how many there are)"
             )
         if example is not None and (tensor.shape[1:], tensor.dtype) != (example.shape[1:], example.dtype):
             raise BapipeError(
