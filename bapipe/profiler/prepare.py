@@ -11,8 +11,8 @@ from bapipe.formats.settings import Settings
 from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
+from bapipe.tracing.modes import enter_training_mode
 from bapipe.tracing.sizes import repeat_to_batch
-from bapipe.tracing.training_mode import enter_training_mode
 
 
 def check_examples(inputs: Sequence[Tensor], target: object) -> None:

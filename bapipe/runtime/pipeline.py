@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from bapipe.formats.plan import Plan
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
+from bapipe.runtime.cut_model import cut_model
 from bapipe.runtime.data.batch_check import BatchSpec
-from bapipe.runtime.evaluate.forward import ForwardResult, split_for_evaluation
+from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.group_check import check_no_groups
@@ -36,8 +36,6 @@ from bapipe.runtime.process_groups import connect_channels, connect_replicas, co
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.settings_check import check_optimizers, check_settings
-from bapipe.runtime.split import for_bucket, split
-from bapipe.runtime.stage_check import check_stages_equal
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.runtime.traced_numbers import TracedNumbers
@@ -48,18 +46,14 @@ from bapipe.torch_settings import tf32
 from bapipe.tracing import (
     Inputs,
     check_has_layers,
-    granularity,
     only_tensor_inputs,
     persistent_state,
     state_names,
-    trace,
     unused_state,
 )
-from bapipe.tracing.captured import Autocast
 from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
-from bapipe.tracing.stages import Split
 
 _log = logging.getLogger(__name__)
 
@@ -146,44 +140,20 @@ class Pipeline:
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 
-        # Cut the traced model. Nothing is allocated: shapes come from a pass on the meta device.
         keys, names = frozenset(persistent_state(module)), state_names(module)
-        leaf_modules, operator_layers = granularity(module, [name for stage in plan.stages for name in stage.layers])
         with only_tensor_inputs(module, inputs) as tensors:
-
-            def cut(traced_in: torch.dtype | None, mode: Autocast | None, examples: Sequence[Tensor]) -> Split:
-                model = trace(
-                    module,
-                    examples,
-                    leaf_modules=leaf_modules,
-                    operator_layers=operator_layers,
-                    microbatch_size=plan.microbatch_size,
-                    autocast=traced_in,
-                )
-                return split(model, plan, examples, mode)
-
-            mode = None if autocast is None else Autocast(self._device.type, autocast, True)
-            traced_in = autocast
-            try:
-                self._split = cut(traced_in, mode, tensors)
-            except InvalidModel:  # it has other layers in autocast than the profile, which then has those without
-                if mode is None:
-                    raise
-                traced_in = None
-                self._split = cut(traced_in, mode, tensors)
-            of_buckets = [
-                for_bucket(self._split, cut(traced_in, mode, other), plan, bucket)
-                for bucket, other in enumerate(buckets)
-            ]
-            cut_again = partial(cut, traced_in, mode, tensors)
-            evaluated = split_for_evaluation(module, cut_again, self._split) if evaluates else None
-            self._fault_of_one: str | None = None  # in what evaluating one sample differs from the module
-            if check:
-                exact = self._split if mode is None else cut(None, None, tensors)
-                self._fault_of_one = check_stages_equal(
-                    exact, tensors, plan, group, trains_on=self._device, trained=self._split, evaluated=evaluated
-                )
-
+            cut = cut_model(
+                module,
+                plan,
+                tensors,
+                autocast=autocast,
+                device=self._device,
+                buckets=buckets,
+                evaluates=evaluates,
+                check=check,
+                group=group,
+            )
+        self._split, self._fault_of_one = cut.trained, cut.fault_of_one
         self._traced_numbers = TracedNumbers(self._split.model)
 
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
@@ -222,10 +192,10 @@ class Pipeline:
             rng=self._rng,
         )
         # torch's stages have buffers of fixed shapes, so there is an executor for every size of the inputs.
-        sized = [self._split, *of_buckets]
+        sized = [self._split, *cut.of_buckets]
         self._executors = [executors.training(parts) for parts in sized]
         self._executor = self._executors[0]  # of the last step
-        self._forward_executor = None if evaluated is None else executors.evaluation(evaluated)
+        self._forward_executor = None if cut.evaluated is None else executors.evaluation(cut.evaluated)
 
         self._optimizers = StageOptimizers(self._modules, optimizer, self._clock)
         check_optimizers(plan, self._optimizers.optimizers)

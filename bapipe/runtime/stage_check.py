@@ -25,7 +25,6 @@ from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import Autocast
-from bapipe.runtime.evaluate.forward import evaluation_mode
 from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.replica_state import check_changes_of_replicas, with_replicas
@@ -35,6 +34,7 @@ from bapipe.torch_device import CPU, describe
 from bapipe.torch_private import tree_leaves
 from bapipe.tracing import layer_states, state_names
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
+from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split
 

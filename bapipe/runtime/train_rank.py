@@ -32,7 +32,7 @@ from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.schedules.table import Action
 from bapipe.torch_settings import autocast_dtype
-from bapipe.tracing.training_mode import enter_training_mode
+from bapipe.tracing.modes import enter_training_mode
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
 

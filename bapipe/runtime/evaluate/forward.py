@@ -19,6 +19,7 @@ from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing.changing_state import limited_embeddings
+from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
@@ -42,38 +43,6 @@ class ForwardResult:
     loss_weight: float
     outputs: tuple[Any, ...]
     rows: tuple[range, ...]
-
-
-def split_for_evaluation(module: nn.Module, cut: Callable[[], Split], training: Split) -> Split:
-    """Returns a plan's stages of a model in evaluation mode, traced anew: a model may run other code in that mode.
-
-    `cut` traces the module in its mode, and cuts it as for `training`.
-
-    Raises:
-        InvalidModel: in that mode it has other layers than the plan, cannot be cut, or a stage loads another input.
-    """
-    with evaluation_mode([module]):
-        try:
-            parts = cut()
-        except InvalidModel as error:
-            raise InvalidModel(f"in evaluation mode the model cannot be cut as the plan says: {error}") from error
-    for s, (there, here) in enumerate(zip(training.stages, parts.stages, strict=True)):
-        for name in set(here.loaded) - set(there.loaded):
-            raise InvalidModel(f"in evaluation mode stage {s} needs the input '{name}', which it does not in training")
-    return parts
-
-
-@contextmanager
-def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts modules and all their submodules in evaluation mode; afterwards each has the mode that it had."""
-    before = [(part, part.training) for module in modules for part in module.modules()]
-    for part, _ in before:  # not eval(): a model may override it
-        part.training = False
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
 
 
 @contextmanager
