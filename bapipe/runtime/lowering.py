@@ -1,4 +1,4 @@
-"""Lowering of a plan: whether torch can run it, and its schedule with the sends and receives between the actions.
+"""Lowering of a schedule: with the sends and receives between the actions.
 
 Also when each send is certainly done, so that its tensors need not be kept any longer.
 
@@ -11,42 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bapipe.errors import BapipeError, InvalidSchedule
-from bapipe.formats.plan import Plan
-from bapipe.schedules.table import Action, Phase, Schedule, check, dependencies, is_ready
+from bapipe.schedules.table import Action, Phase, Schedule, dependencies, is_ready
 
 _RECEIVE = re.compile(r"(\d+)RECV_([FB])(\d+)")
 _TAKES = re.compile(r"(\d+)([FBI])(\d+)")
-
-
-def check_runnable(plan: Plan) -> tuple[int, ...]:
-    """Returns the ranks of the plan that have a stage.
-
-    Raises:
-        InvalidSchedule: the plan's order is incomplete, misplaced or deadlocks.
-        BapipeError: a device overlaps forward and backward, neighbouring stages share only some of their devices, or a
-            stage has devices without micro-batches.
-    """
-    for device in plan.cluster.devices:
-        if device.side_by_side:
-            raise BapipeError(
-                f"device '{device.name}' runs forward and backward side by side, which torch cannot: plan with a "
-                "schedule other than fbp-as, or leave side_by_side out of the cluster"
-            )
-    for s, stage in enumerate(plan.stages):
-        if len(stage.devices) > plan.num_microbatches:
-            raise BapipeError(
-                f"stage {s} has {len(stage.devices)} devices for {plan.num_microbatches} micro-batches: plan with more "
-                "micro-batches, or fewer devices"
-            )
-    schedule = plan.table
-    check(schedule)
-    lower_schedule(schedule)
-    return ranks_with_stage(schedule)
-
-
-def ranks_with_stage(schedule: Schedule) -> tuple[int, ...]:
-    """Returns the ranks of a schedule that have a stage, ascending: process i of a group runs the i-th of them."""
-    return tuple(sorted({rank for ranks in schedule.devices for rank in ranks}))
 
 
 def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:

@@ -20,7 +20,6 @@ from bapipe.runtime.data.batch_check import BatchSpec
 from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
-from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import (
@@ -35,6 +34,7 @@ from bapipe.runtime.peak_memory import PeakMemory
 from bapipe.runtime.process_groups import connect_channels, connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState

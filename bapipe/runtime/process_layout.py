@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
-from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.plan_digest import plan_digest
+from bapipe.runtime.runnable import check_runnable
 from bapipe.schedules.table import Schedule
 from bapipe.torch_private import backend_name
 

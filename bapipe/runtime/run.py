@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bapipe._optional import require_torch
-from bapipe.device_types import type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import write_bytes
 from bapipe.formats.plan import Plan
@@ -18,8 +17,8 @@ from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
-from bapipe.runtime.group_check import check_no_groups
 from bapipe.runtime.replan import run_with_replanning
+from bapipe.runtime.runnable import check_no_groups, type_to_run
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.torchrun import current_job, is_first_rank

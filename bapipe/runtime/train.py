@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from torch.utils.data import Dataset
 
-from bapipe.device_types import type_of_kind, type_to_run
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Device
 from bapipe.formats.plan import Plan
@@ -22,7 +22,7 @@ from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import check_scores
 from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.launch.processes import launch
-from bapipe.runtime.lowering import check_runnable
+from bapipe.runtime.runnable import check_runnable, type_to_run
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_rank import EvaluationProgress, evaluation_data, train_rank

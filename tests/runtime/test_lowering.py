@@ -3,7 +3,8 @@
 import pytest
 
 from bapipe.errors import BapipeError, InvalidSchedule
-from bapipe.runtime.lowering import lower_schedule, ranks_with_stage, receives_at_step_start
+from bapipe.runtime.lowering import lower_schedule, receives_at_step_start
+from bapipe.runtime.runnable import ranks_with_stage
 from bapipe.schedules.table import Schedule, parse_action
 
 

@@ -23,10 +23,11 @@ from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.lowering import lower_schedule, ranks_with_stage, receives_one_ahead
+from bapipe.runtime.lowering import lower_schedule, receives_one_ahead
 from bapipe.runtime.process_groups import connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.runnable import ranks_with_stage
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.simulate import simulate_schedule

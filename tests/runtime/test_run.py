@@ -3,11 +3,11 @@
 import pytest
 from msgspec import structs
 
-from bapipe.device_types import type_to_run
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.hardware import num_cores
 from bapipe.runtime.run import _check_devices
+from bapipe.runtime.runnable import type_to_run
 from bapipe.runtime.train import _place
 from tests.multiprocess.runtime_cases import make_plan, named_order
 

@@ -16,8 +16,8 @@ from bapipe.formats.profile import LOSS
 from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.profiler.measure import measure_model
-from bapipe.runtime.lowering import check_runnable
 from bapipe.runtime.materialize import drop_others, materialize
+from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import split
 from bapipe.tracing import stages, trace
 from bapipe.tracing.captured import Autocast
