@@ -41,14 +41,22 @@ def runs_other_code(module: fx.GraphModule, node: fx.Node) -> bool:
     return isinstance(node.target, FunctionType) and str(node.target.__module__).partition(".")[0] not in _KNOWN_CODE
 
 
-@cache
 def draws_random_numbers(function: Any) -> bool:
     """Returns whether a function may draw random numbers: it is an operator of torch that does, or its code, or that of
     functions of torch that it calls, names one.
     """
+    if getattr(function, "__closure__", None):
+        return _finds_random_operator(function)  # not cached: it may hold a model, as a hook does
+    return _cached(function)
+
+
+def _finds_random_operator(function: Any) -> bool:
     if _is_random_operator(getattr(function, "__name__", "")):
         return True
     return any(_is_random_operator(name) for called in reached([function], _called) for name in _names(called))
+
+
+_cached = cache(_finds_random_operator)
 
 
 @cache

@@ -1,6 +1,8 @@
 """Operators that draw random numbers."""
 
+import gc
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,31 @@ def test_functions_are_random_by_their_names() -> None:
 
     traced = fx.symbolic_trace(Functions())
     assert [n.name for n in traced.graph.nodes if is_random(traced, n)] == ["rand_like"]
+
+
+class Hooked(nn.Module):
+    """Registers a method of its own as a hook on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        y.register_hook(self.look)
+        return y
+
+    def look(self, gradient: Tensor) -> None:
+        assert gradient is not None
+
+
+def test_tracing_keeps_no_model() -> None:
+    module = Hooked()
+    kept = weakref.ref(module)
+    trace(module, [torch.ones(2, 2)])
+    del module
+    gc.collect()
+    assert kept() is None
 
 
 def test_code_from_outside_torch_may_draw_in_python() -> None:
