@@ -202,6 +202,18 @@ def test_changes_are_named_by_what_they_do(tmp_path: Path) -> None:
         assert browser.problems == []
 
 
+def test_devices_in_one_row_have_all_their_hosts(tmp_path: Path) -> None:
+    """Two devices of two hosts share the work of one stage, at the same times."""
+    cluster = devices(2)
+    apart = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], host="other")))
+    profile = chain([1, 1])
+    both = bapipe.make(profile, apart, cuts=[], devices=[["d0", "d1"]], minibatch_size=4)
+    session = Session({"a": profile}, apart, both)
+    with opened(tmp_path / "browser", session) as browser:
+        hosts = "[...document.querySelectorAll('#devices tbody tr')].map((row) => row.cells[2].textContent).join('; ')"
+        assert browser.value(hosts) == "h, other"
+
+
 def test_the_front_is_computed_and_saved_with_the_page(tmp_path: Path) -> None:
     session = Session({"a": PLAIN}, devices(3, bytes_per_s=10**6), 12)
     front = pareto(session.profiles, session.cluster, PlanOptions(minibatch_size=12))

@@ -40,11 +40,12 @@ explorer.deviceTable = (root, answer, rows) => {
     const part = (ns, name, title) => make("i", { title: `${title}: ${ms(ns)}`, className: explorer.STRIPES[name] ? `stripes${explorer.STRIPES[name]}` : "", style: `width:${(100 * ns) / step}%; background-color: var(--${name})` });
     const bar = make("span", { className: "bar" }, part(rank.busy, "F", "busy"), ...causes.map(([name, ns]) => part(ns, fill[name], name)));
     const lack = rank.peak - rank.limit, row = shown.get(index);
+    const hosts = [...new Set((row ? row.ranks : [index]).map((one) => answer.ranks[one].host))].join(", ");
     const name = { cell: row ? explorer.rowLabel(row, answer) : rank.device, title: row ? explorer.rowTitle(row, answer) : rank.device, className: "name" };
     const memory = make("span", { className: "bar short" }, make("i", { style: `width:${Math.min(100, (100 * rank.peak) / Math.max(rank.limit, 1))}%; background-color: var(--${lack > 0 ? "alarm" : "stash"})` }));
     const why = causes.slice(0, 2).map(([cause, ns]) => `${cause} ${ms(ns)}`).join(", ");
     const kind = rank.members.length ? { cell: `${rank.kind}, ${rank.members.length} members`, title: rank.members.join(", ") } : rank.kind;
-    return { cells: [name, kind, rank.host, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "yes"] };
+    return { cells: [name, kind, hosts, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "yes"] };
   }).filter(Boolean);
   explorer.replace(root, ...explorer.table("Devices, and why they are idle", ["device", "kind", "host", "speed>", "busy and idle", "busy>", "idle>", "longest causes", "memory", "peak>", "limit>", "fits"], cells),
     make("div", { className: "tools keys" }, explorer.key("F", "busy"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, name))));
