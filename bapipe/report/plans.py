@@ -113,7 +113,8 @@ def _bound(certificate: Certificate) -> str:
         return f"proven optimal over {certificate.space}"
     if not certificate.lower_bound_ns:
         return certificate.space
-    return f"{_within(certificate)}, over {certificate.space}"
+    changed = "; the plan itself need not be in that space" if is_of_changed_plan(certificate) else ""
+    return f"{_within(certificate)}, over {certificate.space}{changed}"
 
 
 def _bound_beside_pinned(certificate: Certificate) -> str:
