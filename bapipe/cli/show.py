@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+import bapipe
 from bapipe import report
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output_bytes
@@ -23,6 +24,7 @@ from bapipe.report.chrome_trace import recorded_timelines
 from bapipe.report.plan_changes import render_changes
 from bapipe.report.profile_diff import render_profile_diff
 from bapipe.simulator.simulate import unit_cost_timeline
+from bapipe.simulator.timeline import Timeline
 
 
 def show(
@@ -119,17 +121,36 @@ def _show_profile(profile: ModelProfile, html: Path | None) -> None:
 
 
 def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: list[Path]) -> None:
-    """Prints a plan with its recorded timelines; without any, with its order drawn in units of a millisecond."""
+    """Prints a plan with its recorded timelines; without any, with its step if the cache has its profile.
+
+    Else its order is drawn in units of a millisecond.
+    """
     recorded = recorded_timelines(plan, traces)
     if html is not None:
         from bapipe.explorer.pages import plan_page
 
         write_output_bytes(html, plan_page(plan, _known_profiles(plan, profiles), recorded))
-    show_parts(report.render_plan(plan))
-    order = ("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing)", unit_cost_timeline(plan))
-    for title, timeline in recorded or [order]:
+    predicted = _predicted(plan)
+    show_parts(report.render_plan(plan, predicted))
+    for title, timeline in recorded:
         show_line(f"{title}:")
         show_timeline(timeline)
+    if predicted is not None and not recorded:
+        show_timeline(predicted)
+    elif not recorded:
+        show_line("order, not to scale (F, I and W take 1 ms, B 2 ms, transfers nothing):")
+        show_timeline(unit_cost_timeline(plan))
+
+
+def _predicted(plan: Plan) -> Timeline | None:
+    """Returns the predicted step of a plan; None if the cache lacks its profiles, or it was changed by hand."""
+    from bapipe.cli.inputs import profiles_of_plan  # loads the planner
+
+    if not plan.is_judged:
+        return None
+    with suppress(BapipeError):
+        return bapipe.simulate(plan, profiles_of_plan(plan, []))
+    return None
 
 
 def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
