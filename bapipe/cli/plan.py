@@ -94,7 +94,12 @@ def plan(
     ] = "step",
     memory_margin: Annotated[
         float,
-        typer.Option("--memory-margin", min=0.0, max=0.99, help="Fraction of each device's memory to leave free."),
+        typer.Option(
+            "--memory-margin",
+            min=0.0,
+            max=0.99,
+            help="Share to leave free of what a device may use: its memory, or --memory-limit.",
+        ),
     ] = 0.0,
     replicas: Replicas = True,
     recompute: Recompute = True,
@@ -193,6 +198,7 @@ def plan(
         show_line(sentence)
     if front:
         show_parts([report.pareto_table(front)])
+        show_line("`bapipe explore` shows such plans, under Front, and saves them")
     show_written(output)
 
 

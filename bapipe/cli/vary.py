@@ -25,6 +25,9 @@ MAX_POINTS = 10_000
 MAX_VALUE = 10**18
 """Largest number of bytes or samples."""
 
+MIN_BYTES = 1000
+"""Smallest memory of a device: less was meant in another unit."""
+
 MAXIMA = {"link": MAX_FACTOR, "latency": MAX_FACTOR, "devices": MAX_DEVICES}
 """Largest value of each axis, if that is not `MAX_VALUE`."""
 
@@ -53,6 +56,8 @@ def _values(axis: str, name: str, text: str) -> Sequence[float]:
         fault = "ends before it begins"
     elif low <= 0:
         fault = "has values that are not positive" if dots else "is not positive"
+    elif name == "memory" and low < MIN_BYTES:
+        fault = f"is {low:g} bytes"
     elif high > most:
         fault = f"goes beyond {most:,}" if dots else f"is more than {most:,}"
     elif high - low >= MAX_POINTS and dots:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from bapipe.errors import InvalidFile
+from bapipe.errors import BapipeError, InvalidFile
 from bapipe.field_types import check_fields
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
 
@@ -186,8 +186,16 @@ class Cluster(
         return msgspec.structs.replace(self, devices=devices)
 
     def link(self, source: int, target: int) -> Bandwidth:
-        """Returns the link between two ranks: the one in `links` if there is one, else that within or between hosts."""
-        a, b = self.devices[source], self.devices[target]
+        """Returns the link between two ranks: the one in `links` if there is one, else that within or between hosts.
+
+        Raises:
+            BapipeError: something else than two ranks of the cluster.
+        """
+        try:
+            a, b = self.devices[source], self.devices[target]
+        except (TypeError, IndexError):
+            most = len(self.devices) - 1
+            raise BapipeError(f"no link from {source!r} to {target!r}: want ranks, from 0 to {most}") from None
         listed = self._listed.get((a.name, b.name))
         return listed or (self.intra_host if a.host == b.host else self.inter_host)
 

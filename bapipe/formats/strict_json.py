@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,6 +139,8 @@ def decode_fields(text: bytes, want: type[T] | Any) -> T:
 
 
 def _check_limits(text: bytes) -> None:
+    if text.startswith(BOM_UTF8):
+        raise InvalidFile("begins with a byte-order mark: save it as UTF-8 without one")
     if len(text) > MAX_BYTES:
         raise InvalidFile(f"{len(text):,} bytes; want at most {MAX_BYTES:,}")
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MAX_VALUES:

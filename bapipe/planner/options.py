@@ -36,7 +36,7 @@ class PlanOptions:
             slower than the best plan with those, with replicas if they are allowed.
         num_stages, microbatch_size: None to search them.
         memory_limit_bytes: a limit on the bytes of every device, besides its memory.
-        memory_margin: the fraction of each device's memory to leave free.
+        memory_margin: the share to leave free of what a device may use: its memory, or `memory_limit_bytes`.
         replicas: whether a stage may have several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
         constraints: such as `conv1 with conv2`, or a single one; see `bapipe.planner.constraints`.

@@ -263,8 +263,11 @@ class StrategyPlanner:
     def _no_groups(self) -> str:
         if len(self.cluster.devices) == 1:
             return _ONE_DEVICE
-        counts = ", ".join(str(count) for count in sorted(set(self._counts())))
-        return f"devices of a kind on a host: {counts}; groups of one size do not tile them, or leave one replica"
+        counts = " and ".join(str(count) for count in sorted(set(self._counts())))
+        return (
+            "want two groups or more, of one number of devices, at least 2, that divides those of a kind on every "
+            f"host: {counts}"
+        )
 
     def _data_limit(self) -> Limit:
         samples = self.options.minibatch_size

@@ -10,7 +10,7 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import check_connected, of_layers
-from bapipe.planner.options import SEARCH, PlanOptions
+from bapipe.planner.options import EVERY_SCHEDULE, SEARCH, PlanOptions
 from bapipe.schedules import ALL, LOOPED, SCHEDULES
 from bapipe.simulator.groups import check_members, check_same_training, check_tied_weights
 from bapipe.simulator.layer_totals import NO_HOST_TIMES
@@ -54,7 +54,7 @@ def check_schedules(options: PlanOptions) -> None:
     """Raises BapipeError for an unknown schedule."""
     for name in named_schedules(options):
         if name not in ALL:
-            raise unknown_schedule(name, (*ALL, SEARCH))
+            raise unknown_schedule(name, (*ALL, EVERY_SCHEDULE, SEARCH))
 
 
 def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:

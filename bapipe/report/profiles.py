@@ -37,8 +37,9 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         yield printable(str(profile.environment[LOSS_OVER_PARTS]), MAX_LINE)
     if has_host_times(profile):
         yield _limit_words(profile)
-    if limits := profile.environment.get(HOST_OVER_DEVICE):
-        yield printable(f"time by the clock on the wall over that of the GPU, by micro-batch size: {limits}", MAX_LINE)
+    if isinstance(ratios := profile.environment.get(HOST_OVER_DEVICE), dict) and ratios:
+        by_size = ", ".join(f"{ratio:.2f} ({size})" for size, ratio in ratios.items() if isinstance(ratio, float))
+        yield printable(f"time by the clock on the wall over that of the GPU (micro-batch size): {by_size}", MAX_LINE)
     one_layer = profile.environment.get(ONE_LAYER)
     for path, reason in one_layer.items() if isinstance(one_layer, dict) else ():
         yield printable(f"'{path}' is one layer: {reason}", MAX_LINE)
@@ -121,9 +122,10 @@ def render_cluster(cluster: Cluster) -> Iterator[Table | str]:
     links = empty_table("links", "link", "GB/s>", "latency µs>")
     named = [(f"{link.source} to {link.target}", link.bytes_per_s, link.latency_ns) for link in cluster.links]
     intra, inter = cluster.intra_host, cluster.inter_host
+    has_one_host = len({device.host for device in cluster.devices}) == 1
     named += [
         ("within a host", intra.bytes_per_s, intra.latency_ns),
-        ("between hosts", inter.bytes_per_s, inter.latency_ns),
+        (f"between hosts{' (there is one: not measured)' * has_one_host}", inter.bytes_per_s, inter.latency_ns),
     ]
     if (link := cluster.intra_host_sum) is not msgspec.UNSET:
         named.append(("summing within a host", link.bytes_per_s, link.latency_ns))

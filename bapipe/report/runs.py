@@ -55,7 +55,7 @@ def _data_words(result: TrainResult) -> str:
         return ""
     return (
         f"waiting for data took {share:.0%} of the time, {ms(wait_ns)} before each step: more processes that load it "
-        "(`data_workers`) or smaller files may help"
+        "(`data_workers`) or items that take less time to load may help"
     )
 
 

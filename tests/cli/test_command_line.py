@@ -16,6 +16,7 @@ from bapipe.cli.flags import with_flags
 from bapipe.formats.codec import fingerprint, read, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import Split
+from bapipe.report.formatting import ms
 from bapipe.simulator.simulate import simulate
 from bapipe.zoo import ZOO
 from tests import ROOT
@@ -337,6 +338,20 @@ def test_a_plan_for_throughput_prints_its_load_and_is_simulated(folder: Path) ->
     assert json.loads(done.stdout)["step_ns"] == plan.prediction.step_ns
 
 
+def test_show_draws_the_step_of_a_plan_whose_profile_the_cache_has(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2")
+    title, step = "order, not to scale", f"(0 to {ms(plan.prediction.step_ns)})"
+    shown = bapipe(folder, "show", "plan.json").stdout
+    assert (title in shown, step in shown) == (False, True)
+    elsewhere = bapipe(folder, "show", "plan.json", XDG_CACHE_HOME=str(folder / "empty")).stdout
+    assert (title in elsewhere, step in elsewhere) == (True, False)
+
+
+def test_the_front_says_where_its_plans_are(folder: Path) -> None:
+    done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "4", "--pareto")
+    assert "`bapipe explore` shows such plans, under Front, and saves them" in done.stdout
+
+
 @pytest.mark.parametrize("file", ["profile.json", "cluster.json", "plan.json"])
 def test_show_draws_every_file(folder: Path, file: str) -> None:
     planned(folder, "--stages", "2")
@@ -453,7 +468,7 @@ OVERWRITTEN = "would be overwritten, and is an input of this command: name anoth
             ("plan", "profile.json", "--cluster", "cluster.json", "--schedule", "1b1f"),
             1,
             "unknown schedule '1b1f'; choose from gpipe, 1f1b, 1f1b+1, 1f1b+2, eager-1f1b, 2f2b, fbp-as, zb-h1, zb-h2, "
-            "gpipe-2bp, 1f1b-2bp, interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v, search",
+            "gpipe-2bp, 1f1b-2bp, interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v, all, search",
         ),
         (
             ("plan", "profile.json", "--cluster", "cluster.json", "--devices", "2"),

@@ -190,10 +190,10 @@ def test_a_point_whose_cluster_cannot_be_says_so() -> None:
 
 
 def test_points_are_printed_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    session = Session({"a": PROFILE}, CLUSTER, 8)
+    session = Session({"a": chain([1, 2, 3, 4], param_bytes=1000)}, CLUSTER, 8)
     printed = {}
     for layout in ("json", "csv", "markdown"):
-        show_points(session, ["devices=1..2", "memory=1,1GB"], ["1f1b"], layout)
+        show_points(session, ["devices=1..2", "memory=1KB,1GB"], ["1f1b"], layout)
         printed[layout] = capsys.readouterr().out
     rows = json.loads(printed["json"])
     assert [row["devices"] for row in rows] == [1, 1, 2, 2]
@@ -306,6 +306,7 @@ def test_other_axes_are_refused(text: str) -> None:
         ("link=1,,2", "'' is not a number"),
         ("link=1,0", "'0' is not positive"),
         ("latency=-1", "'-1' is not positive"),
+        ("memory=16,8", "'16' is 16 bytes"),
         ("link=1e300", "'1e300' is more than 1,000,000"),
         ("link=inf", "'inf' is more than 1,000,000"),
         ("latency=1000001", "'1000001' is more than 1,000,000"),

@@ -41,6 +41,12 @@ def test_a_listed_link_is_one_way() -> None:
     assert cluster.link(0, 1) == cluster.intra_host
 
 
+def test_links_are_asked_for_by_ranks() -> None:
+    for source, target, words in (("d0", "d1", "'d0' to 'd1'"), (0, 2, "0 to 2")):
+        with pytest.raises(BapipeError, match=f"^no link from {words}: want ranks, from 0 to 1$"):
+            devices(2).link(source, target)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -27,6 +27,7 @@ from bapipe.formats.strict_json import decode_json, read_limited
         (b'{"a": NaN}', "not JSON: JSON is malformed: invalid character (byte 6) - at `$`"),
         (b'"\\ud800"', "not JSON: Input data was truncated - at `$`"),
         ('{"a": 1}'.encode("utf-16"), "not JSON: JSON is malformed: invalid character (byte 0) - at `$`"),
+        (b'\xef\xbb\xbf{"a": 1}', "begins with a byte-order mark: save it as UTF-8 without one - at `$`"),
         (b"", "not JSON: Input data was truncated - at `$`"),
     ],
 )

@@ -1,12 +1,13 @@
 """The shape of a model in a table, and a cluster's links."""
 
 import pytest
+from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.profile import HOST_OVER_DEVICE, DeviceKind, ModelProfile
 from bapipe.report.profiles import render_cluster, render_profile, shape_table
 from tests.formats.test_profile import one_layer, with_host
 
@@ -42,8 +43,15 @@ def test_a_cluster_shows_its_devices_and_links() -> None:
     assert not isinstance(links, str)
     assert list(devices.columns[0].cells) == ["d0"]
     assert [list(column.cells) for column in links.columns] == [
-        ["within a host", "between hosts"], ["1.00", "1.00"], ["2.00", "2.00"],
+        ["within a host", "between hosts (there is one: not measured)"], ["1.00", "1.00"], ["2.00", "2.00"],
     ]  # fmt: skip
+
+
+def test_the_clock_over_the_gpu_is_a_list_of_numbers() -> None:
+    profile = one_layer((2, 5), (4, 30))
+    of_gpu = replace(profile, environment={HOST_OVER_DEVICE: {"2": 1.8466, "4": 1.0}})
+    told = "time by the clock on the wall over that of the GPU (micro-batch size): 1.85 (2), 1.00 (4)"
+    assert told in list(render_profile(of_gpu))
 
 
 @pytest.mark.parametrize(

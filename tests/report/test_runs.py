@@ -72,6 +72,6 @@ def test_throughput_counts_the_wait_for_data() -> None:
     waited = result((1.0, 1.0), data_ns=20 * MS)
     assert run_figures(plan(), waited)["samples/s"][1] == pytest.approx(20.0)
     assert run_json(plan(), waited)["remarks"] == [
-        "waiting for data took 20% of the time, 20.0 ms before each step: more processes that load it (`data_workers`) or smaller files may help"
+        "waiting for data took 20% of the time, 20.0 ms before each step: more processes that load it (`data_workers`) or items that take less time to load may help"
     ]
     assert run_json(plan(), result((1.0, 1.0), data_ns=4 * MS))["remarks"] == []

@@ -1,6 +1,6 @@
 """The data that a run is to train on: opened, and its items checked against the model's example inputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +52,13 @@ def check_items(dataset: PipelineDataset[Any], inputs: Sequence[Tensor], data: s
     if len(dataset) == 0:
         return
     try:
-        item = item_parts(dataset[0])
+        item = dataset[0]
+        if isinstance(item, Mapping):
+            raise BapipeError(
+                f"data '{data}' has dictionaries as items: want (input, target), or ((input, ...), target) with the "
+                "inputs in the order of the model's"
+            )
+        item = item_parts(item)
         parts = [default_collate([part]) for part in item]
     except BapipeError:
         raise

@@ -44,6 +44,10 @@ class Broken:
         ),
         ([((torch.zeros(4), "cat"), 0)], "data 'x' gives a list as input 1; want a tensor or numbers"),
         (
+            [{"input_ids": torch.zeros(4), "labels": 0}],
+            "data 'x' has dictionaries as items: want (input, target), or ((input, ...), target) with the inputs in",
+        ),
+        (
             [7],
             "data 'x' fails at its first item: TypeError: cannot unpack non-iterable int object; want (input, target)",
         ),
