@@ -30,6 +30,7 @@ from bapipe.errors import BapipeError
 from bapipe.planner.compare import compare as compare_schedules
 from bapipe.planner.deadline import deadline_of
 from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
+from bapipe.planner.validation import check_schedules
 from bapipe.report.remarks import halved_words
 from bapipe.schedules import ALL
 
@@ -89,6 +90,7 @@ def compare(
         recompute=recompute,
         time_limit_s=time_limit,
     )
+    check_schedules(options)  # before a model is measured
     if html is not None:
         check_output(html, *map(Path, sources), *([cluster] if cluster else []))
     if strategies:

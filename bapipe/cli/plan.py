@@ -59,7 +59,7 @@ from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
 from bapipe.planner.repeat_block import profiles_of_copies
-from bapipe.planner.validation import named_schedules
+from bapipe.planner.validation import check_schedules, named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 from bapipe.units import percent_up
@@ -165,6 +165,7 @@ def plan(
         group=group,
         goal=goal,
     )
+    check_schedules(options)  # before a model is measured
     measured = all_profiles(sources, arg, thread_counts() if cluster is None and devices is None else (1,), device)
     pinned = None if pin is None else read(pin, Plan)
     devices_to_use = (

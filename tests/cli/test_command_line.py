@@ -352,6 +352,13 @@ def test_the_front_says_where_its_plans_are(folder: Path) -> None:
     assert "`bapipe explore` shows such plans, under Front, and saves them" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_an_unknown_schedule_is_refused_before_a_model_is_measured(folder: Path, command: str) -> None:
+    for source in ("vgg16", "profile.json"):
+        done = bapipe(folder, command, source, "--devices", "2", "--schedule", "foo")
+        assert (done.returncode, done.stderr.split("; ")[0]) == (1, "error: unknown schedule 'foo'")
+
+
 @pytest.mark.parametrize("file", ["profile.json", "cluster.json", "plan.json"])
 def test_show_draws_every_file(folder: Path, file: str) -> None:
     planned(folder, "--stages", "2")
