@@ -65,7 +65,8 @@ class InstrumentedModel:
     Attributes:
         running: the layer that reported last.
         tensors: size and gradient of the layers' outputs in the latest forward, by name.
-        roots: outputs of layers that have no input with a gradient: I ends there.
+        roots: outputs of layers that have no input with a gradient: I ends there. None after a backward: their graph
+            calls this object, so together they would never be freed.
         owners: the first layer that uses each parameter, by the parameter's id.
         tied: ids of the parameters that several layers use.
         shared: ids of those, and of the parameters whose W shares a node with that of others.
@@ -113,6 +114,7 @@ class InstrumentedModel:
     def backward(self, loss: Tensor) -> None:
         """Runs B, adding to the gradients of the parameters; the layers report."""
         self._run_backward(loss.backward, self.num_layers)
+        self.roots.clear()
 
     def backward_inputs(self, loss: Tensor, *, with_tied: bool = False) -> tuple[WeightGroup, ...]:
         """Runs I and returns the groups for W; the search of torch for these is reported as `num_layers` + 1.
@@ -126,6 +128,7 @@ class InstrumentedModel:
         if not with_tied:
             self.shared |= {id(parameter) for g in groups if g.is_whole for parameter in g.parameters}
         self._run_backward(lambda: run_input_grads(loss, self.roots, groups, lambda: self.running), self.num_layers)
+        self.roots.clear()
         return groups
 
     def backward_weights(self, groups: Sequence[WeightGroup]) -> None:

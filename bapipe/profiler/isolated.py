@@ -236,7 +236,7 @@ def _stash(
     def pack(tensor: Tensor) -> Tensor:
         if storage_key(tensor) not in state_storages:
             saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # see `layer_memory`
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         inputs, outputs = forward()

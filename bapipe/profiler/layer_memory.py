@@ -113,7 +113,9 @@ def _stash(training_pass: TrainingPass) -> tuple[list[int], list[int], dict[str,
 
     def pack(tensor: Tensor) -> Tensor:
         count(tensor, stash, instrumented.running)
-        return tensor  # keeps the storage alive, so that no other one gets its address
+        # Keeps the storage alive, so that no other one gets its address; not the tensor: an operator that saves its own
+        # output would keep its graph, where Python's garbage collector does not see it.
+        return tensor.detach()
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = instrumented.forward()

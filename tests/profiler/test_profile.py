@@ -1,5 +1,7 @@
 """Profiles of small modules: which layers are measured, and how often."""
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -187,6 +189,26 @@ def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
     made = profile(nn.Sequential(nn.Linear(6, 6)), 6, progress=lambda done, total, what: told.append(what))
     assert ("sum_over_whole" in made.environment) is not alone
     assert ("layers one by one at micro-batch size 4" in told) is alone
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_model_that_was_profiled_is_freed(layer_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the stash of its passes, in which operators save their own outputs, as relu does."""
+    graphs: list[weakref.ref[nn.Module]] = []
+    instrument = InstrumentedModel.__post_init__
+
+    def noted(instrumented: InstrumentedModel) -> None:
+        instrument(instrumented)
+        graphs.append(weakref.ref(instrumented.module))
+
+    monkeypatch.setattr(InstrumentedModel, "__post_init__", noted)
+    module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 5))
+    kept = weakref.ref(module)
+    profile(module, 6, layer_by_layer=layer_by_layer)
+    del module
+    gc.collect()
+    assert kept() is None
+    assert [graph() for graph in graphs] == [None] * len(graphs)
 
 
 class Detached(nn.Module):
