@@ -31,7 +31,7 @@ PROFILE = chain([1, 2, 3])
             "V100",
             [
                 "the profile was measured on V100, and the cluster has NVIDIA H200: times hold for the former only; "
-                "profile there, or give those devices a `speed`"
+                "profile there with --kind cuda-NAME and give those devices that kind, or give them a `speed`"
             ],
         ),
     ],
