@@ -133,8 +133,11 @@ def read_or_make_plan(source: str, arguments: list[str] | None, device: str) -> 
     return plan
 
 
-def profiles_of_plan(plan: Plan, paths: Sequence[Path]) -> dict[str, ModelProfile]:
+def profiles_of_plan(plan: Plan, paths: Sequence[Path], named: str = "with --profile") -> dict[str, ModelProfile]:
     """Returns profiles by kind: those given, and for the other kinds the profiles that the plan was made from.
+
+    Args:
+        named: how a command is given their files.
 
     Raises:
         BapipeError: a kind of which none is given, and the cache does not hold the plan's; or a profile that is given
@@ -154,7 +157,7 @@ def profiles_of_plan(plan: Plan, paths: Sequence[Path]) -> dict[str, ModelProfil
         if cached is None:
             raise BapipeError(
                 f"the profile of kind '{kind}' that the plan was made from is not in the cache of this machine: name "
-                "its file with --profile"
+                f"its file {named}"
             )
         found[kind] = cached
     return found

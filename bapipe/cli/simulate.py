@@ -7,6 +7,7 @@ import typer
 
 import bapipe
 from bapipe import report
+from bapipe.cli.inputs import profiles_of_plan
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import note, show_json, show_parts, show_timeline
@@ -19,7 +20,12 @@ from bapipe.planner.make import judge
 
 def simulate(
     plan: Annotated[Path, typer.Argument(help="Plan file.")],
-    profiles: Annotated[list[Path], typer.Argument(help="Profile files, one per kind of device.")],
+    profiles: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Profile files, one per kind of device. Default: those of the plan, if the cache has them."
+        ),
+    ] = None,
     as_json: AsJson = False,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write the predicted timeline to this file, as a Chrome trace.")
@@ -27,9 +33,12 @@ def simulate(
 ) -> None:
     """Predict the time and memory of one step of a plan."""
     if trace is not None:
-        check_output(trace, plan, *profiles)
+        check_output(trace, plan, *(profiles or []))
     to_simulate = read(plan, Plan)
-    of_kind = by_kind([read(path, ModelProfile) for path in profiles])
+    if profiles:
+        of_kind = by_kind([read(path, ModelProfile) for path in profiles])
+    else:
+        of_kind = profiles_of_plan(to_simulate, [], named="behind the plan's")
     timeline = bapipe.simulate(to_simulate, of_kind)
     for kind, profile in of_kind.items():
         if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):

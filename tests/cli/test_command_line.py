@@ -347,6 +347,15 @@ def test_show_draws_the_step_of_a_plan_whose_profile_the_cache_has(folder: Path)
     assert (title in elsewhere, step in elsewhere) == (True, False)
 
 
+def test_a_plan_is_simulated_with_the_profile_in_the_cache(folder: Path) -> None:
+    plan = planned(folder, "--stages", "2")
+    done = bapipe(folder, "simulate", "plan.json", "--json")
+    assert json.loads(done.stdout)["step_ns"] == plan.prediction.step_ns
+    elsewhere = bapipe(folder, "simulate", "plan.json", XDG_CACHE_HOME=str(folder / "empty"))
+    assert elsewhere.returncode == 1
+    assert elsewhere.stderr.endswith("is not in the cache of this machine: name its file behind the plan's\n")
+
+
 def test_the_front_says_where_its_plans_are(folder: Path) -> None:
     done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "4", "--pareto")
     assert "`bapipe explore` shows such plans, under Front, and saves them" in done.stdout
