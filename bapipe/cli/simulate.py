@@ -23,7 +23,9 @@ def simulate(
     profiles: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Profile files, one per kind of device. Default: those of the plan, if the cache has them."
+            metavar="PROFILE...",
+            help="One profile per kind of device. Default: those of the plan, if the cache has them.",
+            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
