@@ -95,7 +95,8 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> l
         return loss(output, target)
 
     ahead = WeightsAhead(LossModule(loss, computed), tensors, targets[0].device)
-    weights = [ahead.of(target) for target in targets]
+    with ahead.state_kept():
+        weights = [ahead.of(target) for target in targets]
     values = [float(loss(output, target)) for output, target in zip(outputs, targets, strict=True)]
     known = [float(weight) for weight in weights if weight is not None]
     if len(known) < len(weights):

@@ -3,10 +3,11 @@
 The loss of a mini-batch is then no mean of its micro-batches' losses, but one by the weights of their targets. Which
 losses are such means is not asked of their type: it is seen when they run, so that a loss may be torch's cross entropy
 itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`, and returns the
-result.
+result, perhaps in another type or times a number.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import BoundArguments, signature
@@ -16,12 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bapipe.losses import sum_of_weights, weighted_mean
 from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.python_state import state_restored
 
 _CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
+
+_SAME_MEAN = frozenset(
+    {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.cpu, Tensor.cuda,
+     Tensor.mean, Tensor.sum, Tensor.squeeze, Tensor.clone, torch.mean, torch.sum, torch.squeeze, torch.clone}
+)  # fmt: skip
+"""What gives a mean, which is a scalar, as it is, perhaps of another type or elsewhere."""
+
+_TIMES_A_NUMBER = frozenset(
+    {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +51,14 @@ class WeightedLoss:
 
 
 def weighted_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, target: Tensor) -> WeightedLoss:
-    """Returns the loss of a micro-batch with its weight: that of a mean over targets of which the result is the loss.
+    """Returns the loss of a micro-batch with its weight, if it is the result of a function that is known as a mean.
 
     Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
     weight, torch would divide zero by zero in the backward.
     """
     with _Means() as means:
         value = loss(output, target)
-    return WeightedLoss(value, next((weight for result, weight in means.weights if result is value), None))
+    return WeightedLoss(value, means.weight_of(value))
 
 
 class LossModule(nn.Module):
@@ -62,12 +74,16 @@ class LossModule(nn.Module):
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return self.computed(output, target)
 
+    @property
+    def may_keep_state(self) -> bool:
+        """Whether a forward may change the module: torch's own losses do not."""
+        return any(type(part).__module__ != "torch.nn.modules.loss" for part in self.modules() if part is not self)
+
 
 class WeightsAhead:
     """Tells the weight of a micro-batch's targets in its loss, before the model has computed the outputs.
 
-    For that the loss runs on outputs without values. A module that is a loss keeps its state; what other code changes,
-    such as a global counter of calls, changes once more.
+    For that the loss runs on outputs without values.
     """
 
     def __init__(self, loss: LossModule, outputs: Sequence[Tensor], device: torch.device) -> None:
@@ -76,10 +92,22 @@ class WeightsAhead:
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
 
+    @contextmanager
+    def state_kept(self) -> Iterator[None]:
+        """In this context `of` may be called; afterwards a loss that is a module is as before.
+
+        What other code changes, such as a global counter of calls, changes once more.
+        """
+        if not self._loss.may_keep_state:
+            yield
+            return
+        with state_restored(self._loss):
+            yield
+
     def of(self, target: Tensor) -> Tensor | None:
         """Returns the weight that `weighted_loss` will give, if it depends on nothing but the target; else None."""
         try:
-            with quiet_fake_tensors(), torch.no_grad(), state_restored(self._loss):
+            with quiet_fake_tensors(), torch.no_grad():
                 weight = weighted_loss(self._loss, self._outputs, target.clone()).weight  # it may change them
         except Exception:  # whatever the code of the loss raises where a value of an output is missing
             return None
@@ -91,17 +119,39 @@ class _Means(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights: list[tuple[Tensor, Tensor]] = []  # (result, weight)
+        self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
+
+    def weight_of(self, value: object) -> Tensor | None:
+        """Returns the sum of the weights of a result; None if it is not known as a mean over targets."""
+        _, weight = self._weights.get(id(value), (None, None))
+        return weight
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
         if function is weighted_mean:
             return self._noted(partial(weighted_mean, *args), args[0], sum_of_weights(*args))
         if function in _CROSS_ENTROPIES:
-            call = _CROSS_ENTROPIES[function].bind(*args, **kwargs or {})
+            call = _CROSS_ENTROPIES[function].bind(*args, **given)
             call.apply_defaults()
             if _is_mean_over_targets(call.arguments):
                 return self._cross_entropy(function, call)
-        return function(*args, **kwargs or {})
+        if function is Tensor.__getitem__ and isinstance(args[0], FakeTensor):
+            args = args[0], _without_masks(args[1])
+        weight = self._weight_kept(function, args)
+        result = function(*args, **given)
+        self._weights.pop(id(result), None)  # it may be a mean that the function has changed, such as by adding to it
+        if weight is not None:
+            self._weights[id(result)] = result, weight
+        return result
+
+    def _weight_kept(self, function: Any, args: Sequence[Any]) -> Tensor | None:
+        """Returns the sum of the weights of what a function gives, if that is a mean in another type or scaled."""
+        found = [weight for arg in args if (weight := self.weight_of(arg)) is not None]
+        if len(found) != 1:
+            return None
+        others = [arg for arg in args if self.weight_of(arg) is None]
+        is_scaled = function in _TIMES_A_NUMBER and all(isinstance(other, int | float) for other in others)
+        return found[0] if function in _SAME_MEAN or is_scaled else None
 
     def _cross_entropy(self, function: Callable[..., Tensor], call: BoundArguments) -> Tensor:
         given = call.arguments
@@ -112,9 +162,19 @@ class _Means(TorchFunctionMode):
         return self._noted(compute, given["input"], weights.sum(dtype=torch.float64))
 
     def _noted(self, compute: Callable[[], Tensor], values: Tensor, weight: Tensor) -> Tensor:
-        result = torch.zeros(()) if isinstance(values, FakeTensor) else compute()  # computing on those is slow
-        self.weights.append((result, weight))
+        # Computing on tensors without values is slow.
+        result = values.new_zeros(()) if isinstance(values, FakeTensor) else compute()
+        self._weights[id(result)] = result, weight
         return result
+
+
+def _without_masks(index: Any) -> tuple[Any, ...]:
+    """Returns an index with the places of masks instead: how many these are is not known of a tensor without values."""
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool and not isinstance(part, FakeTensor)
+        parts += part.nonzero(as_tuple=True) if is_mask else (part,)
+    return tuple(parts)
 
 
 def _is_mean_over_targets(given: Mapping[str, Any]) -> bool:
@@ -126,7 +186,18 @@ def _is_mean_over_targets(given: Mapping[str, Any]) -> bool:
     if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
         return False
     smoothed = given["weight"] is not None and bool(given.get("label_smoothing"))
-    return not given["target"].is_floating_point() and not (smoothed and bool((given["weight"] == 0).any()))
+    return not given["target"].is_floating_point() and not (smoothed and _has_zeros(given["weight"]))
+
+
+_ZEROS = WeakIdKeyDictionary()
+"""By tensor of class weights: its version, and whether any is zero, for which a GPU must be waited for."""
+
+
+def _has_zeros(of_classes: Tensor) -> bool:
+    if of_classes not in _ZEROS or _ZEROS[of_classes][0] != of_classes._version:
+        _ZEROS[of_classes] = of_classes._version, bool((of_classes == 0).any())
+    found: bool = _ZEROS[of_classes][1]
+    return found
 
 
 def _weights(target: Tensor, of_classes: Tensor | None, ignored: int) -> Tensor:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from bapipe.equivalence import WeightedLoss, WeightsAhead
-from bapipe.errors import InvalidModel
 from bapipe.runtime.rng import PerOperatorRng
 
 
@@ -21,12 +20,8 @@ class LossWeights:
         rng: PerOperatorRng,
     ) -> None:
         """`microbatches` are those of which this rank computes the loss."""
-        self._ahead, self._microbatches, self._sum_over_replicas, self._rng = (
-            ahead,
-            microbatches,
-            sum_over_replicas,
-            rng,
-        )
+        self._ahead, self._microbatches = ahead, microbatches
+        self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._is_over_targets: bool | None = None  # None before the first step, in which it is found out
         self._mean: Tensor | None = None  # of the micro-batches' weights; None if all of them count alike
 
@@ -39,28 +34,28 @@ class LossWeights:
         if self._is_over_targets is False:
             return
         parts = target.chunk(num_microbatches)
-        own = [self._weight_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
+        with self._ahead.state_kept():
+            own = [self._weight_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
         known = [weight for weight in own if weight is not None]
         zero = torch.zeros((), dtype=torch.float64, device=target.device)
-        sums = torch.stack([torch.stack([zero, *known]).sum(), zero + (len(own) - len(known))])
-        total, unknown = self._sum_over_replicas(sums)
+        total, num_known = self._sum_over_replicas(torch.stack([torch.stack([zero, *known]).sum(), zero + len(known)]))
         if self._is_over_targets is None:
-            self._is_over_targets = not unknown
+            self._is_over_targets = bool(num_known)
         if self._is_over_targets:
             self._mean = total / num_microbatches
 
     def weighted(self, loss: WeightedLoss) -> Tensor:
-        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        if self._mean is None:
+        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
+
+        What is not seen to be a mean over targets counts as it is, such as the zero that a loss returns where a
+        micro-batch has no targets.
+        """
+        if self._mean is None or loss.weight is None:
             return loss.value
-        if loss.weight is None:
-            raise InvalidModel(
-                "the loss is what torch's cross entropy gives for some mini-batches, and something else for others: "
-                "how much each micro-batch counts in it is not known"
-            )
-        # Without any target the loss is no number; its gradients are zeros.
-        share = loss.value * (loss.weight / self._mean).to(loss.value.dtype)
-        return torch.where(loss.weight > 0, share, torch.zeros_like(share))
+        # Without any target the loss may be no number; its gradients are zeros.
+        has_weight = loss.weight > 0
+        factor = torch.where(has_weight, loss.weight / self._mean, 0).to(loss.value.dtype)
+        return torch.where(has_weight, loss.value * factor, torch.zeros_like(loss.value))
 
     def _weight_ahead(self, microbatch: int, target: Tensor) -> Tensor | None:
         self._rng.microbatch = microbatch

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import bapipe
 from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead
-from bapipe.errors import BapipeError, InvalidModel, LayerFailed
+from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
@@ -163,19 +163,61 @@ def test_where_the_output_chooses_the_targets_all_micro_batches_count_alike() ->
     assert pipeline.step(x, target=target) == pytest.approx(sum(parts) / 2, rel=1e-6)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_loss_that_is_another_one_later_is_refused() -> None:
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        value = functional.cross_entropy(scores, target)
-        return value if len(steps) == 1 else value * 2
+def guarded(scores: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy, and zero where a micro-batch has nothing to learn."""
+    if not (target != IGNORED).any():
+        return scores.sum() * 0.0
+    return functional.cross_entropy(scores, target, ignore_index=IGNORED)
 
-    steps = [0]
-    plan, x = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1), torch.randn(2, 6)
-    pipeline = Pipeline(nn.Sequential(nn.Linear(6, 4)), plan, loss=loss, inputs=[x])
-    pipeline.step(x, target=torch.tensor([1, 0]))
-    steps.append(1)
-    with pytest.raises(InvalidModel, match="something else for others"):
-        pipeline.step(x, target=torch.tensor([1, 0]))
+
+def masked(scores: Tensor, target: Tensor) -> Tensor:
+    mask = target != IGNORED
+    return functional.cross_entropy(scores[mask], target[mask])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (guarded, torch.float64),
+        (masked, torch.float64),
+        (lambda s, t: bapipe.weighted_mean(s.square().mean(1), t != IGNORED), torch.float64),
+        (lambda s, t: functional.cross_entropy(s, t, ignore_index=IGNORED).float().mean(), torch.bfloat16),
+        (lambda s, t: functional.cross_entropy(s, t, ignore_index=IGNORED) / 2.0 * 3, torch.float64),
+    ],
+)
+def test_some_micro_batches_or_all_may_have_nothing_to_learn(loss: Loss, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 4)).to(dtype)
+    part, x = copy.deepcopy(whole), torch.randn(4, 6, dtype=dtype)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(part, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    for target in (torch.tensor([0, IGNORED, 1, 2]), torch.tensor([IGNORED, IGNORED, 1, 2])):
+        got, want = pipeline.step(x, target=target), loss(whole(x), target)
+        assert got == pytest.approx(want.item(), rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+        whole.zero_grad()
+        want.backward()
+        torch.testing.assert_close(pipeline.named_parameters()["0.weight"].grad, whole[0].weight.grad)
+    pipeline.step(x, target=torch.full_like(target, IGNORED))
+    if loss is not masked:  # the mean of nothing has no gradients
+        gradient = pipeline.named_parameters()["0.weight"].grad
+        assert gradient is not None
+        assert not gradient.any()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mean_to_which_something_is_added_counts_alike_for_all_micro_batches() -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = functional.cross_entropy(scores, target, ignore_index=IGNORED)
+        value += scores.square().mean()
+        return value
+
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0))
+    parts = [loss(module(part), rows).item() for part, rows in zip(x.chunk(2), target.chunk(2), strict=True)]
+    assert pipeline.step(x, target=target) == pytest.approx(sum(parts) / 2, rel=1e-6)
 
 
 @pytest.mark.usefixtures("alone")
@@ -189,7 +231,7 @@ def test_labels_out_of_range_are_refused_by_the_loss() -> None:
 
 def test_replicas_count_together() -> None:
     target, loss = torch.tensor([0, IGNORED, 1, 2]), nn.CrossEntropyLoss(ignore_index=IGNORED)
-    first, second = (_weights(loss, [m], lambda part: torch.tensor([3.0, 0.0]).double()) for m in (0, 1))
+    first, second = (_weights(loss, [m], lambda part: torch.tensor([3.0, 2.0]).double()) for m in (0, 1))
     for weights in (first, second):
         weights.begin(target, 2)
     one = torch.tensor(1.0)
