@@ -24,6 +24,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.params + self.gradients + self.optimizer + self.stash + self.workspace + self.buffers
 
 
+NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
+
+
 class RankPrediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device in one step.
 

@@ -21,7 +21,7 @@ import msgspec
 from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.codec import TRACE, kind_in_words
 from bapipe.formats.plan import Plan
-from bapipe.formats.prediction import Memory
+from bapipe.formats.prediction import NO_MEMORY, Memory
 from bapipe.formats.strict_json import decode_json, read_limited
 from bapipe.schedules.table import parse_action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
@@ -37,8 +37,6 @@ _UPDATE = "update "
 _ALL_REDUCE = "all-reduce"
 _TRANSFER = re.compile(r"([0-9]+)([FB])([0-9]+) to (.+)", re.DOTALL)
 _UPDATED = re.compile(_UPDATE + r"([0-9]{1,9})")
-
-_NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
 
 
 def _compute_thread(rank: int) -> int:
@@ -222,7 +220,7 @@ def _timeline(events: Sequence[_Event]) -> tuple[str, Timeline]:
         transfers=tuple(transfers),
         syncs=tuple(syncs),
         updates=tuple(updates),
-        memory=tuple(max(rank, key=lambda memory: memory.total, default=_NO_MEMORY) for rank in memory_of_rank),
+        memory=tuple(max(rank, key=lambda memory: memory.total, default=NO_MEMORY) for rank in memory_of_rank),
         usage=tuple(tuple((m.stash, m.workspace) for m in rank) for rank in memory_of_rank) if known else (),
     )
 

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from bapipe.formats.prediction import Memory
+from bapipe.formats.prediction import NO_MEMORY, Memory
 from bapipe.runtime.clock import Clock, clock_offset_ns
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.schedules.table import Action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Update
-
-_NO_MEMORY = Memory(params=0, gradients=0, optimizer=0, stash=0, workspace=0, buffers=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +60,7 @@ def gather_timeline(layout: ProcessLayout, local: LocalTimeline, clock: Clock, d
         spans=tuple(spans),
         updates=tuple(updates),
         syncs=tuple(_merge_syncs((sync for one in gathered for sync in one.syncs), origin_ns)),
-        memory=tuple(memory.get(rank, _NO_MEMORY) for rank in range(len(device_names))),
+        memory=tuple(memory.get(rank, NO_MEMORY) for rank in range(len(device_names))),
     )
 
 
