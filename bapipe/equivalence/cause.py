@@ -1,11 +1,12 @@
 """The likely cause why a module cannot be split, from what its code names."""
 
-from types import CodeType
+import dis
 from typing import Any
 
 from torch import nn
 
 from bapipe.torch_private import hooks_in_words, hooks_of
+from bapipe.tracing.randomness import names_in
 
 _CAUSES = (
     (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
@@ -44,8 +45,7 @@ def likely_cause(root: nn.Module, path: str, keeps_state: bool) -> str:
         return f"likely because {owner} has {hook}"
     if keeps_state:
         return f"the forward of {owner} keeps values between calls, which tracing does not see"
-    code = getattr(type(module).forward, "__code__", None)
-    names = _names(code) if code is not None else set()
+    names = set(names_in(type(module).forward))
     for hints, cause in _CAUSES:
         if names & set(hints):
             return f"likely because the forward of {owner} {cause}"
@@ -54,14 +54,6 @@ def likely_cause(root: nn.Module, path: str, keeps_state: bool) -> str:
     return "the cause is not known"
 
 
-def _names(code: CodeType) -> set[str]:
-    """Returns the names of attributes and functions in a function and the functions inside it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*map(_names, inner))
-
-
 def _assigns_attributes(module: Any) -> bool:
-    import dis
-
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and any(step.opname == "STORE_ATTR" for step in dis.get_instructions(code))

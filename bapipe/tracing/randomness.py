@@ -53,7 +53,7 @@ def draws_random_numbers(function: Any) -> bool:
 def _finds_random_operator(function: Any) -> bool:
     if _is_random_operator(getattr(function, "__name__", "")):
         return True
-    return any(_is_random_operator(name) for called in reached([function], _called) for name in _names(called))
+    return any(_is_random_operator(name) for called in reached([function], _called) for name in names_in(called))
 
 
 _cached = cache(_finds_random_operator)
@@ -72,13 +72,13 @@ def _called(function: Any) -> list[Any]:
     """Returns the functions of torch that a function written in Python may call."""
     if not isinstance(function, FunctionType):
         return []
-    found = [function.__globals__.get(name) for name in _names(function)]
-    found += [getattr(functional, name, None) for name in _names(function)]
+    found = [function.__globals__.get(name) for name in names_in(function)]
+    found += [getattr(functional, name, None) for name in names_in(function)]
     found += [cell.cell_contents for cell in function.__closure__ or ()]
     return [called for called in found if isinstance(called, FunctionType) and called.__module__.startswith("torch.")]
 
 
-def _names(function: Any) -> list[str]:
+def names_in(function: Any) -> list[str]:
     """Returns the names of functions and attributes in a function written in Python."""
     return [name for code in _codes(getattr(function, "__code__", None)) for name in code.co_names]
 
