@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
+from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
 
@@ -128,7 +129,7 @@ def trial(module: nn.Module, conditions: Conditions = TRAINING) -> Iterator[Tria
 
 def device_of(module: nn.Module) -> torch.device:
     """Returns the device of a module's parameters."""
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return next((parameter.device for parameter in module.parameters()), CPU)
 
 
 def run_original(

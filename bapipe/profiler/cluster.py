@@ -7,7 +7,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.hardware import bytes_for_tensors
 from bapipe.profiler.links import measure_link
-from bapipe.torch_device import describe, framework_bytes
+from bapipe.torch_device import CPU, describe, framework_bytes
 from bapipe.torch_device import num_devices as num_devices_here
 
 KINDS = ("cpu", "cuda")
@@ -64,7 +64,7 @@ def device_here(kind: str, index: int, *, name: str, host: str, num_on_host: int
     The memory of a CUDA device is what tensors can have of it: not what the CUDA context, other processes and, if there
     are several devices, NCCL take. CPU devices share the machine's memory evenly.
     """
-    device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind, index) if kind == "cuda" else CPU
     found = describe(device)
     if kind != "cuda":
         return Device(name=name, host=host, kind=kind, memory_bytes=found.memory_bytes // num_on_host)

@@ -55,8 +55,8 @@ def _train(
     arguments: Mapping[str, object],
     microbatch_size: int,
 ) -> None:
-    torch = require_torch()
-    from bapipe.torch_device import prepare_cpu
+    require_torch()
+    from bapipe.torch_device import CPU, prepare_cpu
     from bapipe.tracing import only_tensor_inputs
     from bapipe.tracing.sizes import repeat_to_batch
     from bapipe.zoo.factory import build
@@ -64,9 +64,7 @@ def _train(
     prepare_cpu(1)
     example = build(factory, arguments)
     with only_tensor_inputs(example.module, example.inputs) as tensors:
-        *inputs, target = (
-            repeat_to_batch(tensor, microbatch_size, torch.device("cpu")) for tensor in (*tensors, example.target)
-        )
+        *inputs, target = (repeat_to_batch(tensor, microbatch_size, CPU) for tensor in (*tensors, example.target))
         send("training")
         while True:  # until the parent leaves the context, or dies
             example.loss(example.module(*inputs), target).backward()  # type: ignore[no-untyped-call]

@@ -25,13 +25,11 @@ from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_dev
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import describe, dtype_name, environment, framework_bytes, prepared_cpu
+from bapipe.torch_device import CPU, describe, dtype_name, environment, framework_bytes, prepared_cpu
 from bapipe.torch_settings import autocast_dtype, in_memory_format
 from bapipe.tracing import Inputs, TracedModel, check_has_layers, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
-
-CPU = torch.device("cpu")
 
 NUM_PARTS_PER_SIZE = 2
 """Times and memory are reported as a part each."""

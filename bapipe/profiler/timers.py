@@ -9,11 +9,10 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from bapipe.torch_device import CPU
 from bapipe.torch_private import occupy_gpu
 
 T = TypeVar("T")
-
-CPU = torch.device("cpu")
 
 HEAD_START_CYCLES = 20_000_000
 """For which a GPU waits so that the host gets ahead of it: about 10 ms, more while its clock is low."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bapipe.errors import first_line
+from bapipe.torch_device import CPU
 from bapipe.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -65,7 +66,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
     Raises:
         TracingFailed: the model's own code cannot be recorded, or a module must be a leaf module from the start.
     """
-    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    device = next((p.device for p in module.parameters() if not p.is_meta), CPU)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
         generators_watched(module) as generator_fault,

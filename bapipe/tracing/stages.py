@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
+from bapipe.torch_device import CPU
 from bapipe.torch_private import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
@@ -243,7 +244,7 @@ def _run_once(
     """
     parameters = list(model.module.parameters())
     device = parameters[0].device if parameters else inputs[0].device
-    device = torch.device("cpu") if device.type == "meta" else device
+    device = CPU if device.type == "meta" else device
     given = tuple(repeat_to_batch(example, microbatch_size, device) for example in inputs)
     whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device)
     try:

@@ -23,7 +23,7 @@ from bapipe.job.secret import job_secret
 from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
-from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu, visible_place
+from bapipe.torch_device import CPU, current_device, is_out_of_memory, prepare_cpu, visible_place
 from bapipe.torchrun import Job
 
 _START = timedelta(days=1)
@@ -194,7 +194,7 @@ def _prepare(job: RankJob, index: int) -> torch.device:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     if job.kind != "cuda":
         prepare_cpu(1)
-        return torch.device("cpu")
+        return CPU
     num_devices, place = torch.cuda.device_count(), visible_place(job.places[index])
     if place >= num_devices:
         raise BapipeError(
