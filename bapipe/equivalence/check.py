@@ -11,7 +11,8 @@ from bapipe.equivalence.cause import likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
-from bapipe.equivalence.stages import Stage, StageFailed, run_finest_stages, run_stages
+from bapipe.equivalence.stage_pass import Stage, StageFailed
+from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.torch_device import dtype_name, is_out_of_memory

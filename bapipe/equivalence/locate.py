@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
-from bapipe.equivalence.stages import Stage, run_stages
+from bapipe.equivalence.stage_pass import Stage
+from bapipe.equivalence.stages import run_stages
 from bapipe.torch_private import DispatchMode, tree_leaves
 from bapipe.tracing.model import TracedModel
 

@@ -1,7 +1,7 @@
 """What training passes on some micro-batches leave behind, of the original model and of its stages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -42,11 +42,9 @@ class Conditions:
     autocast: torch.dtype | None = None
     trains: bool = True
 
-    @contextmanager
-    def forward(self, device: torch.device) -> Iterator[None]:
-        """The context of the original's forward; stages enter autocast themselves."""
-        with torch.autocast(device.type, self.autocast) if self.autocast is not None else nullcontext():
-            yield
+    def forward(self, device: torch.device) -> AbstractContextManager[object]:
+        """Returns the context of the original's forward; stages enter autocast themselves."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
 
 TRAINING = Conditions()

@@ -12,7 +12,6 @@ from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.equivalence.stage_pass import (
     NoTensor,
     Stage,
-    StageFailed,
     StagesPass,
     WeightGrads,
     forward_of,
@@ -24,8 +23,6 @@ from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, StageTensors, stages_of
-
-__all__ = ["Stage", "StageFailed", "finest_stages", "on_finest_stages", "run_finest_stages", "run_stages"]
 
 Found = TypeVar("Found")
 
