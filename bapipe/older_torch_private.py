@@ -2,8 +2,7 @@
 
 Before torch 2.13
 
-- I kept only those nodes' gradients of which W added up all outputs, and W counted a gradient twice if one of its first
-  nodes leads to another: wrong gradients, without an error;
+- I kept only those nodes' gradients of which W added up all outputs: wrong gradients, without an error;
 - W could not begin at a node of an `autograd.Function` (`torch_private.can_begin_at`);
 - a stage had to receive floats, and sent a gradient back for each;
 - tensors had to have the strides with which the stage was described.
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
 
@@ -68,45 +67,11 @@ def stage_backward_input(
     return tuple(input_grads), groups
 
 
-def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict[str, Any]]) -> None:
-    """Runs W of the groups that I has left, which it empties, and adds to the gradients of the weights."""
-    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
-    for group in groups:
-        nodes, kept = group.pop("intermediates"), group.pop("grads")
-        starts = [
-            (GradientEdge(node, number), grad)
-            for node, by_output in zip(nodes, kept, strict=True)
-            for number, grad in enumerate(by_output)
-            if grad is not None
-        ]
-        if not starts:
-            continue
-        params = list(group["params"])
-        with ExitStack() as hooks:
-            # A node that another one leads to gets what I has kept, and not a second time what comes from the other.
-            for node, by_output in zip(nodes, kept, strict=True) if len(nodes) > 1 else ():
-                hooks.callback(node.register_prehook(_replace(by_output)).remove)
-            found = torch.autograd.grad(
-                [edge for edge, _ in starts],
-                [GradientEdge(param, 0) for param in params],
-                [grad for _, grad in starts],
-                allow_unused=True,
-            )
-        for param, grad in zip(params, found, strict=True):
-            weight = weight_of[param]
-            if grad is not None:
-                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-
-
 def _keep(kept: Kept, index: int) -> Callable[[tuple[Tensor | None, ...]], None]:
     def keep(grads: tuple[Tensor | None, ...]) -> None:
         kept[index] = grads
 
     return keep
-
-
-def _replace(by_output: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:
-    return lambda _: by_output
 
 
 class OlderStage(PipelineStage):
@@ -194,9 +159,6 @@ class OlderStage(PipelineStage):
             return stage_backward_input(
                 bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"], weights
             )
-        if backward_type == "weight":
-            stage_backward_weight(weights, bwd_kwargs["param_groups"])
-            return (), None
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _validate_fwd_input(self, *_: Any) -> None:

@@ -12,7 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped
 from torch._C._profiler import _EventType as EventType
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily as without_fake_tensors
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -239,16 +240,69 @@ def stage_backward_input(
     return _backward.stage_backward_input(outputs, grads, inputs, iter(weights))
 
 
-def stage_backward_weight(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """Runs W of the groups that I has left, which it empties."""
-    if is_before_2_13():
-        from bapipe import older_torch_private
+def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict[str, Any]]) -> None:
+    """Runs W of the groups that I has left, which it empties, and adds to the gradients of the weights.
 
-        older_torch_private.stage_backward_weight(weights, groups)
-    else:
-        from torch.distributed.pipelining import _backward
+    torch's own is wrong before torch 2.13: it counts a gradient twice if a node at which W begins leads to another.
+    """
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
+    for group in groups:
+        nodes, kept = group.pop("intermediates"), group.pop("grads")
+        starts = [
+            (GradientEdge(node, number), grad)
+            for node, by_output in zip(nodes, kept, strict=True)
+            for number, grad in enumerate(by_output)
+            if grad is not None
+        ]
+        if not starts:
+            continue
+        params = list(group["params"])
+        with ExitStack() as hooks:
+            # A node that another one leads to gets what I has kept, and not a second time what comes from the other.
+            for node, by_output in zip(nodes, kept, strict=True) if len(nodes) > 1 else ():
+                hooks.callback(node.register_prehook(_replace(by_output)).remove)
+            found = torch.autograd.grad(
+                [edge for edge, _ in starts],
+                [*(GradientEdge(param, 0) for param in params), *_inputs_asked_for(nodes)],
+                [grad for _, grad in starts],
+                allow_unused=True,
+            )
+        for param, grad in zip(params, found, strict=False):
+            weight = weight_of[param]
+            if grad is not None:
+                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
-        _backward.stage_backward_weight(iter(weights), groups)
+
+def _replace(by_output: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:
+    return lambda _: by_output
+
+
+def _inputs_asked_for(nodes: Iterable[Node]) -> list[GradientEdge]:
+    """Returns the inputs of nodes whose gradients must be computed for those of the weights.
+
+    On CPUs, torch's group norm in channels-last memory dies of a segmentation fault if asked for the latter alone.
+    """
+    norms = [node for node in nodes if node.name() == "NativeGroupNormBackward0"]
+    inputs = [
+        node.next_functions[0]
+        for node in norms
+        if (saved := node._saved_input).device.type == "cpu"  # type: ignore[attr-defined]
+        and suggest_memory_format(saved) != torch.contiguous_format
+    ]
+    return [GradientEdge(node, number) for node, number in inputs if node is not None]
+
+
+def use_stage_backward_weight(stage: "PipelineStage") -> None:
+    """Lets a stage of torch's runtime run W by `stage_backward_weight`."""
+    original = stage.backward_maybe_with_nosync
+
+    def backward(backward_type: str, arguments: dict[str, Any], last_backward: bool = False) -> Any:
+        if backward_type != "weight":
+            return original(backward_type, arguments, last_backward)
+        stage_backward_weight(stage.submod.parameters(), arguments["param_groups"])
+        return (), None
+
+    stage.backward_maybe_with_nosync = backward  # type: ignore[method-assign, assignment]
 
 
 def construct_reverse_graph(roots: list[Node]) -> Any:

@@ -1,4 +1,4 @@
-"""Splits a backward into I and W with the functions of torch that the runtime uses too.
+"""Splits a backward into I and W with the functions that the runtime uses too.
 
 Torch finds, for each parameter, the nodes of the autograd graph at which its gradient leaves the path from the loss to
 the inputs. I runs that path and keeps the gradients that arrive at these nodes; W begins there, once for each group of

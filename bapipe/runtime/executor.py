@@ -40,6 +40,7 @@ from bapipe.torch_private import (
     set_lowered_order,
     skip_warmup,
     stage_class,
+    use_stage_backward_weight,
     without_log,
 )
 
@@ -154,6 +155,7 @@ class ScheduleExecutor:
             group=group,
         )
         torch_stage.num_stages = num_stages
+        use_stage_backward_weight(torch_stage)
         for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
             self._route_by_microbatch(torch_stage, name)
         self._post_sends(torch_stage, "get_fwd_send_ops", "F")

@@ -272,3 +272,19 @@ def test_a_buffer_with_two_names_trains_as_in_one_process(recompute: tuple[int, 
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(pipeline.state_dict()[name], tensor, msg=name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_group_norms_in_channels_last_memory_run_i_and_w_apart() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(4, 4, 2), nn.Conv2d(4, 4, 2), nn.GroupNorm(2, 4), nn.SiLU()]
+    module = nn.Sequential(*layers).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x, y = torch.randn(4, 4, 5, 5).double(), torch.randn(4, 4, 3, 3).double()
+    whole = copy.deepcopy(module)
+    mse_loss(whole(x), y).backward()
+    order = [f"{action}{m}" for m in range(2) for action in ("0F", "1F", "1I", "0I", "1W", "0W")]
+    plan = make_plan([name for name, _ in module.named_children()], (1,), (0, 0), [order], 2, 2)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=[x], optimizer=sgd(0.0))
+    pipeline.step(x, target=y)
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)

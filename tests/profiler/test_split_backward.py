@@ -1,5 +1,6 @@
 """I and W: together they give the gradients of B."""
 
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -44,3 +45,36 @@ def test_i_keeps_the_gradients_of_all_parts_of_a_tensor_that_is_split_where_it_e
     group.run()
     assert layer.weight.grad is not None
     assert layer.weight.grad.tolist() == [[3 * (2 + 7.0)], [3 * (5 + 7.0)]]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "memory_format"),
+    [
+        (nn.GroupNorm(2, 4), (2, 4, 3, 3), torch.channels_last),
+        (nn.GroupNorm(2, 4), (2, 4, 1, 1), torch.channels_last),  # which is contiguous, too
+        (nn.GroupNorm(2, 4), (2, 4, 3, 3, 3), torch.channels_last_3d),
+        (nn.GroupNorm(2, 4), (2, 4, 3, 3), torch.contiguous_format),
+        (nn.BatchNorm2d(4), (2, 4, 3, 3), torch.channels_last),
+        (nn.InstanceNorm2d(4, affine=True), (2, 4, 3, 3), torch.channels_last),
+        (nn.LayerNorm((4, 3, 3)), (2, 4, 3, 3), torch.channels_last),
+        (nn.Conv2d(4, 4, 2), (2, 4, 3, 3), torch.channels_last),
+        (nn.ConvTranspose2d(4, 4, 2), (2, 4, 3, 3), torch.channels_last),
+    ],
+)
+def test_layers_compute_their_weights_gradients_alone_in_any_memory_format(
+    layer: nn.Module, shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    layer = layer.double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def hidden_and_loss() -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x.sin().contiguous(memory_format=memory_format)
+        return hidden, layer(hidden).sin().sum()
+
+    _, *expected = torch.autograd.grad(hidden_and_loss()[1], [x, *layer.parameters()])
+    hidden, loss = hidden_and_loss()
+    groups = find_weight_groups(loss, [get_gradient_edge(hidden)], layer.parameters())
+    run_input_grads(loss, [get_gradient_edge(hidden)], groups, lambda: 0)
+    for group in groups:
+        group.run()
+    torch.testing.assert_close([parameter.grad for parameter in layer.parameters()], expected)
