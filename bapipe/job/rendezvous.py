@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from threading import Thread
 
 import msgspec
@@ -111,7 +112,10 @@ def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | N
 
 
 def serve(address: str, port: int, secret: bytes) -> StoreServer:
-    """Returns a new server of a job's store, at an address of this host, or at all if that one is translated.
+    """Returns a new server of a job's store, at an address of this host, or at all if other hosts reach it by another.
+
+    That is so if the address is translated, or if it is a name that only this host takes for loopback, as Debian writes
+    its own to /etc/hosts.
 
     Raises:
         BapipeError: another process uses the port.
@@ -120,17 +124,23 @@ def serve(address: str, port: int, secret: bytes) -> StoreServer:
         return StoreServer(_listener(address, port), secret)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            return StoreServer(_listener("", port), secret)
+            return StoreServer(_listener_on_all(port), secret)
         raise BapipeError(
             f"port {port} of {address} is in use, perhaps by another job: choose another MASTER_PORT for this one"
         ) from None
 
 
 def _listener(address: str, port: int) -> socket.socket:
-    if not address:
-        return socket.create_server(("", port), backlog=1024)
     family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if ip_address(resolved[0]).is_loopback and address not in ("localhost", resolved[0]):
+        return _listener_on_all(port)
     return socket.create_server(resolved, family=family, backlog=1024)
+
+
+def _listener_on_all(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=1024)
 
 
 def _connect(address: str, port: int, secret: bytes, timeout_s: float, end_s: float) -> JobStore:

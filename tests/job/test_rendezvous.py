@@ -42,6 +42,24 @@ def store(server: StoreServer) -> JobStore:
     return JobStore(("127.0.0.1", server.port), SECRET, 20.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "resolved", "on_all"),
+    [("node1", "127.0.1.1", True), ("node1", "::1", True), ("localhost", "127.0.0.1", False), ("127.0.1.1", "", False)],
+)
+def test_rank_0_listens_where_other_hosts_reach_it_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, resolved: str, on_all: bool
+) -> None:
+    """Debian and Ubuntu write `127.0.1.1 node1` to the /etc/hosts of node1."""
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: real(resolved or host, *rest, **named))
+    server = serve(name, 0, SECRET)
+    monkeypatch.undo()
+    bound = server._listener.getsockname()[0]
+    assert (bound in ("::", "0.0.0.0")) == on_all
+    assert JobStore(("127.0.0.1" if on_all else bound, server.port), SECRET, 20.0).join(0)
+    server.close()
+
+
 def test_all_ranks_wait_for_one_another(store: JobStore) -> None:
     ranks = [threading.Thread(target=wait_for_all, args=(store, index, NAMES, 20.0, FACTS)) for index in range(3)]
     for rank in ranks:
