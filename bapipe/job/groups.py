@@ -26,6 +26,12 @@ PATIENCE = tuple(timedelta(seconds=seconds) for seconds in (5, 15, 60))
 
 _PROVEN = "proven"
 
+_NCCL_DUMP_MS = 250
+"""How long NCCL's watchdog leaves torch to write its records of transfers when one has timed out.
+
+It sleeps four times as long before it ends the process; by default, a minute.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -84,6 +90,8 @@ def init_proven_group(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
+    if kind == "cuda":
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(_NCCL_DUMP_MS))
     # NCCL connects later, when it first needs to.
     everyone = make(store, timeout, "nccl") if kind == "cuda" else _make_proven(job, make, timeout)
     assert everyone is not None

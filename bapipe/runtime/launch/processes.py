@@ -36,6 +36,9 @@ _SETTLE_S = 0.7
 _NCCL_SETTLE_S = 5.0
 """So long on CUDA: the ranks that wait for a hanging one are ended one by one by NCCL's watchdogs."""
 
+_NCCL_ABORT_S = 10.0
+"""How long after the timeout these watchdogs take to end the first process, at most."""
+
 _START_S = 120.0
 """How much longer a rank may be silent while it starts, because importing torch takes long."""
 
@@ -193,6 +196,7 @@ def _follow(
     """Returns when every rank has finished; raises when one is not going to."""
     deadline_s: float | None = None
     num_signals, last_s = 0, time.monotonic()
+    silence_s = job.timeout_s + (_NCCL_ABORT_S if job.kind == "cuda" else _END_S)
     while any(rank.finished is None for rank in ranks):
         _take(batches, ranks, job, on_message)
         now_s = time.monotonic()
@@ -207,7 +211,7 @@ def _follow(
         last_s = now_s
         running = [rank for rank in ranks if rank.finished is None and not rank.broken]
         # While one rank still reports, the others may be waiting for it.
-        if deadline_s is None and running and all(rank.silent_s > job.timeout_s + _END_S for rank in running):
+        if deadline_s is None and running and all(rank.silent_s > silence_s for rank in running):
             raise RunFailed(
                 f"{running[0].title} neither ended nor reported anything for {job.timeout_s:g} s{running[0].at_step}: "
                 "if a step takes longer, raise the timeout"

@@ -1,18 +1,22 @@
 """Which CUDA device a rank gets, and which rank hangs, without a GPU."""
 
+import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from queue import SimpleQueue
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cluster import Device
 from bapipe.job.groups import barrier, init_proven_group
 from bapipe.runtime.launch import processes, worker
-from bapipe.runtime.launch.worker import RankJob
+from bapipe.runtime.launch.worker import RankJob, StepStarted
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.train import _place
 from bapipe.stop_signals import StopRequest
@@ -102,6 +106,45 @@ def test_the_rank_that_hangs_is_the_silent_one_not_those_that_nccl_ends() -> Non
     error = processes._error(ranks, three, StopRequest())
     assert str(error) == "rank 1 (cuda1) hangs: rank 0 (cuda0) waited more than 60 s for another rank"
     assert getattr(error, "lost", None) == ("cuda1",)
+
+
+def test_a_rank_hangs_where_nccl_ends_the_others_seconds_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchdog gives records of transfers time to be written before it ends the process."""
+    monkeypatch.setattr(processes, "_END_S", 0.0)
+    monkeypatch.setattr(processes, "_NCCL_SETTLE_S", 0.1)
+    monkeypatch.setattr(Ended, "is_paused", lambda _: False, raising=False)
+    two = replace(job(("cuda0", "cuda1"), (0, 1)), timeout_s=0.1)
+    running: list[Any] = [Ended(0, -signal.SIGABRT), Ended(1, None)]
+    ranks = [processes._RankState(name, process) for name, process in zip(two.names, running, strict=True)]
+    batches: processes._Batches = SimpleQueue()
+    batches.put([(process, StepStarted(3)) for process in running])
+    watchdog = Timer(0.8, batches.put, ([(running[0], None)],))
+    watchdog.start()
+    with pytest.raises(RunFailed, match=r"^rank 1 \(cuda1\) hangs at step 3: rank 0 ") as caught:
+        processes._follow(ranks, batches, two, None, StopRequest())
+    assert caught.value.lost == ("cuda1",)
+    watchdog.join()
+
+
+def test_the_watchdog_of_nccl_ends_ranks_a_second_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sleeps four times what the variable says: by default, a minute."""
+    name = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+    monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    seen: list[str | None] = []
+
+    def noted(*_: object, **__: object) -> None:
+        seen.append(os.environ.get(name))
+        raise RuntimeError("no GPU")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", noted)
+    for given in (None, "15000"):
+        monkeypatch.delenv(name)
+        if given:
+            monkeypatch.setenv(name, given)
+        with pytest.raises(RuntimeError, match="no GPU"):
+            init_proven_group("cuda", torch.distributed.HashStore(), 0, ["cuda0"], b"", timedelta(seconds=1))
+    assert seen == ["250", "15000"]
 
 
 def test_torch_without_nccl_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
