@@ -19,7 +19,9 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
         result: Tensor = handle_torch_function(weighted_mean, (values, weights), values, weights)
         return result
     total = sum_of_weights(values, weights)
-    return (values * weights).sum() / torch.where(total > 0, total, 1).to(values.dtype)
+    exact = torch.promote_types(values.dtype, torch.float32)  # a sum, or the total, may be too large for float16
+    mean = (values.to(exact) * weights).sum() / torch.where(total > 0, total, 1).to(exact)
+    return mean.to(values.dtype)
 
 
 def sum_of_weights(values: Tensor, weights: Tensor) -> Tensor:

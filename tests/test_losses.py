@@ -24,3 +24,9 @@ def test_without_weights_mean_and_gradients_are_zero() -> None:
     assert mean.item() == 0
     assert values.grad is not None
     assert not values.grad.any()
+
+
+def test_sums_of_float16_may_be_larger_than_its_numbers() -> None:
+    values = torch.full((70_001,), 8.0, dtype=torch.float16)
+    for weights in (torch.ones(70_001, dtype=torch.bool), torch.full((70_001,), 2.0), torch.ones_like(values)):
+        assert bapipe.weighted_mean(values, weights).item() == 8.0

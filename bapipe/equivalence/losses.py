@@ -95,15 +95,16 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> l
         return loss(output, target)
 
     ahead = WeightsAhead(LossModule(loss, computed), tensors, targets[0].device)
-    with ahead.state_kept():
+    with ahead.running():
         weights = [ahead.of(target) for target in targets]
     values = [float(loss(output, target)) for output, target in zip(outputs, targets, strict=True)]
-    known = [float(weight) for weight in weights if weight is not None]
-    if len(known) < len(weights):
+    known = [None if weight is None else float(weight) for weight in weights]
+    mean = sum(weight for weight in known if weight is not None) / len(known)
+    if mean != mean or all(weight is None for weight in known):
         return values
-    # Without any target a loss is no number, and counts nothing.
-    mean = sum(known) / len(known)
-    return [weight / mean * value if weight else 0.0 for weight, value in zip(known, values, strict=True)]
+    # Without any target a loss is no number, and counts nothing; what is no such mean counts as it is.
+    pairs = zip(known, values, strict=True)
+    return [value if weight is None else weight / mean * value if weight else 0.0 for weight, value in pairs]
 
 
 def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bapipe.equivalence.reached_state import KeptState
 from bapipe.losses import sum_of_weights, weighted_mean
 from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
-from bapipe.tracing.python_state import state_restored
 
 _CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
 
@@ -56,7 +56,7 @@ def weighted_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, target: Te
     Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
     weight, torch would divide zero by zero in the backward.
     """
-    with _Means() as means:
+    with _Means(None) as means:
         value = loss(output, target)
     return WeightedLoss(value, means.weight_of(value))
 
@@ -67,58 +67,66 @@ class LossModule(nn.Module):
     def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
         """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
         super().__init__()
-        self.computed = computed
-        if isinstance(loss, nn.Module):
-            self.loss = loss
+        self.loss, self.computed = loss, computed
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
         return self.computed(output, target)
 
     @property
-    def may_keep_state(self) -> bool:
-        """Whether a forward may change the module: torch's own losses do not."""
-        return any(type(part).__module__ != "torch.nn.modules.loss" for part in self.modules() if part is not self)
+    def is_torch_s_own(self) -> bool:
+        """Whether it is a cross entropy of torch itself, whose weights depend on the targets alone."""
+        function = self.loss.func if isinstance(self.loss, partial) else self.loss
+        return function in _CROSS_ENTROPIES or type(self.loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class WeightsAhead:
     """Tells the weight of a micro-batch's targets in its loss, before the model has computed the outputs.
 
-    For that the loss runs on outputs without values.
+    For that the loss runs on outputs without values, unless it keeps state that cannot be put back.
     """
 
     def __init__(self, loss: LossModule, outputs: Sequence[Tensor], device: torch.device) -> None:
         """`loss` takes the tuple of `outputs` on `device`, of which only shapes and types are read."""
         self._loss = loss
+        self._can_run = True
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
+            self._stand_in = torch.empty((), device=device)
 
     @contextmanager
-    def state_kept(self) -> Iterator[None]:
-        """In this context `of` may be called; afterwards a loss that is a module is as before.
-
-        What other code changes, such as a global counter of calls, changes once more.
-        """
-        if not self._loss.may_keep_state:
-            yield
-            return
-        with state_restored(self._loss):
+    def running(self) -> Iterator[None]:
+        """`of` is called in this context only."""
+        state = KeptState(self._loss.loss)
+        self._can_run = state.is_known
+        with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
 
     def of(self, target: Tensor) -> Tensor | None:
-        """Returns the weight that `weighted_loss` will give, if it depends on nothing but the target; else None."""
+        """Returns the weight that `weighted_loss` will give; NaN if that cannot be told before."""
+        unknown = torch.full((), torch.nan, dtype=torch.float64, device=target.device)
+        if not self._can_run:
+            return unknown
         try:
-            with quiet_fake_tensors(), torch.no_grad():
-                weight = weighted_loss(self._loss, self._outputs, target.clone()).weight  # it may change them
+            with _Means(self._stand_in) as means:
+                if self._loss.is_torch_s_own:  # much faster than on outputs
+                    value = self._loss.loss(self._stand_in, target)
+                else:
+                    value = self._loss(self._outputs, target.clone())  # it may change them
         except Exception:  # whatever the code of the loss raises where a value of an output is missing
-            return None
-        return None if isinstance(weight, FakeTensor) else weight
+            return unknown
+        weight = means.weight_of(value)
+        return unknown if isinstance(weight, FakeTensor) else weight
 
 
 class _Means(TorchFunctionMode):
-    """Notes the results of functions that are means over targets, with the sums of their weights."""
+    """Notes the results of functions that are means over targets, with the sums of their weights.
 
-    def __init__(self) -> None:
+    With a stand-in the means are not computed: it is their result.
+    """
+
+    def __init__(self, stand_in: Tensor | None) -> None:
         super().__init__()
+        self._stand_in = stand_in
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
 
     def weight_of(self, value: object) -> Tensor | None:
@@ -129,7 +137,7 @@ class _Means(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if function is weighted_mean:
-            return self._noted(partial(weighted_mean, *args), args[0], sum_of_weights(*args))
+            return self._noted(partial(weighted_mean, *args), sum_of_weights(*args))
         if function in _CROSS_ENTROPIES:
             call = _CROSS_ENTROPIES[function].bind(*args, **given)
             call.apply_defaults()
@@ -155,15 +163,14 @@ class _Means(TorchFunctionMode):
 
     def _cross_entropy(self, function: Callable[..., Tensor], call: BoundArguments) -> Tensor:
         given = call.arguments
+        given["target"] = given["target"].long()  # bytes cannot hold what is ignored
         weights = _weights(given["target"], given["weight"], given["ignore_index"])
         if given["weight"] is not None:
             given["target"] = given["target"].masked_fill(weights == 0, given["ignore_index"])
-        compute = partial(function, *call.args, **call.kwargs)
-        return self._noted(compute, given["input"], weights.sum(dtype=torch.float64))
+        return self._noted(partial(function, *call.args, **call.kwargs), weights.sum(dtype=torch.float64))
 
-    def _noted(self, compute: Callable[[], Tensor], values: Tensor, weight: Tensor) -> Tensor:
-        # Computing on tensors without values is slow.
-        result = values.new_zeros(()) if isinstance(values, FakeTensor) else compute()
+    def _noted(self, compute: Callable[[], Tensor], weight: Tensor) -> Tensor:
+        result = compute() if self._stand_in is None else self._stand_in
         self._weights[id(result)] = result, weight
         return result
 

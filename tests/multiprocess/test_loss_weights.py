@@ -37,6 +37,18 @@ class Reshaped(nn.CrossEntropyLoss):
         return super().forward(scores.flatten(0, -2), target.to(scores.device).flatten())
 
 
+class Drawing(nn.Module):
+    """Leaves out a third of the targets, and notes the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        self.drawn.append(torch.where(torch.rand(target.shape) < 1 / 3, -100, target))
+        return functional.cross_entropy(scores * 2, self.drawn[-1])
+
+
 class FromOne(Reshaped):
     """Takes classes from one on, and changes its target."""
 
@@ -133,21 +145,14 @@ def test_a_loss_that_runs_ahead_of_the_outputs_keeps_its_state_and_the_targets()
 
 @pytest.mark.usefixtures("alone")
 def test_targets_that_a_draw_leaves_out_do_not_count() -> None:
-    drawn: list[Tensor] = []
-
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        labels = torch.where(torch.rand(target.shape) < 1 / 3, -100, target)
-        drawn.append(labels)
-        return functional.cross_entropy(scores * 2, labels)
-
+    loss = Drawing()
     torch.manual_seed(0)
     module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(8, 6), torch.randint(0, 4, (8,))
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 4, 2)
     pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
     got = pipeline.step(x, target=target)
-    assert torch.equal(torch.cat(drawn[:2]), torch.cat(drawn[2:]))  # ahead, then in the forwards
-    assert len({int((labels == -100).sum()) for labels in drawn[2:]}) == 2
-    assert got == pytest.approx(functional.cross_entropy(module(x) * 2, torch.cat(drawn[2:])).item(), rel=1e-6)
+    assert len({int((labels == -100).sum()) for labels in loss.drawn}) == 2
+    assert got == pytest.approx(functional.cross_entropy(module(x) * 2, torch.cat(loss.drawn)).item(), rel=1e-6)
 
 
 @pytest.mark.usefixtures("alone")
@@ -203,6 +208,69 @@ def test_some_micro_batches_or_all_may_have_nothing_to_learn(loss: Loss, dtype: 
         gradient = pipeline.named_parameters()["0.weight"].grad
         assert gradient is not None
         assert not gradient.any()
+
+
+def two_micro_batches(
+    loss: Loss, num_steps: int, target: Tensor, num_classes: int = 4
+) -> tuple[list[float], list[float]]:
+    """Returns the losses of steps of two micro-batches, and of the whole mini-batch."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, num_classes)), torch.randn(4, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    steps = [pipeline.step(x, target=target) for _ in range(num_steps)]
+    return [step for step in steps if step is not None], [loss(module(x), target).item()] * num_steps
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_function_keeps_beside_numbers_is_not_touched_ahead() -> None:
+    noted: list[Tensor] = []
+    calls = 0
+
+    def noting(scores: Tensor, target: Tensor) -> Tensor:
+        noted.append(scores.detach().mean())
+        return functional.cross_entropy(scores, target)
+
+    def counting(scores: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(scores, target, ignore_index=IGNORED)
+
+    two_micro_batches(noting, 2, torch.tensor([0, 1, 1, 2]))
+    assert len(noted) == 5
+    assert all(type(one) is Tensor for one in noted)
+    got, want = two_micro_batches(counting, 2, torch.tensor([0, IGNORED, 1, 2]))
+    assert calls == 5
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+class Looking(nn.Module):
+    """Reads its outputs in every second step of two calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+        if self.calls % 4 >= 2:
+            assert torch.isfinite(scores).all()
+        self.calls += 1
+        return functional.cross_entropy(scores, target)
+
+
+@pytest.mark.usefixtures("alone")
+def test_in_steps_in_which_a_loss_cannot_run_ahead_all_micro_batches_count_alike() -> None:
+    got, want = two_micro_batches(Looking(), 4, torch.tensor([0, 1, 1, 2]))
+    assert got == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.ones(256)), functional.cross_entropy]
+)
+def test_bytes_as_targets_ignore_nothing(loss: Loss) -> None:
+    got, want = two_micro_batches(loss, 1, torch.tensor([156, 156, 1, 2], dtype=torch.uint8), 256)
+    assert got == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.usefixtures("alone")
