@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import distributions_unvalidated, hooks_in_words, is_compiled, is_exported, needs_values
+from bapipe.torch_private import distributions_unvalidated, hooks_in_words, is_compiled, is_exported
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
-from bapipe.tracing.recording import NotRecorded
+from bapipe.tracing.recording import why_not_recorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
 
@@ -110,16 +110,11 @@ def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
         failed: how torch.fx failed.
         recorded: how recording failed, if that was tried: it runs the code as it is, so it knows better.
     """
-    cause = (recorded or failed).cause
-    line = failed_line(cause) or ""
-    if recorded is None:
-        without_values = "; a forward is traced without values, so it cannot branch on tensors"
-        return f"{_first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
-    if needs_values(cause):
-        return f"it uses values of tensors, which are not known while it is traced{line}"
-    if not isinstance(cause, NotRecorded):
-        return f"it fails on tensors without values: {type(cause).__name__}: {_first_line(cause)}{line}"
-    return f"{_first_line(cause)}{line}"
+    if recorded is not None:
+        return why_not_recorded(recorded.cause)
+    cause, line = failed.cause, failed_line(failed.cause) or ""
+    without_values = "; a forward is traced without values, so it cannot branch on tensors"
+    return f"{_first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
 
 
 class _Leaves:

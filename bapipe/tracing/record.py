@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bapipe.errors import first_line
 from bapipe.torch_device import CPU
 from bapipe.torch_private import (
     FakeTensor,
@@ -42,10 +41,15 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
-from bapipe.tracing.python_random import all_generators_restored, global_generator_states
+from bapipe.tracing.python_random import (
+    all_generators_restored,
+    generators_restored,
+    global_generator_states,
+    restore_global_generators,
+)
 from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
-from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
+from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import run_with_values
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 
@@ -161,8 +165,10 @@ class _Recorder(TorchFunctionMode):
             register_dataclasses(result)
             leaves, spec = tree_flatten(result)
             returned = tuple(self._returned(leaf) for leaf in leaves)
+        except _StartAgain as error:
+            raise TracingFailed(error.path, error.cause) from error
         except Exception as error:  # whatever the model's own code raises without values
-            raise TracingFailed(error.path if isinstance(error, _StartAgain) else "", error) from error
+            raise TracingFailed("", error) from error
         return Recording(
             calls=tuple(self._calls),
             returned=returned,
@@ -339,7 +345,7 @@ class _Recorder(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._run_layer(call, module, path, args, kwargs)
 
-        with self._pause():
+        with self._pause(), generators_restored():  # what a layer draws, the forward around it does not
             return self._observed(run, args, kwargs, ("call_module", path), (path, self._num_calls[path]))
 
     def _call_container(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -360,9 +366,10 @@ class _Recorder(TorchFunctionMode):
                 raise
             if path in self._recorded:
                 raise _StartAgain(path, error) from error
-            self._reasons[path] = f"it cannot be traced: {first_line(error)}"
+            self._reasons[path] = f"it cannot be traced: {why_not_recorded(error)}"
         finally:
             self._inside.pop()
+        restore_global_generators(generators)
         num_calls, self._index, self._num_calls = before
         del self._calls[num_calls:]
         return self._call_layer(call, module, path, args, kwargs)

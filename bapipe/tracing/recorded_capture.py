@@ -5,13 +5,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from bapipe.errors import first_line
 from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.record import record
-from bapipe.tracing.recording import Recording
+from bapipe.tracing.recording import Recording, why_not_recorded
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 
 
@@ -33,7 +32,7 @@ def capture_by_recording(
         except TracingFailed as error:
             if not error.path or error.path in reasons:
                 raise
-            reasons[error.path] = f"it cannot be traced: {first_line(error)}"
+            reasons[error.path] = f"it cannot be traced: {why_not_recorded(error.cause)}"
 
 
 def _recordings(

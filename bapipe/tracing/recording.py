@@ -1,16 +1,29 @@
 """What a forward called, with numbers as they were at one batch size."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bapipe.torch_private import TreeSpec
+from bapipe.errors import first_line
+from bapipe.torch_private import TreeSpec, needs_values
 from bapipe.tracing.captured import Autocast
-from bapipe.tracing.code_position import CodeLine
+from bapipe.tracing.code_position import CodeLine, failed_line
 
 
 class NotRecorded(Exception):
     """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
+
+
+def why_not_recorded(error: Exception) -> str:
+    """Says why a forward cannot be recorded that raised an error while it was, and at which line."""
+    line = failed_line(error) or ""
+    if needs_values(error):
+        return f"it uses values of tensors, which are not known while it is traced{line}"
+    text = re.sub(r"\s+", " ", first_line(error))
+    if isinstance(error, NotRecorded):
+        return f"{text}{line}"
+    return f"it fails on tensors without values: {type(error).__name__}: {text}{line}"
 
 
 @dataclass(frozen=True, slots=True)
