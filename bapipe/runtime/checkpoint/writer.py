@@ -101,6 +101,8 @@ class CheckpointWriter:
     def _write(self, manifest: Manifest, copy: HostCopy, numbers: dict[str, Number]) -> None:
         step, state = manifest.position.step, copy.tensors
         try:
+            if self._copy_stream is not None:  # a thread begins on GPU 0, and waiting there makes a context on it
+                torch.cuda.set_device(self._copy_stream.device)
             copy.wait()
             specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(state))
             all_numbers: list[dict[str, Number]] = self._gather(numbers)
