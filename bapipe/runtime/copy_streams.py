@@ -1,6 +1,6 @@
 """Copies between host and GPU beside the GPU's computing, on streams of their own. On a CPU there is nothing to do."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,18 +14,23 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 @contextmanager
-def copying_beside(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[list[Tensor]]:
+def copying_beside(
+    device: torch.device, stream: torch.cuda.Stream | None, sources: Iterable[object]
+) -> Iterator[list[Tensor]]:
     """Copies to the device that start in this context run beside what it computes; what it is given later waits.
 
-    Yields a list, to be filled with the tensors that were copied.
+    If one of the `sources` is on the device already, they begin when it has computed what it was given before, which
+    may be that one. Yields a list, to be filled with the tensors that were copied.
     """
     copied: list[Tensor] = []
     if stream is None:
         yield copied
         return
+    computing = torch.cuda.current_stream(device)
+    if any(isinstance(source, Tensor) and source.device == device for source in sources):
+        stream.wait_stream(computing)
     with torch.cuda.stream(stream):
         yield copied
-    computing = torch.cuda.current_stream(device)
     computing.wait_stream(stream)
     for tensor in copied:  # their memory is of the stream of copies, which must not use it again before
         tensor.record_stream(computing)

@@ -288,7 +288,7 @@ class Pipeline:
         self._traced_numbers.warn_of_changes()
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]
-        with copying_beside(self._device, self._copy_stream) as copied:
+        with copying_beside(self._device, self._copy_stream, (*inputs, target)) as copied:
             loaded = expected.load(inputs, self._plan.minibatch_size)
             if self.needs_target:
                 target = expected.checked("target", target, None, self._plan.minibatch_size)

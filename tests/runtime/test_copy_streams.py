@@ -108,7 +108,7 @@ def test_without_a_gpu_copies_are_made_at_once() -> None:
     copy.wait()
     wait_on_device(torch.device("cpu"), copy.done)
     assert copy.tensors["weight"].item() == 1
-    with copying_beside(torch.device("cpu"), None) as copied:
+    with copying_beside(torch.device("cpu"), None, ()) as copied:
         copied.append(weight)
 
 
@@ -121,10 +121,22 @@ def test_what_is_computed_waits_for_the_inputs(computing: Stream) -> None:
 
     stream: Any = Stream()
     done: list[str] = []
-    with copying_beside(CUDA, stream) as copied:
+    with copying_beside(CUDA, stream, [torch.ones(1)]) as copied:
         torch.cuda.current_stream(CUDA).give(lambda: done.append("copied"))  # type: ignore[attr-defined]
         copied.append(Input())  # type: ignore[arg-type]
     computing.give(lambda: done.append("computed"))
     computing.run_to(computing.num_given)
     assert done == ["copied", "computed"]
     assert recorded == [computing]
+
+
+@pytest.mark.parametrize(("device", "done"), [("cpu", ["augmented", "converted"]), ("meta", ["converted"])])
+def test_what_is_on_the_gpu_is_converted_when_it_is_computed(computing: Stream, device: str, done: list[str]) -> None:
+    """As a channels-last plan converts images; with what is elsewhere, copies begin at once."""
+    seen: list[str] = []
+    stream: Any = Stream()
+    computing.give(lambda: seen.append("augmented"))
+    with copying_beside(torch.device("cpu"), stream, [None, torch.ones(1, device=device)]):
+        torch.cuda.current_stream(CUDA).give(lambda: seen.append("converted"))  # type: ignore[attr-defined]
+    stream.run_to(stream.num_given)
+    assert seen == done
