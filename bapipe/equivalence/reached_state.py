@@ -41,7 +41,7 @@ class KeptState:
         """In this context the code may be called; afterwards its state is as it was when this was made."""
         with ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(state_restored(module))
+                stack.enter_context(state_restored(module, compares=False))
             yield
         for restore in self._restores:
             restore()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor
+from bapipe.torch_private import FakeTensor, version
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
@@ -22,7 +22,9 @@ GeneratorStates = list[tuple[torch.Generator | random.Random, Any]]
 
 
 @contextmanager
-def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[dict[int, Tensor]]:
+def state_restored(
+    module: nn.Module, *, parameters: bool = False, compares: bool = True
+) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
     Attributes that are not immutable are replaced by copies meanwhile. What a forward changes outside of the module,
@@ -30,12 +32,14 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
 
     Args:
         parameters: whether to restore the values of parameters too, for which these are copied.
+        compares: whether tensors that have changed are found by comparing them, which waits for a GPU; else by torch's
+            counts of writes, which miss those of batch norm and those to `tensor.data`.
     """
     modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     hidden = {id(tensor): tensor for tensor in hidden_tensors(module).values()}
     own = _tensors(modules)
     values = [
-        (tensor, tensor.detach().clone())
+        (tensor, tensor.detach().clone(), version(tensor))
         for tensor in (own | hidden).values()
         if _has_value(tensor) and (parameters or id(tensor) in hidden or not isinstance(tensor, nn.Parameter))
     ]
@@ -50,7 +54,7 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
     copies: dict[int, Any] = {id(one): one for one in kept}  # lives as long as weak references to copies are needed
     set_attributes(copied(changing, copies))
     try:
-        yield {id(tensor): value for tensor, value in values}
+        yield {id(tensor): value for tensor, value, _ in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):
             vars(part).clear()
@@ -60,8 +64,9 @@ def state_restored(module: nn.Module, *, parameters: bool = False) -> Iterator[d
                 registry.update(entries)
         restore_generator_states(generators)
         with torch.no_grad():
-            for tensor, value in values:
-                _restore(tensor, value)
+            for tensor, value, count in values:
+                if compares or version(tensor) != count:
+                    _restore(tensor, value)
 
 
 def _has_value(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bapipe
-from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead
+from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead, weighted_loss
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
@@ -325,6 +325,62 @@ def test_losses_that_ignore_nothing_keep_their_value() -> None:
     weights.begin(torch.zeros(2, 4), 1)
     loss = torch.tensor(0.7)
     assert weights.weighted(WeightedLoss(loss, None)) is loss
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_after_the_first_step_no_micro_batch_waits_for_the_gpu(
+    label_smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, target = nn.CrossEntropyLoss(torch.ones(4), label_smoothing=label_smoothing), torch.tensor([0, 1, 2, 2])
+    weights = _weights(loss, [0, 1], lambda part: part)
+    waits: list[str] = []
+
+    def waiting(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*given: Any) -> Any:
+            waits.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    weights.begin(target, 2)
+    waiting(torch, "equal")
+    waiting(Tensor, "__bool__")
+    waiting(Tensor, "item")
+    weights.begin(target, 2)
+    total = weighted_loss(loss, torch.zeros(2, 4), target[:2])
+    assert weights.weighted(total).item() == pytest.approx(1.3863, abs=1e-4)  # log 4
+    assert waits == ["item"]  # of this test
+
+
+def test_class_weights_that_become_zero_between_steps_are_seen() -> None:
+    """Smoothed labels of classes without weight count, so the loss is no mean over targets any more."""
+    weight = torch.ones(4)
+    loss, target = nn.CrossEntropyLoss(weight, label_smoothing=0.1), torch.tensor([0, 1])
+    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+    weight[3] = 0
+    assert weighted_loss(loss, torch.zeros(2, 4), target).weight is None
+    weight[3] = 2
+    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+
+
+def test_a_loss_keeps_its_buffers() -> None:
+    class Counted(nn.CrossEntropyLoss):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, scores: Tensor, target: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return super().forward(scores, target)
+
+    loss = Counted()
+    weights = _weights(loss, [0, 1], lambda part: part)
+    weights.begin(torch.tensor([0, 1, 2, 2]), 2)
+    assert loss.calls == 0
 
 
 def _weights(loss: Loss, microbatches: list[int], total: Callable[[Tensor], Tensor]) -> LossWeights:
