@@ -6,15 +6,11 @@ They are written as torch writes them: `0SEND_F1`, `1RECV_F1`. torch lowers too 
 knows one rank per stage; here a stage may have replicas, which take the micro-batches in turn.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bapipe.errors import BapipeError, InvalidSchedule
 from bapipe.schedules.table import Action, Phase, Schedule, dependencies, is_ready
-
-_RECEIVE = re.compile(r"(\d+)RECV_([FB])(\d+)")
-_TAKES = re.compile(r"(\d+)([FBI])(\d+)")
 
 
 def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
@@ -126,11 +122,14 @@ def _blocked(schedule: Schedule, reached: Sequence[int]) -> str:
 
 
 def lower_for(schedule: Schedule, *, gloo: bool) -> tuple[tuple[str, ...], ...]:
-    """Returns each rank's lowered actions with the receives where they are best posted: with gloo, or with NCCL."""
+    """Returns each rank's lowered actions with the receives where they are best posted: with gloo, or with NCCL.
+
+    With NCCL a receive waits on the GPU. Where `lower_schedule` has it, its send needs nothing that the receiver has
+    not been given before. Earlier it could need a later action of the receiver, whose host, if it waits for the GPU
+    meanwhile, never gets there: as CUDA does when it first loads a kernel, and torch's allocator when memory is short.
+    """
     lowered = lower_schedule(schedule)
-    if gloo:
-        return tuple(map(receives_at_step_start, lowered))
-    return tuple(receives_one_ahead(actions, schedule) for actions in lowered)
+    return tuple(map(receives_at_step_start, lowered)) if gloo else lowered
 
 
 def receives_at_step_start(actions: Sequence[str]) -> tuple[str, ...]:
@@ -140,42 +139,6 @@ def receives_at_step_start(actions: Sequence[str]) -> tuple[str, ...]:
     transfer to a busy rank overlaps what that rank computes.
     """
     return (*(a for a in actions if "RECV" in a), *(a for a in actions if "RECV" not in a))
-
-
-def receives_one_ahead(actions: Sequence[str], schedule: Schedule) -> tuple[str, ...]:
-    """Returns a rank's lowered actions with one receive of each peer ahead of the one that an action waits for.
-
-    NCCL starts a transfer when both ends are posted and what their streams held then is computed. A receive that is
-    posted with the action before the one that takes it would wait for that action, and the sender's later transfers
-    behind it. More than one ahead would wait on the GPU as well, and take multiprocessors from what it computes.
-
-    Each rank keeps the order of what a peer sends, and transfers in either direction have queues of their own
-    (`Channels`). So a receive posted early delays nothing but later ones of the same peer: no order deadlocks that
-    `lower_schedule` allows.
-    """
-    queues: dict[int, list[str]] = {}  # the receives of each peer, in the order in which it sends
-    for text in actions:
-        if match := _RECEIVE.fullmatch(text):
-            source = int(match[1]) + (-1 if match[2] == "F" else 1)
-            queues.setdefault(schedule.rank_of(source, int(match[3])), []).append(text)
-    place = {text: (peer, index) for peer, queue in queues.items() for index, text in enumerate(queue)}
-    placed = [queue[0] for queue in queues.values()]
-    num_posted = dict.fromkeys(queues, 1)
-    for text in actions:
-        if text in place:
-            continue
-        if needed := place.get(_receive_for(text)):
-            peer, index = needed
-            placed += queues[peer][num_posted[peer] : index + 2]
-            num_posted[peer] = max(num_posted[peer], min(index + 2, len(queues[peer])))
-        placed.append(text)
-    return tuple(placed)
-
-
-def _receive_for(text: str) -> str:
-    """Returns the name of the receive whose tensors an action takes, if it receives any; "" for W and for sends."""
-    match = _TAKES.fullmatch(text)
-    return f"{match[1]}RECV_{'F' if match[2] == 'F' else 'B'}{match[3]}" if match else ""
 
 
 def _check_neighbours(schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""What the runtime calls when tensors are not sent by gloo, run by NCCL's rules: no deadlock, and no slower than predicted.
+"""What the runtime calls when tensors are not sent by gloo, run by NCCL's rules: no deadlock, and about as fast as predicted.
 
 Each rank runs a step in this process, in a group of torch's for tests whose transfers do nothing; its calls are recorded.
 """
@@ -23,7 +23,6 @@ from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.lowering import lower_schedule, receives_one_ahead
 from bapipe.runtime.process_groups import connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
@@ -32,12 +31,15 @@ from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
-from tests.oracles.nccl_queues import Call, Compute, Post, Wait, step_ns
+from tests.oracles.nccl_queues import Call, Compute, Post, Wait, gets_through_if_hosts_wait, step_ns
 from tests.runtime.test_transfers import random_schedule
 from tests.strategies import drawn, examples
 
 CPU = torch.device("cpu")
 NAMED = [name for name in ALL if name not in SIDE_BY_SIDE]
+
+SLOWER = {"gpipe": 0.05, "gpipe-2bp": 0.05, "v-half": 0.04, "looped-bfs": 0.11}
+"""By how much a step is longer than predicted if a transfer takes 10 % of a forward; others 0.03."""
 
 
 class Scale(nn.Module):
@@ -163,14 +165,25 @@ def predicted_ns(schedule: Schedule, stages: Sequence[Stage]) -> int:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_named_schedules_are_as_fast_as_predicted(name: str) -> None:
+def test_named_schedules_are_about_as_fast_as_predicted(name: str) -> None:
     schedule = ALL[name](8, 16)
     calls = recorded_calls(schedule, equal_stages(schedule, 0), 0)
     for transfer_ns, random in ((20_000, None), (100_000, None), (100_000, Random(1))):
         stages = equal_stages(schedule, transfer_ns, random)
-        found = step_ns(timed(calls, schedule, stages, transfer_ns))
-        assert found is not None
-        assert found <= 1.02 * predicted_ns(schedule, stages)
+        own, exact_ns = timed(calls, schedule, stages, transfer_ns), predicted_ns(schedule, stages)
+        slower = SLOWER.get(name, 0.03) * transfer_ns / 100_000
+        for one_queue, limit in ((False, 1 + slower), (True, 1 + 2 * slower)):
+            found = step_ns(own, one_queue=one_queue)
+            assert found is not None
+            assert found <= limit * exact_ns
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_host_may_wait_for_its_gpu_at_any_time(name: str) -> None:
+    """As when CUDA loads a kernel in the first step, and when torch's allocator is short of memory."""
+    for num_ranks, num_microbatches in ((2, 2), (3, 4), (4, 8)):
+        schedule = ALL[name](num_ranks, num_microbatches)
+        assert gets_through_if_hosts_wait(recorded_calls(schedule, equal_stages(schedule, 0), 0))
 
 
 def timed(
@@ -197,7 +210,10 @@ def timed(
 @examples(15)
 def test_random_schedules_do_not_deadlock(schedule: Schedule) -> None:
     stages = equal_stages(schedule, 50_000, Random(0))
-    assert step_ns(recorded_calls(schedule, stages, 50_000)) is not None
+    calls = recorded_calls(schedule, stages, 50_000)
+    assert step_ns(calls) is not None
+    assert step_ns(calls, one_queue=True) is not None
+    assert gets_through_if_hosts_wait(calls)
 
 
 def test_the_rules_find_a_deadlock_and_a_delay() -> None:
@@ -208,10 +224,16 @@ def test_the_rules_find_a_deadlock_and_a_delay() -> None:
     assert step_ns([[Wait(7)], []]) is None
 
 
-def test_one_receive_of_each_peer_stands_ahead() -> None:
-    schedule = ALL["1f1b"](3, 4)
-    middle = lower_schedule(schedule)[1]
-    assert " ".join(receives_one_ahead(middle, schedule)) == (
-        "1RECV_F0 1RECV_B0 1RECV_F1 1F0 1SEND_F0 1RECV_F2 1F1 1SEND_F1 1RECV_B1 1B0 1SEND_B0 1RECV_F3 1F2 1SEND_F2 "
-        "1RECV_B2 1B1 1SEND_B1 1F3 1SEND_F3 1RECV_B3 1B2 1SEND_B2 1B3 1SEND_B3"
-    )
+def test_the_rules_find_what_one_queue_and_waiting_hosts_cannot_do() -> None:
+    """A receive that is posted before a send on which it depends, through a third rank."""
+    ring: list[list[Call]] = [
+        [Post(0, "", 2, False, 5), Wait(0), Post(1, "", 1, True, 5)],
+        [Post(0, "", 0, False, 5), Compute(1), Post(1, "", 2, True, 5), Wait(0)],
+        [Post(0, "", 1, False, 5), Wait(0), Post(1, "", 0, True, 5)],
+    ]
+    assert step_ns(ring) == 16
+    assert step_ns(ring, one_queue=True) is None
+    assert not gets_through_if_hosts_wait(ring)
+    ring[1] = [Compute(1), Post(1, "", 2, True, 5), Post(0, "", 0, False, 5), Wait(0)]
+    assert step_ns(ring, one_queue=True) == 16
+    assert gets_through_if_hosts_wait(ring)
