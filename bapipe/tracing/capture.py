@@ -17,7 +17,7 @@ from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.recorded_capture import capture_by_recording
-from bapipe.tracing.recording import why_not_recorded
+from bapipe.tracing.recording import ExamplesFail, why_not_recorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
 
@@ -97,9 +97,11 @@ def _capture_with_leaves(
             return leaves.capture(module, num_inputs)
         except TracingFailed as error:
             failed = error
+    advice = "put this code into a module of its own, which is then one layer"
+    if recorded is not None and isinstance(recorded.cause, ExamplesFail):
+        advice = "a model must take any number of samples like those of its example inputs"
     raise InvalidModel(
-        f"{type(module).__name__} cannot be traced: {_reason(failed, recorded)}; put this code into a module of its "
-        "own, which is then one layer"
+        f"{type(module).__name__} cannot be traced: {_reason(failed, recorded)}; {advice}"
     ) from failed.cause
 
 

@@ -45,24 +45,32 @@ def autocast_of_training(dtype: torch.dtype | None) -> AbstractContextManager[No
     return nullcontext() if dtype is None else autocast_everywhere(dtype)
 
 
-@contextmanager
-def autocast_everywhere(dtype: torch.dtype | None) -> Iterator[None]:
+def autocast_everywhere(dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """Turns autocast on for every kind of device, or off if `dtype` is None.
 
     `torch.autocast` does so for one kind, and not for a GPU where there is none. Nothing that was cast is kept.
     """
+    modes = autocast_modes().values()
+    return autocast_as({m.device_type: Autocast(m.device_type, dtype or m.dtype, dtype is not None) for m in modes})
+
+
+@contextmanager
+def autocast_as(modes: Mapping[str, Autocast]) -> Iterator[None]:
+    """In this context operators run in these modes, by kind of device; nothing that was cast is kept."""
     before, cached = autocast_modes(), torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    for kind in _KINDS:
-        torch.set_autocast_enabled(kind, dtype is not None)
-        torch.set_autocast_dtype(kind, before[kind].dtype if dtype is None else dtype)
+    _set_autocast(modes)
     try:
         yield
     finally:
-        for kind, mode in before.items():
-            torch.set_autocast_enabled(kind, mode.enabled)
-            torch.set_autocast_dtype(kind, mode.dtype)
+        _set_autocast(before)
         torch.set_autocast_cache_enabled(cached)
+
+
+def _set_autocast(modes: Mapping[str, Autocast]) -> None:
+    for kind, mode in modes.items():
+        torch.set_autocast_enabled(kind, mode.enabled)
+        torch.set_autocast_dtype(kind, mode.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ from bapipe.tracing.python_random import (
 from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
-from bapipe.tracing.run_with_values import run_with_values
+from bapipe.tracing.run_with_values import ExampleForward
 from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
 
 
@@ -84,7 +84,8 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
             torch.empty((batch, *e.shape[1:]), dtype=e.dtype, device=device).requires_grad_(e.requires_grad)
             for e in inputs
         )
-        return _Recorder(own, module, names, leaf_modules, generator_fault).run(examples)
+        forward = ExampleForward(module, inputs, batch, device)
+        return _Recorder(own, module, names, leaf_modules, generator_fault, forward).run(examples)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -131,6 +132,7 @@ class _Recorder(TorchFunctionMode):
         names: dict[int, str],
         leaf_modules: frozenset[str],
         generator_fault: Callable[[object], str | None],
+        forward: ExampleForward,
     ) -> None:
         super().__init__()
         self._module, self._original, self._leaf_modules = module, original, leaf_modules
@@ -147,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         self._recorded: set[str] = set()  # paths of modules whose own code was recorded
         self._reasons: dict[str, str] = {}  # why modules became leaf modules, by path
         self._paused = False
-        self._generator_fault = generator_fault
+        self._generator_fault, self._forward = generator_fault, forward
         self._values = ConstantValues()
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
 
@@ -375,14 +377,14 @@ class _Recorder(TorchFunctionMode):
         return self._call_layer(call, module, path, args, kwargs)
 
     def _run_layer(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
-        """Runs a layer; if its code needs values, runs the original's copy on random values."""
+        """Runs a layer; if its code needs values, returns what a forward on the examples shows."""
         try:
             return call(module, *args, **kwargs)
         except Exception as error:  # whatever its code raises without values
             original = self._original.get_submodule(path)
             if any(tensor.is_meta for tensor in (*original.parameters(), *original.buffers())):
                 raise error
-            return run_with_values(original, args, kwargs)
+            return self._forward.result(path, self._num_calls[path], args, kwargs)
 
     def _apply(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an autograd function, whose code is not looked into."""

@@ -1,6 +1,5 @@
 """What a forward called, with numbers as they were at one batch size."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +14,24 @@ class NotRecorded(Exception):
     """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
 
 
+class ExamplesFail(NotRecorded):
+    """A forward on rows of the example inputs fails, so nothing shows what a layer returns that needs values."""
+
+
 def why_not_recorded(error: Exception) -> str:
     """Says why a forward cannot be recorded that raised an error while it was, and at which line."""
     line = failed_line(error) or ""
     if needs_values(error):
         return f"it uses values of tensors, which are not known while it is traced{line}"
-    text = re.sub(r"\s+", " ", first_line(error))
     if isinstance(error, NotRecorded):
-        return f"{text}{line}"
-    return f"it fails on tensors without values: {type(error).__name__}: {text}{line}"
+        return f"{first_line(error)}{line}"
+    return f"it fails on tensors without values: {in_words(error)}{line}"
+
+
+def in_words(error: Exception) -> str:
+    """Returns the type of an error and the first line of its text."""
+    text = " ".join(first_line(error).split())
+    return f"{type(error).__name__}: {text}"
 
 
 @dataclass(frozen=True, slots=True)

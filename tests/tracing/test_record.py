@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet, Distribution, Exponential, Normal, kl_divergence
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
@@ -193,6 +194,91 @@ def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any,
     assert list(captured.layer_of_call.values()) == ["first", "inner", "last"]
     assert list(captured.leaf_reasons) == ["inner"]
     assert reason in captured.leaf_reasons["inner"]
+
+
+class Images(nn.Module):
+    """Puts rows of images in the places of words that stand for them, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 6)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        self.calls += 1
+        places = words == 7
+        if int(places.sum()) != len(images.flatten(0, 1)):
+            raise ValueError(f"{places.sum()} places for {len(images.flatten(0, 1))} images")
+        return self.words(words).masked_scatter(places[..., None].expand(-1, -1, 6), images)
+
+
+class Resized(nn.Module):
+    """Crops images to as many rows as the largest word says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        return self.scale * functional.adaptive_avg_pool2d(images[:, None], (int(words.max()) - 4, 6))[:, 0]
+
+
+class WordsAndImages(nn.Module):
+    def __init__(self, merge: nn.Module) -> None:
+        super().__init__()
+        self.merge, self.last = merge, nn.Linear(6, 6)
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        merged = self.merge(words, images)
+        return self.last(merged.view(len(words), -1, 6))  # torch.fx does not know a length
+
+
+@pytest.mark.parametrize(("kind", "num_rows"), [(Images, 4), (Resized, 3)])
+def test_layers_that_need_values_get_those_of_the_examples(kind: type[nn.Module], num_rows: int) -> None:
+    module = WordsAndImages(kind())
+    before = copy.deepcopy(module.state_dict())
+    words, images = torch.tensor([[1, 7, 7, 0], [7, 2, 3, 7]]), torch.randn(2, 2, 6)
+    captured = capture_by_recording(module, (words, images), ())
+    assert list(captured.layer_of_call.values()) == ["merge", "last"]
+    assert captured.sizes is not None
+    shapes = {call: shape.dims for call, (shape, _) in captured.sizes.items() if call in captured.layer_of_call}
+    assert list(shapes.values()) == [(5, num_rows, 6), (5, num_rows, 6)]
+    torch.testing.assert_close(module.state_dict(), before)
+    assert torch.equal(captured.module(words, images)[0], module(words, images))
+
+
+def test_a_forward_on_the_examples_that_fails_is_said_to() -> None:
+    words, images = torch.tensor([[1, 7, 0, 0], [7, 2, 3, 7]]), torch.randn(2, 2, 6)
+    with pytest.raises(InvalidModel) as error:
+        trace(WordsAndImages(Images()), [words, images])
+    assert str(error.value).startswith(
+        "WordsAndImages cannot be traced: a forward of 5 samples, rows of the example inputs, fails: ValueError: 7 places "
+        f"for 10 images ({__name__}, line "
+    )
+    assert str(error.value).endswith("; a model must take any number of samples like those of its example inputs")
+
+
+class ReadsTypes(nn.Module):
+    """One layer that needs values turns autocast off, and what follows asks for the type that the other one computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (Code(lambda self, x: x if x.sum() > 0 else -x) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.first(x)
+        x = self.second(x)
+        if x.dtype != torch.bfloat16:
+            raise ValueError(f"{x.dtype}")
+        return x
+
+
+def test_the_examples_forward_has_the_autocast_of_the_recording() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        captured = capture_by_recording(ReadsTypes(), (torch.zeros(3, 6),), ())
+    assert list(captured.layer_of_call.values()) == ["first", "second"]
 
 
 class Variational(nn.Module):
