@@ -103,3 +103,17 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text that is not blank, or the name of its class if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Returns the error that an error came from, through all those in between."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
+    error = root_cause(error)
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"

@@ -30,7 +30,7 @@ from tempfile import TemporaryFile
 from types import FunctionType
 from typing import Any
 
-from bapipe.errors import BapipeError, first_line
+from bapipe.errors import BapipeError, one_line
 from bapipe.stop_signals import ENDING
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -172,20 +172,6 @@ def run_child() -> None:
         if stream is not None:  # as it is if the program that started this process had closed it
             stream.flush()
     os._exit(code)  # torch's destructors would complain about peers that have ended
-
-
-def root_cause(error: BaseException) -> BaseException:
-    """Returns the error that an error came from, through all those in between."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def one_line(error: BaseException) -> str:
-    """Returns type and first line of the root cause of an error, which torch wraps in a long list of its arguments."""
-    error = root_cause(error)
-    kind, text = type(error).__name__, first_line(error)
-    return kind if text == kind else f"{kind}: {text}"
 
 
 def _encoded_job(function: Callable[..., object], arguments: Sequence[object]) -> bytes:

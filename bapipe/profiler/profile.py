@@ -11,11 +11,10 @@ import msgspec
 
 from bapipe._optional import require_torch
 from bapipe.device_types import type_of_kind
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, RunFailed, root_cause
 from bapipe.formats.cache import load_profile, profile_path, store_profile, store_unfinished_profile
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.processes import root_cause
 from bapipe.profiler.co_runners import co_runners
 from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from bapipe.equivalence import WeightedLoss, check_scalar, weighted_loss
-from bapipe.errors import BapipeError, LayerFailed
-from bapipe.processes import one_line
+from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, check_outputs
 from bapipe.runtime.loss_weights import LossWeights

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from bapipe.errors import BapipeError, LayerFailed
-from bapipe.processes import one_line, root_cause
+from bapipe.errors import BapipeError, LayerFailed, one_line, root_cause
 from bapipe.schedules.table import Action, Phase
 
 _CHANGED = "modified by an inplace operation"

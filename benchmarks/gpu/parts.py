@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bapipe.processes import one_line, root_cause
+from bapipe.errors import one_line, root_cause
 from bapipe.torch_device import current_device, is_out_of_memory, prepare_cpu
 from benchmarks.gpu.correctness import correct_schedules
 from benchmarks.gpu.facts import machine_facts

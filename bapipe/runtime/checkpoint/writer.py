@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, RunFailed, one_line
 from bapipe.formats.codec import write_bytes
 from bapipe.job.groups import new_proven_group
-from bapipe.processes import one_line
 from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_checkpoints, unfinished_folder
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped
+from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line, root_cause
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, wait_for_all
 from bapipe.job.secret import job_secret
-from bapipe.processes import one_line, root_cause
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torch_device import CPU, current_device, is_out_of_memory, prepare_cpu, visible_place
