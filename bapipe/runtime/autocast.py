@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Autocast(nn.Module):
+class AutocastStage(nn.Module):
     """A stage's module under `torch.autocast`; its outputs have the types that the next stage expects."""
 
     def __init__(

@@ -24,7 +24,7 @@ from bapipe.equivalence import (
 from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
-from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.replica_state import check_changes_of_replicas, with_replicas
@@ -196,7 +196,7 @@ def _as_planned(
     module: nn.Module = stage_module(parts, index, device)
     examples = [parts.examples[name] for name in tensors.outputs]
     if conditions.autocast is not None:
-        module = Autocast(module, device, conditions.autocast, [example.dtype for example in examples])
+        module = AutocastStage(module, device, conditions.autocast, [example.dtype for example in examples])
     never_split = has_hooks_of_the_model(module)
     recomputed = RecomputedStage(module, device) if recompute else None
     return Stage(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence import LossModule, WeightsAhead
 from bapipe.formats.plan import Plan
-from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluate.forward import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
@@ -121,7 +121,7 @@ class ExecutorFactory:
 
     def _with_autocast(self, module: nn.Module, outputs: Sequence[torch.dtype]) -> nn.Module:
         """Returns a stage's module, under autocast if that is on."""
-        return module if self.autocast is None else Autocast(module, self.layout.device, self.autocast, outputs)
+        return module if self.autocast is None else AutocastStage(module, self.layout.device, self.autocast, outputs)
 
     def _loss_of_stage_outputs(self, model: TracedModel) -> LossModule:
         """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""

@@ -14,7 +14,7 @@ from bapipe.equivalence import Conditions, Difference, Equivalence, Stage, Unche
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime import stage_check
-from bapipe.runtime.autocast import Autocast
+from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.recompute import RecomputedStage
 from tests.multiprocess.runtime_cases import make_plan
@@ -101,12 +101,12 @@ def test_a_recomputation_that_computes_something_else_is_found(monkeypatch: pyte
 
 @pytest.mark.usefixtures("alone")
 def test_a_stage_that_fails_under_autocast_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(Autocast):
+    class Failing(AutocastStage):
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             outputs = super().forward(*args, **kwargs)
             return tuple(output * 3 for output in outputs)
 
-    monkeypatch.setattr(stage_check, "Autocast", Failing)
+    monkeypatch.setattr(stage_check, "AutocastStage", Failing)
     assert build(WHOLE).stages
     with pytest.raises(InvalidModel, match=r"^under autocast the stages would not train as the module does: the loss"):
         build(WHOLE, autocast=torch.bfloat16)
