@@ -3,15 +3,11 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import dtype_name
-
-Loss = Callable[[Any, Tensor], Tensor]
-"""(what the last stage returns, target) -> mean loss over the micro-batch, a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.optimizers import check_clip_norm
@@ -20,7 +21,6 @@ from bapipe.runtime.data.batch_check import BatchSpec
 from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
-from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import (
     OptimizerFactory,

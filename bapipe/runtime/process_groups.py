@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.job.groups import new_proven_group
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast
 from bapipe.runtime.tied_weights import TiedGradients

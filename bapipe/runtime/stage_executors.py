@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence import LossModule, WeightsAhead
+from bapipe.equivalence.outcome import Loss
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluate.forward import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
-from bapipe.runtime.local_stage import LocalStage, Loss
+from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import bapipe
 from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead, weighted_loss
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, LayerFailed
-from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import Tensor, nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
-from bapipe.runtime.local_stage import Loss
 from bapipe.runtime.optimizer import OptimizerFactory, optimizer_factory, sgd
 from bapipe.runtime.pipeline import Pipeline
 from tests.multiprocess.runtime_cases import make_plan
