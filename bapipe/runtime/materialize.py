@@ -1,6 +1,5 @@
 """Real storage and initial values for the layers of some stages; all others stay on, or go to, the meta device."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private import give_storage, reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
 from bapipe.tracing.stages import Split
@@ -74,11 +74,6 @@ def _all_tensors(*modules: nn.Module) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def layer_seed(seed: int, layer: str) -> int:
-    """Returns the seed under which a layer draws its initial values."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{layer}".encode()).digest()[:7])
-
-
 def _check_not_dropped(unset: dict[str, Tensor]) -> None:
     dropped = next((name for name, tensor in unset.items() if hasattr(tensor, _DROPPED)), None)
     if dropped is not None:
@@ -101,7 +96,7 @@ def _initialize_layer(
         _swap(tensor, _filled_with_marker(tensor))
     written = {id(tensor) for tensor in unset.values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(layer_seed(seed, layer))
+        torch.manual_seed(derived_seed(seed, layer))
         for module in _owners(root, layer, unset):
             with _unchanged(t for t in _may_be_reset(module, initialize) if id(t) not in written):
                 reset_layer(module, initialize)

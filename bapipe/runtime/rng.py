@@ -4,9 +4,13 @@ import hashlib
 
 import torch
 
-from bapipe.runtime.materialize import layer_seed
 from bapipe.schedules.table import Action
 from bapipe.tracing.python_random import seed_cpu_generators, set_generators
+
+
+def derived_seed(seed: int, what: str) -> int:
+    """Returns the seed for one of the things that a run draws: a layer's initial values, an epoch's order, an item."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{what}".encode()).digest()[:7])
 
 
 class PerOperatorRng:
@@ -49,7 +53,7 @@ class PerOperatorRng:
 
 def seed_step(seed: int, rank: int, step: int) -> None:
     """Seeds the global random number generators from (seed, rank, step), so that a resumed run draws the same."""
-    value = layer_seed(seed, f"rank {rank} step {step}")
+    value = derived_seed(seed, f"rank {rank} step {step}")
     torch.manual_seed(value)
     set_generators(value)
 
@@ -60,4 +64,4 @@ def seed_item(seed: int, data: str, index: int | None) -> None:
     Each rank loads the parts of an item that it uses for itself, so all must draw the same. `data` says which items are
     numbered: those of one pass over the training data, or those to evaluate on.
     """
-    seed_cpu_generators(layer_seed(seed, f"{data} item {index}"))
+    seed_cpu_generators(derived_seed(seed, f"{data} item {index}"))

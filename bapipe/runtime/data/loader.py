@@ -21,9 +21,8 @@ from bapipe.formats.plan import Plan
 from bapipe.processes import end_with
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
-from bapipe.runtime.materialize import layer_seed
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.rng import seed_item
+from bapipe.runtime.rng import derived_seed, seed_item
 from bapipe.stop_signals import ignore_signals
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
@@ -158,7 +157,7 @@ class MinibatchSampler(Sampler[BatchRequest]):
 
     def _order(self, epoch: int) -> list[int]:
         num = len(self._dataset)
-        generator = torch.Generator().manual_seed(layer_seed(self._seed, f"epoch {epoch}"))
+        generator = torch.Generator().manual_seed(derived_seed(self._seed, f"epoch {epoch}"))
         order: list[int] = torch.randperm(num, generator=generator).tolist()
         if not self._dataset.bucket_shapes:
             return order

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.materialize import layer_seed
+from bapipe.runtime.rng import derived_seed
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 
 _ITEMS_PER_HELD_OUT_ITEM = 10
@@ -42,6 +42,6 @@ def hold_out(
 
 
 def _shuffled(num: int, seed: int) -> Sequence[int]:
-    generator = torch.Generator().manual_seed(layer_seed(seed, "held out"))
+    generator = torch.Generator().manual_seed(derived_seed(seed, "held out"))
     order: list[int] = torch.randperm(num, generator=generator).tolist()
     return order
