@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, did_you_mean
 from bapipe.optimizers import MOMENTUM, default_arguments
 from bapipe.runtime.clock import Clock
 
@@ -44,8 +43,7 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
             f"{', '.join(sorted(TORCH_OPTIMIZERS))}"
         )
     if kind is None:
-        close = get_close_matches(name.lower(), TORCH_OPTIMIZERS, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
+        hint = did_you_mean(name.lower(), TORCH_OPTIMIZERS) or f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
         raise BapipeError(f"torch.optim has no optimizer '{name}'{hint}")
     keywords = dict(arguments) or default_arguments(name)
 
