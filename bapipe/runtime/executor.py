@@ -111,7 +111,7 @@ class ScheduleExecutor:
             self._transfers.release_all()
         if target is None:
             return None
-        zero = torch.zeros_like(target, dtype=torch.float32).sum()  # a replica may have run no micro-batch
+        zero = torch.zeros((), dtype=torch.float32, device=target.device)  # a replica may have run no micro-batch
         return torch.stack([zero, *self._losses.values()]).sum()
 
     @property
