@@ -157,7 +157,7 @@ class ForwardExecutor:
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields (micro-batch, output) of the last stage on this rank."""
         width = len(self._schedule.order)
-        transfers = _Transfers(self._parts, rows, self._examples, self._layout.device, self._channels, width)
+        transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
         for stage, kind, m in self._actions(len(rows)):
             if kind == "RECV_F":
                 transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
@@ -198,7 +198,7 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 
 @dataclass(slots=True)
-class _Transfers:
+class _StageTensors:
     """Tensors on their way between stages; dicts are by (stage, micro-batch).
 
     Attributes:
@@ -206,7 +206,7 @@ class _Transfers:
         outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
         received: buffers of receives that were posted.
         max_sends: how many sends of an output are not waited for.
-        sent: sends of an output that were posted, with their tensors, which must live until they are done.
+        sent: sends of an output that were posted; a work holds its tensor.
     """
 
     parts: Split
@@ -217,7 +217,7 @@ class _Transfers:
     max_sends: int
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
-    sent: deque[list[tuple[Any, Tensor]]] = field(default_factory=deque)
+    sent: deque[list[Any]] = field(default_factory=deque)
 
     def receive(self, stage: int, microbatch: int, source: int) -> None:
         """Posts the receives of a stage's inputs."""
@@ -245,7 +245,7 @@ class _Transfers:
         Waiting for a send never deadlocks, see `finished_sends`.
         """
         tensors = self.outputs.pop((stage, microbatch))
-        self.sent.append([(self.channels.send(tensor, destination), tensor) for tensor in tensors])
+        self.sent.append([self.channels.send(tensor, destination) for tensor in tensors])
         if len(self.sent) > self.max_sends:
             self._wait_for_oldest()
 
@@ -255,7 +255,7 @@ class _Transfers:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        for work, _ in self.sent.popleft():
+        for work in self.sent.popleft():
             work.wait()
 
     def _example(self, size: int, name: str) -> Tensor:
