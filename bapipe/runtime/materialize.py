@@ -24,7 +24,7 @@ def materialize(
     tensors: Sequence[Tensor],
     device: torch.device,
     seed: int,
-    initialize: Callable[[nn.Module], None] | None = None,
+    initialize: Callable[[nn.Module], None] | None,
 ) -> None:
     """Puts some parameters and buffers of a model on a device, in place, and all others on the meta device.
 
