@@ -1,6 +1,6 @@
 """Captures a module by recording what it calls; modules in which that fails become leaf modules."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -28,11 +28,16 @@ def capture_by_recording(
         try:
             with silenced():
                 recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), reasons)
-            return replace(merge(module, recordings, check_size), leaf_reasons=reasons)
+            return replace(merge(module, recordings, check_size), leaf_reasons=_outermost(reasons))
         except TracingFailed as error:
             if not error.path or error.path in reasons:
                 raise
             reasons[error.path] = f"it cannot be traced: {why_not_recorded(error.cause)}"
+
+
+def _outermost(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Returns the reasons of leaf modules without those of modules inside others, which no layer is."""
+    return {path: why for path, why in reasons.items() if not any(path.startswith(f"{outer}.") for outer in reasons)}
 
 
 def _recordings(

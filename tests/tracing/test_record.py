@@ -196,6 +196,20 @@ def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any,
     assert reason in captured.leaf_reasons["inner"]
 
 
+class Drawing(Nested):
+    """Draws a number in Python, around a module that cannot be recorded either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+def test_only_the_outermost_of_nested_leaves_has_a_reason() -> None:
+    module = nn.Sequential(Drawing(lambda self, x: x if x.sum() > 0 else -x), nn.Linear(6, 6))
+    captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
+    assert list(captured.layer_of_call.values()) == ["0", "1"]
+    assert captured.leaf_reasons == {"0": "it cannot be traced: its forward draws random numbers in Python"}
+
+
 class Images(nn.Module):
     """Puts rows of images in the places of words that stand for them, and counts its forwards."""
 
