@@ -98,6 +98,8 @@ def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> in
     dist.all_gather_object(hosts, _host(), group=group)
     if all(host == hosts[0] for host in hosts):
         return 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # NCCL connects rank 0 to each of the others now, which needs memory
     rank, offset_ns = dist.get_rank(group), 0
     for peer in range(1, len(hosts)):
         if rank == 0:

@@ -1,5 +1,6 @@
 """Clocks of CUDA streams and of other hosts, without a GPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,20 @@ def test_every_step_has_an_origin_of_its_own_on_the_given_device(monkeypatch: py
     assert cuda.ns(third) == 19 * 10**6
     assert cuda.length_ns(second, third) == 3 * 10**6  # also of two steps
     assert waits == [CUDA, CUDA]
+
+
+def test_memory_is_freed_before_hosts_are_connected_to_compare_their_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def gathered(hosts: list[object], *_: object, **__: object) -> None:
+        hosts[:] = ["a", "b"]
+
+    group = SimpleNamespace(get_world_size=lambda _: 2, get_rank=lambda _: 0, all_gather_object=gathered)
+    monkeypatch.setattr(clock, "dist", group)
+    monkeypatch.setattr(clock, "_answer_with_time", lambda *_: log.append("connected"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("freed"))
+    assert clock.clock_offset_ns(CUDA, None) == 0
+    assert log == ["freed", "connected"]
 
 
 def test_the_time_is_read_when_the_message_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
