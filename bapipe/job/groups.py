@@ -92,7 +92,7 @@ def init_proven_group(
 
     if kind == "cuda":
         os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(_NCCL_DUMP_MS))
-    # NCCL connects later, when it first needs to.
+        store.set_timeout(timeout)  # NCCL connects later, when it first needs to, and then waits for the others there
     everyone = make(store, timeout, "nccl") if kind == "cuda" else _make_proven(job, make, timeout)
     assert everyone is not None
     _JOBS[everyone] = job

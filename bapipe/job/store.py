@@ -40,6 +40,9 @@ class JobStore(Store):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._channel: Channel = greet_server(connection, secret)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
     def stop_serving(self) -> None:
         """Frees the port, on the rank that serves the store, for another job of this process."""
         if self.server is not None:

@@ -6,10 +6,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.job import secret as secrets
@@ -67,6 +68,14 @@ def test_all_ranks_wait_for_one_another(store: JobStore) -> None:
     for rank in ranks:
         rank.join(20)
     assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_a_key_is_waited_for_as_long_as_the_timeout_that_was_set_last(store: JobStore) -> None:
+    store.set_timeout(timedelta(seconds=0.05))
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="Timed out waiting for the keys group/nobody"):
+        PrefixStore("group", store).get("nobody")
+    assert time.monotonic() - start_s < 10
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -126,15 +126,16 @@ def test_a_rank_hangs_where_nccl_ends_the_others_seconds_after_the_timeout(monke
     watchdog.join()
 
 
-def test_the_watchdog_of_nccl_ends_ranks_a_second_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sleeps four times what the variable says: by default, a minute."""
+def test_what_nccl_waits_for_is_ended_by_the_given_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its watchdog then sleeps four times what the variable says: by default, a minute. A store has 5 minutes."""
     name = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
     monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    seen: list[str | None] = []
+    store: Any = torch.distributed.HashStore()
+    seen: list[tuple[str | None, timedelta]] = []
 
     def noted(*_: object, **__: object) -> None:
-        seen.append(os.environ.get(name))
+        seen.append((os.environ.get(name), store.timeout))
         raise RuntimeError("no GPU")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", noted)
@@ -143,8 +144,8 @@ def test_the_watchdog_of_nccl_ends_ranks_a_second_after_the_timeout(monkeypatch:
         if given:
             monkeypatch.setenv(name, given)
         with pytest.raises(RuntimeError, match="no GPU"):
-            init_proven_group("cuda", torch.distributed.HashStore(), 0, ["cuda0"], b"", timedelta(seconds=1))
-    assert seen == ["250", "15000"]
+            init_proven_group("cuda", store, 0, ["cuda0"], b"", timedelta(hours=1))
+    assert seen == [("250", timedelta(hours=1)), ("15000", timedelta(hours=1))]
 
 
 def test_torch_without_nccl_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
