@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bapipe.equivalence.reached_state import KeptState
 from bapipe.losses import sum_of_weights, weighted_mean
-from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors, version
 
 _CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
 
@@ -201,8 +201,8 @@ _ZEROS = WeakIdKeyDictionary()
 
 
 def _has_zeros(of_classes: Tensor) -> bool:
-    if of_classes not in _ZEROS or _ZEROS[of_classes][0] != of_classes._version:
-        _ZEROS[of_classes] = of_classes._version, bool((of_classes == 0).any())
+    if of_classes not in _ZEROS or _ZEROS[of_classes][0] != version(of_classes):
+        _ZEROS[of_classes] = version(of_classes), bool((of_classes == 0).any())
     found: bool = _ZEROS[of_classes][1]
     return found
 
