@@ -1,6 +1,6 @@
 """What code may change when it is called: modules that it reaches, and numbers that it keeps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -18,15 +18,22 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+_MAX_BYTES = 2**24
+"""Modules with tensors of more bytes are not copied before each call."""
+
+_MAX_ITEMS = 1000
+"""Nor are those with a larger collection in an attribute, such as a vocabulary."""
+
+
 class KeptState:
     """The state that code keeps, where all of it can be put back.
 
     Followed are closures, defaults and globals of functions, owners of methods, and what `partial` holds, to modules,
     tensors and constants. Code that reaches other objects, such as a list in which it notes figures, may change them in
-    ways that nobody else can undo.
+    ways that nobody else can undo; and copying modules that hold much would take too long.
 
     Attributes:
-        is_known: whether it reaches no other objects.
+        is_known: whether it reaches neither of these.
     """
 
     def __init__(self, code: object) -> None:
@@ -72,6 +79,7 @@ class KeptState:
         own = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
         if own:  # those of torch.nn that losses use keep no state
             self._modules.append(module)
+            self.is_known = self.is_known and _holds_little(module)
         for part in own:
             classes = (
                 one for one in type(part).__mro__ if not one.__module__.startswith("torch.") and one is not object
@@ -89,6 +97,16 @@ class KeptState:
                 self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 self._follow(cell.cell_contents)
         self._follow_all(*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _holds_little(module: nn.Module) -> bool:
+    tensors = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    attributes = (value for part in module.modules() for value in vars(part).values())
+    largest = max(
+        (len(value) for value in attributes if isinstance(value, Sized) and not isinstance(value, str | Tensor)),
+        default=0,
+    )
+    return tensors <= _MAX_BYTES and largest <= _MAX_ITEMS
 
 
 def _is_filled(cell: CellType) -> bool:
