@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from bapipe.runtime import pipeline as pipeline_module
+from bapipe.runtime import cut_model as cut_model_module
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import TracedModel, trace
@@ -61,7 +61,7 @@ def trained(loss: Tensor, module: nn.Module) -> Trained:
 @contextmanager
 def traced_once(model: TracedModel) -> Iterator[None]:
     """A pipeline that is made of the model's module does not trace it again."""
-    with patch.object(pipeline_module, "trace", lambda *_, **__: model):
+    with patch.object(cut_model_module, "trace", lambda *_, **__: model):
         yield
 
 
