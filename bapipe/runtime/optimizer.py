@@ -140,7 +140,7 @@ class StageOptimizers:
             BapipeError: there are several, such as one per layer.
         """
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
+        rates = sorted({float(group["lr"]) for group in groups if group.get("lr") is not None})
         if len(rates) > 1:
             raise BapipeError(
                 f"the groups of parameters that `optimizer` made have learning rates of {', '.join(map(str, rates))}, "
@@ -217,8 +217,11 @@ def _keys_made(like: optim.Optimizer, group: Mapping[str, Any], parameter: nn.Pa
     """Returns the keys of the state that an optimizer makes of a parameter, by a step of one as small as can be.
 
     The optimizer is another one of its class, with the options of a group: a factory may note what it has made. None if
-    that cannot be made, or cannot step it, as one that takes sparse gradients only.
+    it is not one of torch's, which may have options that are in no group; or cannot step the parameter, as one that
+    takes sparse gradients only.
     """
+    if not type(like).__module__.startswith("torch.optim"):
+        return None
     shape = (1,) * parameter.dim()
     tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     tiny.grad = torch.zeros_like(tiny)

@@ -1,6 +1,7 @@
 """Optimizers by name, per stage, and their state by the names of parameters."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -190,3 +191,27 @@ def test_every_optimizer_loads_its_own_state_and_refuses_another_s(name: str) ->
         BapipeError, match=r"^the checkpoint has the state of another optimizer: .*else.*; this one makes "
     ):
         made.load_state(others, parameters)
+
+
+class Momentum(optim.SGD):
+    """Has an option of its own that is in no group."""
+
+    def __init__(self, params: Any, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=0.1)
+        self.momentum = momentum
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["momentum"] = self.momentum
+        return super().step(closure)
+
+
+def test_an_optimizer_of_ones_own_loads_its_state() -> None:
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    made = StageOptimizers({0: module}, lambda params: Momentum(params, 0.9), CpuClock())
+    made.step(0)
+    parameters = dict(module.named_parameters())
+    state = made.state(parameters)
+    assert state.tensors
+    made.load_state(state, parameters)

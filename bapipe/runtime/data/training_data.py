@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, default_collate
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.build import ModelBuild
+from bapipe.runtime.rng import derived_seed
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.torch_device import dtype_name
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
@@ -22,7 +23,7 @@ from bapipe.zoo.factory import factory_name
 def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> PipelineDataset[Any]:
     """Returns the data that a configuration names; `example` is what `build` returns.
 
-    A function for data is called under the run's seed, so what it draws is the same in all processes and when resumed.
+    A function for data is called under a seed of the run: what it draws is the same in all processes and when resumed.
 
     Raises:
         BapipeError: there is no such data, or its items are not like the example inputs.
@@ -33,7 +34,7 @@ def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> P
         return like_example(real.module, real.tensors, real.target, real.inputs)
 
     with all_generators_restored():
-        seed_cpu_generators(config.seed)
+        seed_cpu_generators(derived_seed(config.seed, "data"))  # not what the factory draws
         dataset = open_dataset(
             config.data,
             example.data,
