@@ -60,6 +60,19 @@ def test_repeated_steps_count_once(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
 
 
+def test_a_run_that_resumes_with_an_evaluation_keeps_the_scalars_of_that_step(tmp_path: Path) -> None:
+    evaluation = Evaluation(steps=2, num_samples=7, loss=1.5, metrics=(), elapsed_ns=1)
+    with tensorboard_writer(tmp_path, 32) as writer:
+        for step, loss in {0: 4.0, 1: 3.0, 2: 9.0}.items():
+            writer.write_step(report(step, loss))
+    with tensorboard_writer(tmp_path, 32) as writer:
+        writer.write_evaluation(evaluation)
+        writer.write_step(report(2, 2.5))
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 4.0), (2, 3.0), (3, 2.5)]
+    assert found["held_out/loss"] == [(2, 1.5)]
+
+
 def test_a_full_disk_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

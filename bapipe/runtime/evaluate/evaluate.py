@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.data.loader import load
 from bapipe.runtime.evaluate.generate import greedy_decode
@@ -111,12 +111,23 @@ def _sums(
             sums[1], sums[2] = result.loss * result.loss_weight, result.loss_weight
         for rows, output in zip(result.rows, result.outputs, strict=True) if metrics else ():
             expected = target[rows.start : rows.stop].to(device)
-            for i, metric in enumerate(metrics.values(), start=3):
-                sums[i] += metric(output, expected).double().sum()
+            for i, (name, metric) in enumerate(metrics.items(), start=3):
+                sums[i] += _of_each_sample(name, metric(output, expected), len(rows)).double().sum()
     dist.all_reduce(sums)
     # Every replica of the last stage gave the whole loss, but the metrics of its own samples only.
-    sums[1:3] /= sums[0].item()
+    sums[1:3] /= sums[0].clone()  # not of the host: a GPU would be waited for
     return sums[1:]
+
+
+def _of_each_sample(name: str, values: object, num_samples: int) -> Tensor:
+    """Returns what a metric gave; raises InvalidModel unless it is a value for each sample."""
+    if isinstance(values, Tensor) and values.shape == (num_samples,):
+        return values
+    found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{type(values).__name__} {values!r}"
+    raise InvalidModel(
+        f"metric '{name}' gives {found} for {num_samples} samples: want a tensor with a value for each, of which "
+        "the mean over all held-out samples is reported"
+    )
 
 
 def _output(output: Any) -> Any:
