@@ -111,6 +111,21 @@ def test_grey_of_16_bits_is_scaled_to_8(tmp_path: Path) -> None:
     assert torch.equal(read_image(tmp_path / "16.png", 16), read_image(tmp_path / "8.png", 16))
 
 
+def test_grey_images_of_32_bits_are_refused(tmp_path: Path) -> None:
+    for name, dtype in (("whole.tif", numpy.int32), ("float.tif", numpy.float32)):
+        Image.fromarray(numpy.ones((8, 8), dtype)).save(tmp_path / name)
+        with pytest.raises(
+            BapipeError, match=r"cannot be read as an image: its values have 32 bits, and what is white"
+        ):
+            read_image(tmp_path / name, 8)
+
+
+def test_grey_portable_maps_of_16_bits_are_scaled(tmp_path: Path) -> None:
+    (tmp_path / "16.pgm").write_bytes(b"P5 2 1 65535\n" + bytes([0x80, 0, 0xFF, 0xFF]))
+    (tmp_path / "8.pgm").write_bytes(b"P5 2 1 255\n" + bytes([0x80, 0xFF]))
+    assert torch.equal(read_image(tmp_path / "16.pgm", 1), read_image(tmp_path / "8.pgm", 1))
+
+
 def test_images_that_cannot_be_read_are_left_out_if_wanted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "a" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 100)
     (folder / "a" / "3.png").write_bytes((folder / "a" / "0.png").read_bytes()[:300])

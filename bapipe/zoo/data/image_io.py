@@ -67,7 +67,10 @@ def _decoded(path: Path) -> "PIL.Image.Image":
             width, height = image.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"{width} x {height} pixels; want at most {MAX_PIXELS:,}")
-            if image.mode.startswith("I;16"):  # pillow would clip it to white, not scale it
+            has_16_bits = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+            if image.mode in ("I", "F") and not has_16_bits:
+                raise ValueError("its values have 32 bits, and what is white is not known")
+            if has_16_bits:  # pillow would clip it to white, not scale it
                 return Image.fromarray((numpy.asarray(image) >> 8).astype(numpy.uint8)).convert("RGB")
             return image.convert("RGB")
     except Exception as error:  # pillow's readers of damaged files raise errors of many types
