@@ -21,13 +21,12 @@ from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forward
 from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
 from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
-from bapipe.equivalence.target_weights import LossModule, WeightedLoss, WeightsAhead, weighted_loss
+from bapipe.equivalence.target_weights import WeightedLoss, WeightsAhead, weighted_loss
 
 __all__ = [
     "Conditions",
     "Difference",
     "Equivalence",
-    "LossModule",
     "Microbatch",
     "Stage",
     "Unchecked",

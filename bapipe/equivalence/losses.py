@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.target_weights import LossModule, WeightsAhead
+from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 
@@ -94,7 +94,7 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> l
         output = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
         return loss(output, target)
 
-    ahead = WeightsAhead(LossModule(loss, computed), tensors, targets[0].device)
+    ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
     with ahead.running():
         weights = [ahead.of(target) for target in targets]
     values = [float(loss(output, target)) for output, target in zip(outputs, targets, strict=True)]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.reached_state import KeptState
 from bapipe.losses import sum_of_weights, weighted_mean
 from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors, version
@@ -50,7 +51,7 @@ class WeightedLoss:
     weight: Tensor | None
 
 
-def weighted_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, target: Tensor) -> WeightedLoss:
+def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
     """Returns the loss of a micro-batch with its weight, if it is the result of a function that is known as a mean.
 
     Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
@@ -61,34 +62,19 @@ def weighted_loss(loss: Callable[[Any, Tensor], Tensor], output: Any, target: Te
     return WeightedLoss(value, means.weight_of(value))
 
 
-class LossModule(nn.Module):
-    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
-
-    def __init__(self, loss: Callable[[Any, Tensor], Tensor], computed: Callable[[Any, Tensor], Tensor]) -> None:
-        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
-        super().__init__()
-        self.loss, self.computed = loss, computed
-
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        return self.computed(output, target)
-
-    @property
-    def is_torch_s_own(self) -> bool:
-        """Whether it is a cross entropy of torch itself, whose weights depend on the targets alone."""
-        function = self.loss.func if isinstance(self.loss, partial) else self.loss
-        return function in _CROSS_ENTROPIES or type(self.loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
-
-
 class WeightsAhead:
     """Tells the weight of a micro-batch's targets in its loss, before the model has computed the outputs.
 
     For that the loss runs on outputs without values, unless it keeps state that cannot be put back.
     """
 
-    def __init__(self, loss: LossModule, outputs: Sequence[Tensor], device: torch.device) -> None:
-        """`loss` takes the tuple of `outputs` on `device`, of which only shapes and types are read."""
-        self._loss = loss
-        self._can_run = True
+    def __init__(self, loss: Loss, computed: Loss, outputs: Sequence[Tensor], device: torch.device) -> None:
+        """`computed` calls `loss` with what the model returns, made of the tuple of `outputs`.
+
+        These are on `device`; only their shapes and types are read.
+        """
+        self._loss, self._computed = loss, computed
+        self._can_run, self._is_torch_s_own = True, _is_torch_s_own(loss)
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
             self._stand_in = torch.empty((), device=device)
@@ -96,7 +82,7 @@ class WeightsAhead:
     @contextmanager
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
-        state = KeptState(self._loss.loss)
+        state = KeptState(self._loss)
         self._can_run = state.is_known
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
@@ -108,14 +94,20 @@ class WeightsAhead:
             return unknown
         try:
             with _Means(self._stand_in) as means:
-                if self._loss.is_torch_s_own:  # much faster than on outputs
-                    value = self._loss.loss(self._stand_in, target)
+                if self._is_torch_s_own:  # much faster than on outputs
+                    value = self._loss(self._stand_in, target)
                 else:
-                    value = self._loss(self._outputs, target.clone())  # it may change them
+                    value = self._computed(self._outputs, target.clone())  # it may change them
         except Exception:  # whatever the code of the loss raises where a value of an output is missing
             return unknown
         weight = means.weight_of(value)
         return unknown if isinstance(weight, FakeTensor) else weight
+
+
+def _is_torch_s_own(loss: Loss) -> bool:
+    """Returns whether a loss is a cross entropy of torch itself, whose weights depend on the targets alone."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return any(function is one for one in _CROSS_ENTROPIES) or type(loss) in (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class _Means(TorchFunctionMode):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import LossModule, WeightsAhead
+from bapipe.equivalence import WeightsAhead
 from bapipe.equivalence.outcome import Loss
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
@@ -27,6 +27,20 @@ from bapipe.tracing import TracedModel
 from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split
+
+
+class LossModule(nn.Module):
+    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
+
+    def __init__(self, loss: Loss, computed: Loss) -> None:
+        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
+        super().__init__()
+        self.computed = computed
+        if isinstance(loss, nn.Module):
+            self.loss = loss
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        return self.computed(output, target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +71,7 @@ class ExecutorFactory:
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
         loss, outputs = self._loss_of_stage_outputs(parts.model), [parts.examples[n] for n in parts.stages[-1].outputs]
         weights = LossWeights(
-            WeightsAhead(loss, outputs, self.layout.device),
+            WeightsAhead(self.loss, loss, outputs, self.layout.device),
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
             self.rng,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bapipe
-from bapipe.equivalence import LossModule, WeightedLoss, WeightsAhead, weighted_loss
+from bapipe.equivalence import WeightedLoss, WeightsAhead, weighted_loss
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.loss_weights import LossWeights
@@ -385,5 +385,5 @@ def test_a_loss_keeps_its_buffers() -> None:
 
 def _weights(loss: Loss, microbatches: list[int], total: Callable[[Tensor], Tensor]) -> LossWeights:
     outputs = [torch.empty(2, 4, device="meta")]
-    ahead = WeightsAhead(LossModule(loss, lambda output, target: loss(output[0], target)), outputs, CPU)
+    ahead = WeightsAhead(loss, lambda output, target: loss(output[0], target), outputs, CPU)
     return LossWeights(ahead, microbatches, total, PerOperatorRng(0, CPU))

@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bapipe.equivalence import LossModule, WeightsAhead
+from bapipe.equivalence import WeightsAhead
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.runtime import transfers
 from bapipe.runtime.clock import CpuClock
@@ -27,6 +27,7 @@ from bapipe.runtime.process_groups import connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import ranks_with_stage
+from bapipe.runtime.stage_executors import LossModule
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.simulate import simulate_schedule
@@ -116,7 +117,7 @@ def _calls_of(
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
             loss=LossModule(_loss, _loss),
-            weights=LossWeights(WeightsAhead(LossModule(_loss, _loss), (), CPU), (0,), lambda part: part, rng),
+            weights=LossWeights(WeightsAhead(_loss, _loss, (), CPU), (0,), lambda part: part, rng),
             clock=CpuClock(),
             rng=rng,
         )
