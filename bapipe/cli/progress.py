@@ -1,6 +1,7 @@
 """Printing, and progress bars."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -104,8 +105,19 @@ def show_error(text: str) -> None:
 
 
 def show_json(value: object) -> None:
-    """Prints a value as JSON in ASCII: data for programs that a terminal shows safely too."""
-    out.file.write(json.dumps(msgspec.to_builtins(value)) + "\n")
+    """Prints a value as JSON in ASCII: data for programs that a terminal shows safely too.
+
+    JSON has no numbers that are not finite, such as a mean over nothing: they are null.
+    """
+    out.file.write(json.dumps(_with_nulls(msgspec.to_builtins(value)), allow_nan=False) + "\n")
+
+
+def _with_nulls(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _with_nulls(one) for key, one in value.items()}
+    return [_with_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class _Lines:

@@ -16,6 +16,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, minibatch_size: int) -> None:
         self._folder, self._minibatch_size = folder, minibatch_size
         self._writer: Any = None
+        self._last = 0  # step that was written
 
     def write_step(self, report: StepReport) -> None:
         """Writes loss, throughput with the wait for data, learning rate, bubble, and the peak memory of each device."""
@@ -28,6 +29,10 @@ class TensorBoardWriter:
         for device, peak in zip(report.devices, report.peak_bytes, strict=True):
             if peak is not None:
                 scalars[f"peak_bytes/{device}"] = peak
+        if report.step < self._last:  # another plan goes on from a checkpoint
+            self.close()
+            self._writer = None
+        self._last = report.step + 1
         self._write(scalars, report.step + 1, written_again=report.step + 1)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from bapipe.errors import BapipeError
 from bapipe.field_types import check_fields
 from bapipe.formats.settings import Settings
 from bapipe.optimizers import OPTIMIZERS, check_clip_norm, default_arguments
-from bapipe.units import NonNegative, NonNegativeFloat, Positive
+from bapipe.units import MAX_INT, NonNegative, NonNegativeFloat, Positive
 
 DEFAULT_CHECKPOINT_EVERY, DEFAULT_KEEP = 100, 3
 
@@ -92,7 +93,7 @@ class TrainConfig:
     optimizer: str | None = None
     optimizer_arguments: Mapping[str, object] = field(default_factory=dict)
     clip_norm: float | None = None
-    seed: int = 0
+    seed: Annotated[int, msgspec.Meta(ge=-MAX_INT, le=MAX_INT)] = 0
     weights: Path | None = None
 
     evaluate_every: Positive | None = None
@@ -112,7 +113,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as texts
-            if getattr(self, name) is not None:
+            if isinstance(getattr(self, name), str | PathLike):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if self.optimizer_arguments is None:
             object.__setattr__(self, "optimizer_arguments", {})

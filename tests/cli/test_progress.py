@@ -1,5 +1,6 @@
 """What is shown of long work where nobody can see a line change."""
 
+import math
 import time
 
 import pytest
@@ -80,3 +81,8 @@ def test_work_that_says_nothing_is_named_again(
     lines = seen.splitlines()
     assert lines[:2] == ["explaining"] * 2
     assert lines[-1] == "and more"
+
+
+def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    progress.show_json({"loss": math.nan, "all": (1, [math.inf, 0.5]), "name": "é"})
+    assert capsys.readouterr().out == '{"loss": null, "all": [1, [null, 0.5]], "name": "\\u00e9"}\n'

@@ -60,6 +60,13 @@ def test_repeated_steps_count_once(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
 
 
+def test_steps_that_another_plan_repeats_count_once(tmp_path: Path) -> None:
+    with tensorboard_writer(tmp_path, 32) as writer:
+        for step, loss in ((0, 4.0), (1, 3.0), (2, 9.0), (1, 3.5), (2, 2.5)):
+            writer.write_step(report(step, loss))
+    assert scalars(tmp_path)["loss"] == [(1, 4.0), (2, 3.5), (3, 2.5)]
+
+
 def test_a_run_that_resumes_with_an_evaluation_keeps_the_scalars_of_that_step(tmp_path: Path) -> None:
     evaluation = Evaluation(steps=2, num_samples=7, loss=1.5, metrics=(), elapsed_ns=1)
     with tensorboard_writer(tmp_path, 32) as writer:

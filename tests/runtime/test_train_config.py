@@ -29,6 +29,8 @@ from tests.builders import chain, devices
         ({"timeout_s": float("nan")}, "`timeout_s` is nan: want more than 0"),
         ({"timeout_s": float("inf")}, "`timeout_s` is inf: want at most 1000000000"),
         ({"buckets": 0}, "`buckets` is 0: want at least 1"),
+        ({"seed": 2**70}, f"`seed` is {2**70}: want at most {2**63 - 1}"),
+        ({"weights": 5}, "`weights` is 5: want Path or None"),
         ({"learning_rate": -1.0}, "`learning_rate` is -1.0: want at least 0"),
         ({"learning_rate": float("nan")}, "`learning_rate` is nan: want at least 0"),
         (

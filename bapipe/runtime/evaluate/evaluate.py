@@ -41,7 +41,10 @@ class EvaluationData:
 
 
 def check_scores(data: EvaluationData) -> None:
-    """Raises BapipeError if a score cannot be computed: before training, not after hours of it."""
+    """Raises BapipeError if a score cannot be computed, or told apart: before training, not after hours of it."""
+    for name in ("loss", "steps", "num_samples"):
+        if name in data.metrics:
+            raise BapipeError(f"a metric is named '{name}', as something else that is reported: give it another name")
     if data.generation is None:
         return
     for score in data.generation.scores.values():
