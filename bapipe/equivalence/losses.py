@@ -12,6 +12,9 @@ from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 
+_IGNORED = -100
+"""What torch's cross entropy ignores by default."""
+
 _REASONS = "as with a mean by a mask or by weights of your own, or losses that compare samples"
 
 
@@ -36,10 +39,11 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
             f"the loss reads parameter '{read[0]}' of the model, which the rank that computes the loss has only if it "
             "is in its stage: let the model return that term, or use the optimizer's weight decay"
         )
+    output = _with_unequal_rows(output, len(batch.target))
     halves = _halves(output, len(batch.target))
     if halves is None:
         return None
-    for target in _targets(loss, batch.target):
+    for target, condition in _targets(loss, batch.target):
         try:
             with torch.no_grad():
                 whole = float(loss(output, target.clone()))  # which it may change
@@ -48,7 +52,7 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
             continue
         fault = _fault(whole, parts, _tolerance(output))
         if fault is not None:
-            return fault
+            return f"{condition}{fault}"
     return None
 
 
@@ -120,6 +124,19 @@ def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
     )
 
 
+def _with_unequal_rows(output: Any, num_rows: int) -> Any:
+    """Returns a model's output of which no rows are equal, as those of equal inputs are: their means would be, too."""
+    leaves, spec = tree_flatten(output)
+
+    def scaled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows or not leaf.is_floating_point():
+            return leaf
+        factors = torch.linspace(1, 0.5, num_rows, dtype=leaf.dtype, device=leaf.device)
+        return leaf.detach() * factors.view(-1, *[1] * (leaf.dim() - 1))
+
+    return tree_unflatten([scaled(leaf) for leaf in leaves], spec)
+
+
 def _halves(output: Any, num_rows: int) -> tuple[Any, Any] | None:
     """Returns a model's output for each half of the rows; None if not all of it is by rows."""
     leaves, spec = tree_flatten(output)
@@ -131,18 +148,20 @@ def _halves(output: Any, num_rows: int) -> tuple[Any, Any] | None:
     return first, second
 
 
-def _targets(loss: Loss, target: Tensor) -> Iterator[Tensor]:
-    """Yields the target, and, if it holds integers, some with entries of the first half that may be ignored."""
-    yield target
+def _targets(loss: Loss, target: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Yields the target, and, if it holds integers, some with entries of the first half that may be ignored.
+
+    With each comes what an answer for it begins with.
+    """
+    yield target, ""
     if target.is_floating_point() or target.dtype == torch.bool:
         return
     settings = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, nn.Module) else {}
     # -100 is what torch ignores by default, whether or not there is such an entry.
-    given = settings.get("ignore_index", -100)
-    for value in dict.fromkeys((int(target.min()), 0, *(() if given == -100 else (given,)))):
+    for value in dict.fromkeys((int(target.min()), 0, settings.get("ignore_index", _IGNORED), _IGNORED)):
         other = target.clone()
         other[0] = value
-        yield other
+        yield other, f"with targets of {_IGNORED}, " if value == _IGNORED else ""
 
 
 def _tolerance(output: Any) -> float:

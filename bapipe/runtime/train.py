@@ -18,6 +18,7 @@ from bapipe.runtime.checkpoint.state_outside import check_no_extra_state
 from bapipe.runtime.checkpoint.tensor_files import tensor_specs
 from bapipe.runtime.data.loader import check_enough, warn_if_items_change
 from bapipe.runtime.data.samples_digest import samples_digest
+from bapipe.runtime.data.training_data import check_items
 from bapipe.runtime.data.validation_split import hold_out
 from bapipe.runtime.evaluate.evaluate import check_scores
 from bapipe.runtime.job_facts import job_facts
@@ -69,6 +70,7 @@ def train(
     dataset, validation = as_pipeline_dataset(data), None
     if config.evaluate_every is not None:
         dataset, validation = hold_out(dataset, config.seed, config.evaluate_samples)
+        check_items(validation, example.tensors, f"{config.data}, held out")
         check_scores(evaluation_data(example, validation, config.seed))
     check_enough(plan, dataset)
     if len(ranks) > 1 and is_first_rank():

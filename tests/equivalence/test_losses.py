@@ -89,6 +89,20 @@ def test_other_losses_are_noticed(
     assert words in (fault(loss, target, *shape) or "")
 
 
+@pytest.mark.parametrize("padding", [0, -100])
+def test_a_mean_by_a_mask_is_noticed_where_all_outputs_are_equal(padding: int) -> None:
+    """As those of inputs of zeros are; and where the example has no padding."""
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        each = cross_entropy(scores, target, reduction="none", ignore_index=padding)
+        return each.sum() / (target != padding).sum()
+
+    batch = Microbatch(inputs=(torch.zeros(4, 6),), target=torch.tensor([1, 2, 3, 1]))
+    found = loss_over_parts(nn.Linear(6, 4), loss, batch)
+    assert found is not None
+    assert found.startswith("with targets of -100, the loss of a batch is" if padding else "the loss of a batch is")
+
+
 def test_a_loss_that_reads_parameters_of_the_model_is_noticed() -> None:
     module = nn.Linear(6, 4)
     batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))

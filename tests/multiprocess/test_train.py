@@ -114,6 +114,23 @@ def test_a_rank_has_as_many_threads_as_asked_for() -> None:
     assert train(plan, counting, clusters(), TrainConfig(steps=1, timeout_s=60)).losses == (2.0,)
 
 
+@pytest.mark.parametrize(
+    ("held_out", "message"),
+    [
+        (
+            torch.utils.data.TensorDataset(torch.zeros(2, 5), torch.zeros(2)),
+            r"^data 'synthetic, held out' gives input 0",
+        ),
+        ([], r"^`held_out` of the data has no samples"),
+    ],
+)
+def test_held_out_data_are_checked_before_training(held_out: Any, message: str) -> None:
+    data = clusters()
+    data.held_out = held_out  # type: ignore[attr-defined]
+    with pytest.raises(BapipeError, match=message):
+        train(_plan(()), small, data, replace(TRAINING, evaluate_every=20))
+
+
 def test_too_little_data_is_refused() -> None:
     data = torch.utils.data.Subset(clusters(), range(15))
     with pytest.raises(BapipeError, match=r"^the data has 15 samples, less than a mini-batch of 16: give more data"):

@@ -22,11 +22,13 @@ def hold_out(
     split: `max_samples` or a tenth of it is evaluated on, the others are trained on.
 
     Raises:
-        BapipeError: nothing would be left to train on, or `held_out` is no data set.
+        BapipeError: nothing would be left to train on, or `held_out` is no data set, or empty.
     """
     if dataset.held_out is not None:
         validation = as_pipeline_dataset(dataset.held_out, "`held_out` of the data")
         num = len(validation)
+        if num == 0:
+            raise BapipeError("`held_out` of the data has no samples: give it some, or train without `evaluate_every`")
         if max_samples is None or max_samples >= num:
             return dataset, validation
         return dataset, DatasetSubset(validation, sorted(_shuffled(num, seed)[:max_samples]))
