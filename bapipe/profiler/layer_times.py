@@ -219,22 +219,27 @@ class _PassRunner:
         else:
             input_grad[-1] = 0  # the device waited for the search, which is the host's work
             _spread_search_time(host_input_grad, layers_with_search)
+        device = forward, backward, split_forward, input_grad, weight_grad
+        host = host_forward, host_backward, host_split_forward, host_input_grad, host_weight_grad
+        return self._means(*device), self._means(*host)
+
+    def _means(
+        self,
+        forward: list[int],
+        backward: list[int],
+        split_forward: list[int],
+        input_grad: list[int],
+        weight_grad: list[int],
+    ) -> _PhaseTimes:
+        """Returns times of which those of equal layers are their mean."""
         mean = partial(group_means, groups=self.groups)
-        device = _PhaseTimes(
+        return _PhaseTimes(
             forward=mean(forward),
             backward=mean(backward),
             split_forward=mean(split_forward),
             input_grad=mean(input_grad),
             weight_grad=mean(weight_grad),
         )
-        host = _PhaseTimes(
-            forward=mean(host_forward),
-            backward=mean(host_backward),
-            split_forward=mean(host_split_forward),
-            input_grad=mean(host_input_grad),
-            weight_grad=mean(host_weight_grad),
-        )
-        return device, host
 
     def _model_ns(self) -> int:
         """Returns the time of F + B of the model's own code."""

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bapipe.runtime.tensor_changes import TensorVersions
+from bapipe.runtime.tensor_changes import TensorVersions, are_equal
 
 
 class ChangedInputs:
@@ -34,7 +33,7 @@ class ChangedInputs:
         given, before = self._given, self._before
         changed = {int(i) for i in self._versions.written()}
         if self._changing is None:
-            changed |= {i for i, value in before.items() if not torch.equal(value, given[i])}
+            changed |= {i for i, value in before.items() if not are_equal(value, given[i])}
             self._changing = frozenset(changed)
         self._given, self._before, self._versions = {}, {}, TensorVersions({})
         return {i: before[i] for i in changed} if changed <= before.keys() else None

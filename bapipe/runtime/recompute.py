@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.changed_inputs import ChangedInputs
-from bapipe.runtime.tensor_changes import TensorVersions
+from bapipe.runtime.tensor_changes import TensorVersions, are_equal
 from bapipe.torch_private import tree_flatten, tree_unflatten
 from bapipe.tracing.python_state import (
     Attributes,
@@ -115,7 +115,7 @@ class RecomputedStage(nn.Module):
         if self._changing is None:
             _check_unchanged(sums, _sums(self.module), "the parameter '{}'")
             _check_unchanged(of_classes, class_numbers(self.module), "the class attribute '{}'")
-            different = {name for name, value in before.items() if not torch.equal(value, now[name])}
+            different = {name for name, value in before.items() if not are_equal(value, now[name])}
             self._changing = (versions.written() - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():
                 del before[name]

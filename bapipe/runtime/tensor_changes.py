@@ -49,14 +49,14 @@ class TensorChanges:
         """Returns the names of those that the step has changed; `now` are the tensors after it."""
         written, replaced = self._versions.written(), self._versions.replaced(now)
         earlier = {name: value for name, value in replaced.items() if name not in written} | self._before
-        different = {name for name, value in earlier.items() if name in now and not _are_equal(value, now[name])}
+        different = {name for name, value in earlier.items() if name in now and not are_equal(value, now[name])}
         self._before, self._versions = {}, TensorVersions({})
         if self._rewritten is None:
             self._rewritten = written - different
         return frozenset(different | (written - self._rewritten))
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
+def are_equal(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors have the same values; one that is NaN in both is the same."""
     if torch.equal(a, b):
         return True
