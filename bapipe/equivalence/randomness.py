@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bapipe.torch_private import DispatchMode, OpOverload
-from bapipe.tracing.python_random import set_generators
+from bapipe.tracing.python_random import seed_all_generators
 
 
 class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
@@ -50,9 +50,7 @@ class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]
 
 def seed_generators(microbatch: int) -> None:
     """Sets the global generators to what they are before a micro-batch."""
-    seed = _hash(f"{microbatch}")
-    torch.manual_seed(seed)
-    set_generators(seed)
+    seed_all_generators(_hash(f"{microbatch}"))
 
 
 def _hash(text: str) -> int:

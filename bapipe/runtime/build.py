@@ -28,7 +28,7 @@ from bapipe.torch_private import (
     tree_map,
 )
 from bapipe.tracing.captured import is_layer
-from bapipe.tracing.python_random import all_generators_restored, set_generators
+from bapipe.tracing.python_random import all_generators_restored, seed_all_generators
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import Factory, build
 
@@ -57,8 +57,7 @@ class ModelBuild:
 
     def __call__(self) -> Example:
         with all_generators_restored(), _parameters_on_meta() if self.without_values else nullcontext():
-            torch.manual_seed(self.seed)
-            set_generators(self.seed)
+            seed_all_generators(self.seed)
             return build(self.factory, self.arguments)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import torch
 
 from bapipe.schedules.table import Action
-from bapipe.tracing.python_random import seed_cpu_generators, set_generators
+from bapipe.tracing.python_random import seed_all_generators, seed_cpu_generators, set_generators
 
 
 def derived_seed(seed: int, what: str) -> int:
@@ -54,8 +54,7 @@ class PerOperatorRng:
 def seed_step(seed: int, rank: int, step: int) -> None:
     """Seeds the global random number generators from (seed, rank, step), so that a resumed run draws the same."""
     value = derived_seed(seed, f"rank {rank} step {step}")
-    torch.manual_seed(value)
-    set_generators(value)
+    seed_all_generators(value)
 
 
 def seed_item(seed: int, data: str, index: int | None) -> None:

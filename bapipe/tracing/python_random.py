@@ -35,6 +35,12 @@ def seed_cpu_generators(seed: int) -> None:
     set_generators(seed)
 
 
+def seed_all_generators(seed: int) -> None:
+    """Seeds the global generators, and torch's of all devices."""
+    torch.manual_seed(seed)
+    set_generators(seed)
+
+
 def restore_global_generators(states: GlobalGeneratorStates) -> None:
     """Sets the global generators to earlier states."""
     random.setstate(states[0])
