@@ -21,7 +21,7 @@ from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.lowering import finished_sends, lower_for
+from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for
 from bapipe.runtime.model_errors import model_errors
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.recompute import RecomputedStage
@@ -124,9 +124,9 @@ class ScheduleExecutor:
         return tuple((timed.action, self._clock.ns(timed.start), self._clock.ns(timed.end)) for timed in self._ran)
 
     def _lowered_order(self) -> dict[int, Sequence[str]]:
-        """Returns the lowered actions of each process of the group."""
+        """Returns the lowered actions of each process of the group, as torch writes them."""
         lowered = lower_for(self._schedule, gloo=self._layout.uses_gloo)
-        return {process: lowered[rank] for process, rank in enumerate(self._layout.ranks)}
+        return {process: [*map(str, lowered[rank])] for process, rank in enumerate(self._layout.ranks)}
 
     def _process_of_stage(self, microbatch: int) -> dict[int, int]:
         """Returns the process of the group that runs a micro-batch on each stage."""
@@ -155,12 +155,10 @@ class ScheduleExecutor:
         )
         torch_stage.num_stages = num_stages
         use_stage_backward_weight(torch_stage)
-        for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
-            self._route_by_microbatch(torch_stage, name)
-        self._post_sends(torch_stage, "get_fwd_send_ops", "F")
-        self._post_sends(torch_stage, "get_bwd_send_ops", "B")
-        self._post_receives(torch_stage, "get_fwd_recv_ops", forward=True)
-        self._post_receives(torch_stage, "get_bwd_recv_ops", forward=False)
+        self._post_here(torch_stage, "get_fwd_recv_ops", End.RECEIVE, is_forward=True)
+        self._post_here(torch_stage, "get_fwd_send_ops", End.SEND, is_forward=True)
+        self._post_here(torch_stage, "get_bwd_recv_ops", End.RECEIVE, is_forward=False)
+        self._post_here(torch_stage, "get_bwd_send_ops", End.SEND, is_forward=False)
         recompute = self._recompute_forward(torch_stage) if stage.recompute else None
         self._wrap_forward(torch_stage, stage)
         self._wrap_backward(torch_stage, stage, recompute)
@@ -168,32 +166,16 @@ class ScheduleExecutor:
         self._fill_local_gradients(torch_stage, stage)
         return torch_stage
 
-    def _route_by_microbatch(self, torch_stage: PipelineStage, name: str) -> None:
-        """Sends to, and receives from, the replica of the neighbouring stage that runs the micro-batch."""
-        original = getattr(torch_stage, name)
+    def _post_here(self, torch_stage: PipelineStage, name: str, end: End, *, is_forward: bool) -> None:
+        """Posts the transfers that a method of a stage gives, with the replicas that run the micro-batch, and here.
 
-        def routed(microbatch: int) -> Any:
+        The runtime, which gets none, would keep the tensors of sends until the step ends, and knows no `Channels`.
+        """
+        original, stage = getattr(torch_stage, name), torch_stage.stage_index
+
+        def posted(microbatch: int) -> list[dist.P2POp]:
             torch_stage.stage_index_to_group_rank = self._process_of_stage(microbatch)
-            return original(microbatch)
-
-        setattr(torch_stage, name, routed)
-
-    def _post_sends(self, torch_stage: PipelineStage, name: str, letter: str) -> None:
-        """Posts the sends here and leaves none to the runtime, which would keep their tensors until the step ends."""
-        original, stage = getattr(torch_stage, name), torch_stage.stage_index
-
-        def posted(microbatch: int) -> list[dist.P2POp]:
-            self._transfers.send(f"{stage}SEND_{letter}{microbatch}", original(microbatch))
-            return []
-
-        setattr(torch_stage, name, posted)
-
-    def _post_receives(self, torch_stage: PipelineStage, name: str, *, forward: bool) -> None:
-        """Posts the receives here, in the groups of `Channels`, and leaves none to the runtime."""
-        original, stage = getattr(torch_stage, name), torch_stage.stage_index
-
-        def posted(microbatch: int) -> list[dist.P2POp]:
-            self._transfers.receive(stage, microbatch, original(microbatch), forward=forward)
+            self._transfers.post(Transfer(stage, end, is_forward, microbatch), original(microbatch))
             return []
 
         setattr(torch_stage, name, posted)

@@ -2,18 +2,42 @@
 
 Also when each send is certainly done, so that its tensors need not be kept any longer.
 
-They are written as torch writes them: `0SEND_F1`, `1RECV_F1`. torch lowers too (`_prepare_schedule_with_comms`), but
-knows one rank per stage; here a stage may have replicas, which take the micro-batches in turn.
+torch lowers too (`_prepare_schedule_with_comms`), but knows one rank per stage; here a stage may have replicas, which
+take the micro-batches in turn.
 """
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from bapipe.errors import BapipeError, InvalidSchedule
 from bapipe.schedules.table import Action, Phase, Schedule, dependencies, is_ready
 
 
-def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
+class End(StrEnum):
+    """One end of a transfer."""
+
+    SEND = "SEND"
+    RECEIVE = "RECV"
+
+
+class Transfer(NamedTuple):
+    """One end of a transfer, at a stage: of what a forward gives, or of gradients. As text `0SEND_F1`, as in torch."""
+
+    stage: int
+    end: End
+    is_forward: bool
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.end}_{'F' if self.is_forward else 'B'}{self.microbatch}"
+
+
+Lowered = tuple[Action | Transfer, ...]
+"""The actions of a rank with its sends and receives."""
+
+
+def lower_schedule(schedule: Schedule) -> tuple[Lowered, ...]:
     """Returns each rank's actions with their sends and receives inserted.
 
     A send follows the action whose output it sends. A receive is inserted at the point that its rank has reached when
@@ -25,19 +49,18 @@ def lower_schedule(schedule: Schedule) -> tuple[tuple[str, ...], ...]:
         BapipeError: neighbouring stages share some devices, but not the same ones in the same order.
     """
     _check_neighbours(schedule)
-    lowered: list[list[str]] = [[] for _ in schedule.order]
+    lowered: list[list[Action | Transfer]] = [[] for _ in schedule.order]
     for rank, action in _execution(schedule):
-        lowered[rank].append(str(action))
+        lowered[rank].append(action)
         receiver = _receiver(action, schedule)
         if receiver is not None:
-            lowered[rank].append(send_of(action))
-            letter = "F" if action.phase is Phase.FORWARD else "B"
-            lowered[receiver.rank].append(f"{receiver.stage}RECV_{letter}{action.microbatch}")
+            lowered[rank].append(_send_of(action))
+            lowered[receiver.rank].append(receiver.receive)
     return tuple(map(tuple, lowered))
 
 
-def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[str, ...]]:
-    """Returns the sends of a rank, as `send_of` names them, that are done before each of its actions starts.
+def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Transfer, ...]]:
+    """Returns the sends of a rank that are done before each of its actions starts.
 
     A send is done when the action that takes what it sends has started. It is given at the rank's first action that
     comes after that one, by the dependencies of the schedule and the orders of the ranks, so waiting for it there is no
@@ -53,22 +76,22 @@ def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[str, ...
     """
     own = {action: receiver for action in schedule.order[rank] if (receiver := _receiver(action, schedule))}
     peers = sorted({receiver.rank for receiver in own.values()})
-    taken_at = {  # (column of `peers`, place in the order of that rank) of the action that takes a transfer
-        (action.stage, action.phase is Phase.FORWARD, action.microbatch): (column, place)
+    taken_at = {  # (column of `peers`, place in the order of that rank) of the action that takes what is received
+        receive_of(action): (column, place)
         for column, peer in enumerate(peers)
         for place, action in enumerate(schedule.order[peer])
         if action.phase is not Phase.WEIGHT_GRAD
     }
-    finished: dict[Action, tuple[str, ...]] = {}
+    finished: dict[Action, tuple[Transfer, ...]] = {}
     pending: dict[Action, tuple[int, int]] = {}
     for action, started in _started_before(schedule, peers, rank):
         done = [send for send, (column, place) in pending.items() if place < started[column]]
         if done:
-            finished[action] = tuple(map(send_of, done))
+            finished[action] = tuple(map(_send_of, done))
         for send in done:
             del pending[send]
         if action in own:
-            pending[action] = taken_at[own[action].stage, action.phase is Phase.FORWARD, action.microbatch]
+            pending[action] = taken_at[own[action].receive]
     return finished
 
 
@@ -88,9 +111,14 @@ def _started_before(schedule: Schedule, peers: Sequence[int], rank: int) -> Iter
         clocks[at] = after[action] = clock
 
 
-def send_of(action: Action) -> str:
-    """Returns the name of the send of what F, B or I of a stage gives its neighbour."""
-    return f"{action.stage}SEND_{'F' if action.phase is Phase.FORWARD else 'B'}{action.microbatch}"
+def receive_of(action: Action) -> Transfer:
+    """Returns the receive of what F, B or I of a stage takes from its neighbour."""
+    return _send_of(action)._replace(end=End.RECEIVE)
+
+
+def _send_of(action: Action) -> Transfer:
+    """Returns the send of what F, B or I of a stage gives its neighbour."""
+    return Transfer(action.stage, End.SEND, action.phase is Phase.FORWARD, action.microbatch)
 
 
 def _execution(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -121,7 +149,7 @@ def _blocked(schedule: Schedule, reached: Sequence[int]) -> str:
     return ", ".join(f"rank {rank} at {actions[i]}" for rank, (actions, i) in orders if i < len(actions))
 
 
-def lower_for(schedule: Schedule, *, gloo: bool) -> tuple[tuple[str, ...], ...]:
+def lower_for(schedule: Schedule, *, gloo: bool) -> tuple[Lowered, ...]:
     """Returns each rank's lowered actions with the receives where they are best posted: with gloo, or with NCCL.
 
     With NCCL a receive waits on the GPU. Where `lower_schedule` has it, its send needs nothing that the receiver has
@@ -132,13 +160,13 @@ def lower_for(schedule: Schedule, *, gloo: bool) -> tuple[tuple[str, ...], ...]:
     return tuple(map(receives_at_step_start, lowered)) if gloo else lowered
 
 
-def receives_at_step_start(actions: Sequence[str]) -> tuple[str, ...]:
+def receives_at_step_start(actions: Lowered) -> Lowered:
     """Returns a rank's lowered actions with every receive at the start of the step, in the order of the peers' sends.
 
     gloo starts a transfer only when both ends are posted. With all receives posted first, each into its own buffer, a
     transfer to a busy rank overlaps what that rank computes.
     """
-    return (*(a for a in actions if "RECV" in a), *(a for a in actions if "RECV" not in a))
+    return tuple(sorted(actions, key=lambda action: not (isinstance(action, Transfer) and action.end is End.RECEIVE)))
 
 
 def _check_neighbours(schedule: Schedule) -> None:
@@ -152,12 +180,12 @@ def _check_neighbours(schedule: Schedule) -> None:
 
 
 class _Receiver(NamedTuple):
-    stage: int
     rank: int
+    receive: Transfer
 
 
 def _receiver(action: Action, schedule: Schedule) -> _Receiver | None:
-    """Returns the stage and rank that an action's output is sent to, None if it is not sent."""
+    """Returns the rank that an action's output is sent to and its receive there, None if it is not sent."""
     stage, phase, microbatch = action
     if phase is Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
         return None
@@ -165,4 +193,6 @@ def _receiver(action: Action, schedule: Schedule) -> _Receiver | None:
     if not 0 <= target < schedule.num_stages:
         return None
     rank = schedule.rank_of(target, microbatch)
-    return None if rank == schedule.rank_of(stage, microbatch) else _Receiver(target, rank)
+    if rank == schedule.rank_of(stage, microbatch):
+        return None
+    return _Receiver(rank, Transfer(target, End.RECEIVE, phase is Phase.FORWARD, microbatch))

@@ -4,13 +4,14 @@ torch's runtime would keep all sends, and so their tensors, until the step ends;
 transfers in one process group, where NCCL runs those between two ranks one after another, in whichever direction.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.runtime.lowering import End, Transfer, receive_of
 from bapipe.schedules.table import Action, Phase
 
 
@@ -52,40 +53,30 @@ class Transfers:
     that stream alone, which run after the send.
     """
 
-    def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[str]]) -> None:
+    def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[Transfer]]) -> None:
         """`finished_before` are the sends that are certainly done before an action starts, as by `finished_sends`."""
         self._channels, self._finished_before = channels, finished_before
-        self._sends: dict[str, Sequence[dist.Work]] = {}  # by name
-        self._receives: dict[tuple[int, bool, int], Sequence[dist.Work]] = {}  # by what takes them, see `_taker`
+        self._posted: dict[Transfer, Sequence[dist.Work]] = {}  # those not waited for yet
 
-    def send(self, name: str, operations: Sequence[dist.P2POp]) -> None:
-        """Posts the sends of an action's output."""
-        self._sends[name] = self._post(self._channels.send, operations)
-
-    def receive(self, stage: int, microbatch: int, operations: Sequence[dist.P2POp], *, forward: bool) -> None:
-        """Posts the receives of what F, or B and I, of a micro-batch take."""
-        self._receives[stage, forward, microbatch] = self._post(self._channels.receive, operations)
+    def post(self, transfer: Transfer, operations: Sequence[dist.P2POp]) -> None:
+        """Posts what belongs to a transfer, an operation for each tensor."""
+        post = self._channels.send if transfer.end is End.SEND else self._channels.receive
+        peers: list[Any] = [operation.group_peer for operation in operations]
+        self._posted[transfer] = [
+            post(operation.tensor, peer) for operation, peer in zip(operations, peers, strict=True)
+        ]
 
     def before(self, action: Action) -> None:
         """Waits for what an action takes; then waits for, and forgets, the sends that are done by then."""
-        for work in self._receives.pop(_taker(action), ()) if action.phase is not Phase.WEIGHT_GRAD else ():
-            work.wait()
-        for name in self._finished_before.get(action, ()):
-            self._release(name)
+        receives = () if action.phase is Phase.WEIGHT_GRAD else (receive_of(action),)
+        for transfer in (*receives, *self._finished_before.get(action, ())):
+            self._release(transfer)
 
     def release_all(self) -> None:
         """Waits for, and forgets, the sends that are left at the end of a step."""
-        for name in tuple(self._sends):
-            self._release(name)
+        for transfer in tuple(self._posted):
+            self._release(transfer)
 
-    def _post(self, post: Callable[[Tensor, int], dist.Work], operations: Sequence[dist.P2POp]) -> Sequence[dist.Work]:
-        peers: list[Any] = [operation.group_peer for operation in operations]
-        return [post(operation.tensor, peer) for operation, peer in zip(operations, peers, strict=True)]
-
-    def _release(self, name: str) -> None:
-        for work in self._sends.pop(name):
+    def _release(self, transfer: Transfer) -> None:
+        for work in self._posted.pop(transfer, ()):
             work.wait()
-
-
-def _taker(action: Action) -> tuple[int, bool, int]:
-    return action.stage, action.phase is Phase.FORWARD, action.microbatch

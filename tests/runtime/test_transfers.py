@@ -2,6 +2,7 @@
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers
 from torch import Tensor
 
-from bapipe.runtime.lowering import finished_sends, lower_for, lower_schedule
+from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for, lower_schedule
 from bapipe.runtime.transfers import Transfers
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Action, Phase, Schedule, dependencies, parse_action
@@ -41,12 +42,15 @@ NAMED = {
 }
 
 
-def taker(schedule: Schedule, send: str) -> Action:
+def sends(lowered: Iterable[Action | Transfer]) -> list[Transfer]:
+    return [action for action in lowered if isinstance(action, Transfer) and action.end is End.SEND]
+
+
+def taker(schedule: Schedule, send: Transfer) -> Action:
     """The action that waits for a send."""
-    stage, rest = send.split("SEND_")
-    target = int(stage) + (1 if rest[0] == "F" else -1)
-    phases = (Phase.FORWARD,) if rest[0] == "F" else (Phase.BACKWARD, Phase.INPUT_GRAD)
-    wanted = {Action(target, phase, int(rest[1:])) for phase in phases}
+    target = send.stage + (1 if send.is_forward else -1)
+    phases = (Phase.FORWARD,) if send.is_forward else (Phase.BACKWARD, Phase.INPUT_GRAD)
+    wanted = {Action(target, phase, send.microbatch) for phase in phases}
     return next(action for actions in schedule.order for action in actions if action in wanted)
 
 
@@ -71,8 +75,8 @@ def check_releases(schedule: Schedule) -> None:
     closure = ancestors(schedule)
     for rank, actions in enumerate(schedule.order):
         released = finished_sends(schedule, rank)
-        expected: dict[Action, set[str]] = defaultdict(set)
-        for send in (text for text in lower_schedule(schedule)[rank] if "SEND" in text):
+        expected: dict[Action, set[Transfer]] = defaultdict(set)
+        for send in sends(lower_schedule(schedule)[rank]):
             taken = taker(schedule, send)
             after = [action for action in actions if taken in closure[action]]
             if after:
@@ -80,42 +84,43 @@ def check_releases(schedule: Schedule) -> None:
         assert {action: set(names) for action, names in released.items()} == expected
 
 
-def check_no_deadlock(schedule: Schedule, gloo: bool, dropped: frozenset[str], random: Random) -> None:
+def check_no_deadlock(schedule: Schedule, gloo: bool, dropped: frozenset[Transfer], random: Random) -> None:
     """Runs all ranks: a send is done when its receive is posted and the earlier transfers of the pair are done.
 
     `dropped` transfers do not take place. Waiting blocks a rank, which is stricter than NCCL.
     """
     lowered = lower_for(schedule, gloo=gloo)
     released = [finished_sends(schedule, rank) for rank in range(len(lowered))]
-    needed: dict[Action, list[str]] = defaultdict(list)  # the sends that an action receives
-    before: dict[str, list[str]] = {}  # what must be posted for a send to be done
-    channels: dict[tuple[int, int], list[str]] = defaultdict(list)
+    needed: dict[Action, list[Transfer]] = defaultdict(list)  # the sends that an action receives
+    before: dict[Transfer, list[Transfer]] = {}  # what must be posted for a send to be done
+    channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for rank, own in enumerate(lowered):
-        for send in (text for text in own if "SEND" in text and text not in dropped):
+        for send in (send for send in sends(own) if send not in dropped):
             target = taker(schedule, send)
             channel = channels[rank, schedule.rank_of(target.stage, target.microbatch)]
-            channel += [send, f"{target.stage}RECV_{send.split('SEND_')[1]}"]
+            channel += [send, send._replace(stage=target.stage, end=End.RECEIVE)]
             before[send] = list(channel)
             needed[target].append(send)
-    reached, posted = [0] * len(lowered), set[str]()
+    reached, posted = [0] * len(lowered), set[Transfer]()
 
-    def can_run(rank: int, text: str) -> bool:
-        if "SEND" in text or "RECV" in text:
+    def can_run(rank: int, action: Action | Transfer) -> bool:
+        if isinstance(action, Transfer):
             return True
-        action = parse_action(text)
         waits = [*needed[action], *(send for send in released[rank].get(action, ()) if send not in dropped)]
         return all(posted.issuperset(before[send]) for send in waits)
 
     left = {rank for rank, own in enumerate(lowered) if own}
     while left:
         for rank in random.sample(sorted(left), len(left)):
-            text = lowered[rank][reached[rank]]
-            if can_run(rank, text):
-                posted.add(text)
+            action = lowered[rank][reached[rank]]
+            if can_run(rank, action):
+                if isinstance(action, Transfer):
+                    posted.add(action)
                 reached[rank] += 1
                 break
         else:
-            pytest.fail(f"deadlock at {[lowered[rank][reached[rank]] for rank in left]} without {sorted(dropped)}")
+            blocked = [str(lowered[rank][reached[rank]]) for rank in left]
+            pytest.fail(f"deadlock at {blocked} without {sorted(map(str, dropped))}")
         left = {rank for rank in left if reached[rank] < len(lowered[rank])}
 
 
@@ -134,22 +139,22 @@ def test_random_schedules_release_what_is_certainly_sent(schedule: Schedule) -> 
 @examples(40)
 def test_waiting_for_sends_never_deadlocks(schedule: Schedule, seed: int) -> None:
     random = Random(seed)
-    all_sends = [text for own in lower_schedule(schedule) for text in own if "SEND" in text]
-    gradients = frozenset(text for text in all_sends if "SEND_B" in text)
-    some = frozenset(text for text in all_sends if random.random() < 0.5)
-    for dropped in (frozenset[str](), gradients, some):
+    all_sends = [send for own in lower_schedule(schedule) for send in sends(own)]
+    gradients = frozenset(send for send in all_sends if not send.is_forward)
+    some = frozenset(send for send in all_sends if random.random() < 0.5)
+    for dropped in (frozenset[Transfer](), gradients, some):
         check_no_deadlock(schedule, random.random() < 0.5, dropped, random)
+
+
+def finished_as_text(schedule: Schedule, rank: int) -> dict[str, list[str]]:
+    return {str(action): [*map(str, sends)] for action, sends in finished_sends(schedule, rank).items()}
 
 
 def test_a_stage_keeps_no_more_sends_than_micro_batches_in_flight() -> None:
     schedule = SCHEDULES["1f1b"](2, 8)
-    assert {str(action): names for action, names in finished_sends(schedule, 0).items()} == {
-        f"0B{m}": (f"0SEND_F{m}",) for m in range(8)
-    }
+    assert finished_as_text(schedule, 0) == {f"0B{m}": [f"0SEND_F{m}"] for m in range(8)}
     # The gradient of micro-batch 0 is taken by 0B0, after which rank 0 sends what 1F2 takes, and so on.
-    assert {str(action): names for action, names in finished_sends(schedule, 1).items()} == {
-        f"1F{m + 2}": (f"1SEND_B{m}",) for m in range(6)
-    }
+    assert finished_as_text(schedule, 1) == {f"1F{m + 2}": [f"1SEND_B{m}"] for m in range(6)}
 
 
 class Work:
@@ -164,13 +169,14 @@ class Work:
 
 def test_tensors_are_forgotten_after_the_wait() -> None:
     channels: Any = SimpleNamespace(send=lambda tensor, target: Work(tensor))
-    at = Transfers(channels, {Action(0, Phase.BACKWARD, 0): ("0SEND_F0",)})
+    first, second = (Transfer(0, End.SEND, True, m) for m in range(2))
+    at = Transfers(channels, {Action(0, Phase.BACKWARD, 0): (first,)})
     alive = []
-    for m in range(2):
+    for transfer in (first, second):
         tensor = torch.ones(3)
         alive.append(weakref.ref(tensor))
         operation: Any = SimpleNamespace(tensor=tensor, group_peer=1)
-        at.send(f"0SEND_F{m}", [operation])
+        at.post(transfer, [operation])
         del tensor, operation
     at.before(Action(0, Phase.FORWARD, 1))
     assert [ref() is not None for ref in alive] == [True, True]

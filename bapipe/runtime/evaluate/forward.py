@@ -1,6 +1,5 @@
 """Forward passes of a pipeline in evaluation mode: dropout off, batch norm by its running statistics."""
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence import weighted_loss
 from bapipe.errors import InvalidModel
-from bapipe.runtime.lowering import lower_for
+from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.transfers import Channels
@@ -23,8 +22,6 @@ from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
-
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|F)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +155,14 @@ class ForwardExecutor:
         """Yields (micro-batch, output) of the last stage on this rank."""
         width = len(self._schedule.order)
         transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
-        for stage, kind, m in self._actions(len(rows)):
-            if kind == "RECV_F":
-                transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
-            elif kind == "SEND_F":
-                transfers.send(stage, m, self._layout.process_of(stage + 1, m))
+        schedule = forwards_only(self._schedule, len(rows))
+        for action in lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]:
+            stage, m = action.stage, action.microbatch
+            if isinstance(action, Transfer):
+                if action.end is End.SEND:
+                    transfers.send(stage, m, self._layout.process_of(stage + 1, m))
+                else:
+                    transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
             else:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
                 outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
@@ -171,13 +171,6 @@ class ForwardExecutor:
                 else:
                     yield m, outputs
         transfers.finish()
-
-    def _actions(self, num_microbatches: int) -> list[tuple[int, str, int]]:
-        """Returns this rank's forwards, sends and receives."""
-        schedule = forwards_only(self._schedule, num_microbatches)
-        lowered = lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]
-        matches = (_ACTION.fullmatch(text) for text in lowered)
-        return [(int(match[1]), match[2], int(match[3])) for match in matches if match is not None]
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
