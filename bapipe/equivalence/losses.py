@@ -11,17 +11,29 @@ from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
+from bapipe.tracing.modes import evaluation_mode
 
 _IGNORED = -100
 """What torch's cross entropy ignores by default."""
 
-_REASONS = "as with a mean by a mask or by weights of your own, or losses that compare samples"
+_DIVIDE = "divide by the number of samples instead"
+
+_REASONS_IN_LOSS = (
+    "as with a mean by a mask or by weights of your own, or losses that compare samples): return "
+    f"`bapipe.weighted_mean(losses, weights)`, or {_DIVIDE}"
+)
+
+_REASONS_IN_MODEL = (
+    "as with a mean over labels of which some are ignored, the balance of experts, or losses that compare samples): if "
+    "it is a mean, let the model return what it is computed from, and compute it in the loss, with the labels as target"
+)
 
 
 def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
     """Returns in which way the loss of a batch is not the mean over its halves; None if it is, or cannot be told.
 
-    The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count. A loss
+    The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count. Where it
+    is not by rows, as if the model computes its loss itself, they are those of the inputs, in evaluation mode. A loss
     that reads the model's parameters is no function of the output either.
     """
     with trial(module) as one, torch.no_grad():
@@ -39,10 +51,12 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
             f"the loss reads parameter '{read[0]}' of the model, which the rank that computes the loss has only if it "
             "is in its stage: let the model return that term, or use the optimizer's weight decay"
         )
-    output = _with_unequal_rows(output, len(batch.target))
-    halves = _halves(output, len(batch.target))
-    if halves is None:
+    if len(batch.target) % 2:
         return None
+    if not _is_by_rows(output, len(batch.target)):
+        return _model_over_parts(module, loss, batch, _tolerance(output))
+    output = _with_unequal_rows(output, len(batch.target))
+    halves = _halves(output)
     for target, condition in _targets(loss, batch.target):
         try:
             with torch.no_grad():
@@ -50,10 +64,45 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
                 parts = _counted(loss, halves, target.clone().chunk(2))
         except Exception:  # a target that the loss does not take
             continue
-        fault = _fault(whole, parts, _tolerance(output))
+        fault = _fault(whole, parts, _tolerance(output), _REASONS_IN_LOSS)
         if fault is not None:
             return f"{condition}{fault}"
     return None
+
+
+def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:
+    """Returns what `loss_over_parts` does, by running the model on halves of its inputs."""
+    if any(len(tensor) != len(batch.target) for tensor in batch.inputs):
+        return None
+
+    def value(inputs: Sequence[Tensor], target: Tensor) -> float:
+        with trial(module) as one, torch.no_grad(), evaluation_mode([module]):
+            one.begin_forward(0)
+            own = Microbatch(inputs=tuple(inputs), target=target).copy()
+            return float(loss(module(*own.inputs), own.target))
+
+    for inputs, condition in _inputs(batch.inputs):
+        try:
+            whole = value(inputs, batch.target)
+            halves = zip(*(tensor.chunk(2) for tensor in (*inputs, batch.target)), strict=True)
+            parts = [value(half[:-1], half[-1]) for half in halves]
+        except Exception:  # an input that the model does not take, or one that needs gradients
+            continue
+        fault = _fault(whole, parts, tolerance, _REASONS_IN_MODEL)
+        if fault is not None:
+            return f"{condition}{fault}"
+    return None
+
+
+def _inputs(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], str]]:
+    """Yields the inputs, and those in which one that holds integers has, in the first half, some that may be ignored.
+
+    With each comes what an answer for it begins with.
+    """
+    yield inputs, ""
+    for i, tensor in enumerate(inputs):
+        for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if _holds_labels(tensor) else ()):
+            yield (*inputs[:i], other, *inputs[i + 1 :]), f"with labels of {value} among the inputs, "
 
 
 def check_scalar(loss: object) -> None:
@@ -111,16 +160,15 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> l
     return [value if weight is None else weight / mean * value if weight else 0.0 for weight, value in pairs]
 
 
-def _fault(whole: float, parts: list[float], tolerance: float) -> str | None:
+def _fault(whole: float, parts: list[float], tolerance: float, reasons: str) -> str | None:
     mean, size = sum(parts) / 2, max(abs(whole), *map(abs, parts))
     if abs(whole - mean) <= tolerance * size or whole != whole:
         return None
-    advice = "divide by the number of samples instead"
     if abs(whole - sum(parts)) <= tolerance * size:
-        return f"the loss is a sum over the batch, so training by micro-batches divides it by their number: {advice}"
+        return f"the loss is a sum over the batch, so training by micro-batches divides it by their number: {_DIVIDE}"
     return (
         f"the loss of a batch is {whole:.4g}, and the mean of its halves {mean:.4g}, so training depends on which "
-        f"samples share a micro-batch ({_REASONS}): return `bapipe.weighted_mean(losses, weights)`, or {advice}"
+        f"samples share a micro-batch ({reasons}"
     )
 
 
@@ -137,12 +185,14 @@ def _with_unequal_rows(output: Any, num_rows: int) -> Any:
     return tree_unflatten([scaled(leaf) for leaf in leaves], spec)
 
 
-def _halves(output: Any, num_rows: int) -> tuple[Any, Any] | None:
-    """Returns a model's output for each half of the rows; None if not all of it is by rows."""
+def _is_by_rows(output: Any, num_rows: int) -> bool:
+    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
+
+
+def _halves(output: Any) -> tuple[Any, Any]:
+    """Returns a model's output for each half of the rows."""
     leaves, spec = tree_flatten(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if num_rows % 2 or any(tensor.dim() == 0 or len(tensor) != num_rows for tensor in tensors):
-        return None
     parts = [leaf.chunk(2) if isinstance(leaf, Tensor) else (leaf, leaf) for leaf in leaves]
     first, second = (tree_unflatten([part[half] for part in parts], spec) for half in (0, 1))
     return first, second
@@ -154,14 +204,29 @@ def _targets(loss: Loss, target: Tensor) -> Iterator[tuple[Tensor, str]]:
     With each comes what an answer for it begins with.
     """
     yield target, ""
-    if target.is_floating_point() or target.dtype == torch.bool:
+    if not _holds_labels(target):
         return
     settings = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, nn.Module) else {}
     # -100 is what torch ignores by default, whether or not there is such an entry.
-    for value in dict.fromkeys((int(target.min()), 0, settings.get("ignore_index", _IGNORED), _IGNORED)):
-        other = target.clone()
-        other[0] = value
+    values = (int(target.min()), 0, settings.get("ignore_index", _IGNORED), _IGNORED)
+    for other, value in _with_ignored(target, values):
         yield other, f"with targets of {_IGNORED}, " if value == _IGNORED else ""
+
+
+def _holds_labels(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) and tensor.numel() > 0
+
+
+def _with_ignored(tensor: Tensor, values: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
+    """Yields a tensor with each of some values in its first row, and that value.
+
+    On a GPU only with those it holds: a kernel that refuses an index ends all use of the GPU by this process.
+    """
+    for value in dict.fromkeys(values):
+        if tensor.device.type == "cpu" or bool((tensor == value).any()):
+            other = tensor.clone()
+            other[0] = value
+            yield other, value
 
 
 def _tolerance(output: Any) -> float:

@@ -103,6 +103,59 @@ def test_a_mean_by_a_mask_is_noticed_where_all_outputs_are_equal(padding: int) -
     assert found.startswith("with targets of -100, the loss of a batch is" if padding else "the loss of a batch is")
 
 
+class ComputesItsLoss(nn.Module):
+    """As language models do that are given their labels."""
+
+    def __init__(self, ignored: int, reduction: str) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 6), nn.Linear(6, 5)
+        self.ignored, self.reduction = ignored, reduction
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, words: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.head(self.drop(self.words(words)))
+        each = cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=self.ignored)
+        total = each.sum() if self.reduction == "sum" else each.mean()
+        return scores, total * len(each) / (labels != self.ignored).sum() if self.reduction == "mean" else total
+
+
+@pytest.mark.parametrize(
+    ("ignored", "reduction", "words"),
+    [
+        (-100, "mean", "with labels of -100 among the inputs, the loss of a batch is"),
+        (-1, "mean", "with labels of -1 among the inputs, the loss of a batch is"),
+        (0, "mean", "the loss of a batch is"),
+        (-100, "sum", "the loss is a sum over the batch"),
+        (-100, "by word", None),
+    ],
+)
+def test_a_loss_that_the_model_computes_is_noticed_too(ignored: int, reduction: str, words: str | None) -> None:
+    torch.manual_seed(0)
+    inputs = (torch.randint(9, (4, 3)), torch.tensor([[1, 2, 3], [3, 1, 2], [2, 2, 1], [1, 0, 4]]))
+    batch = Microbatch(inputs=inputs, target=torch.zeros(4))
+    module = ComputesItsLoss(ignored, reduction)
+    found = loss_over_parts(module, lambda output, _: output[1], batch)
+    assert found is words if words is None else found is not None and found.startswith(words)
+    assert module.training
+
+
+class Contrast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.scale.exp()
+
+
+def test_losses_over_pairs_of_samples_are_noticed_beside_a_scalar_output() -> None:
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return cross_entropy(output[1] * output[0] @ output[0].T, torch.arange(len(target)))
+
+    batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.zeros(4))
+    assert "samples share a micro-batch" in (loss_over_parts(Contrast(), loss, batch) or "")
+
+
 def test_a_loss_that_reads_parameters_of_the_model_is_noticed() -> None:
     module = nn.Linear(6, 4)
     batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))
