@@ -5,7 +5,7 @@ random numbers. `outcome` is what is compared, and the pass of the original; `st
 the stages, by whole backwards or as a plan runs them;
 `compare` tells rounding from differences; `locate` finds the first module that differs, and `cause` guesses why.
 `earlier_forwards` finds the layers that keep values from one forward to the next.
-`losses` notices losses that depend on how a mini-batch is cut into micro-batches.
+`losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models.
 """
 
 from bapipe.equivalence.check import (
@@ -19,6 +19,7 @@ from bapipe.equivalence.check import (
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
+from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.equivalence.target_weights import WeightedLoss, WeightsAhead, weighted_loss
@@ -39,6 +40,7 @@ __all__ = [
     "example_microbatches",
     "layers_that_read_earlier_forwards",
     "loss_over_parts",
+    "outputs_over_parts",
     "run_original",
     "trace_checked",
     "weighted_loss",

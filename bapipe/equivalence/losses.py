@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
         )
     if len(batch.target) % 2:
         return None
-    if not _is_by_rows(output, len(batch.target)):
+    if not is_by_rows(output, len(batch.target)):
         return _model_over_parts(module, loss, batch, _tolerance(output))
     output = _with_unequal_rows(output, len(batch.target))
     halves = _halves(output)
@@ -81,10 +82,12 @@ def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, toleranc
             own = Microbatch(inputs=tuple(inputs), target=target).copy()
             return float(loss(module(*own.inputs), own.target))
 
-    for inputs, condition in _inputs(batch.inputs):
+    targets = ((batch.inputs, target, condition) for target, condition in _targets(loss, batch.target))
+    labels = ((inputs, batch.target, condition) for inputs, condition in _inputs_with_ignored(batch.inputs))
+    for inputs, target, condition in chain(targets, labels):
         try:
-            whole = value(inputs, batch.target)
-            halves = zip(*(tensor.chunk(2) for tensor in (*inputs, batch.target)), strict=True)
+            whole = value(inputs, target)
+            halves = zip(*(tensor.chunk(2) for tensor in (*inputs, target)), strict=True)
             parts = [value(half[:-1], half[-1]) for half in halves]
         except Exception:  # an input that the model does not take, or one that needs gradients
             continue
@@ -94,12 +97,11 @@ def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, toleranc
     return None
 
 
-def _inputs(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], str]]:
-    """Yields the inputs, and those in which one that holds integers has, in the first half, some that may be ignored.
+def _inputs_with_ignored(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], str]]:
+    """Yields inputs of which one that holds integers has, in the first half, some that may be ignored.
 
     With each comes what an answer for it begins with.
     """
-    yield inputs, ""
     for i, tensor in enumerate(inputs):
         for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if _holds_labels(tensor) else ()):
             yield (*inputs[:i], other, *inputs[i + 1 :]), f"with labels of {value} among the inputs, "
@@ -122,6 +124,12 @@ def check_no_parameters(loss: Loss) -> None:
             "the part that has them a module of the model, which returns what it computes, or freeze them "
             "(`requires_grad_(False)`)"
         )
+
+
+def is_by_rows(output: Any, num_rows: int) -> bool:
+    """Returns whether the first dimension of all tensors of an output is that of the samples."""
+    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
@@ -183,11 +191,6 @@ def _with_unequal_rows(output: Any, num_rows: int) -> Any:
         return leaf.detach() * factors.view(-1, *[1] * (leaf.dim() - 1))
 
     return tree_unflatten([scaled(leaf) for leaf in leaves], spec)
-
-
-def _is_by_rows(output: Any, num_rows: int) -> bool:
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
 
 
 def _halves(output: Any) -> tuple[Any, Any]:

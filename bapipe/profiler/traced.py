@@ -13,6 +13,7 @@ from bapipe.equivalence import (
     example_microbatches,
     layers_that_read_earlier_forwards,
     loss_over_parts,
+    outputs_over_parts,
     trace_checked,
 )
 from bapipe.equivalence.outcome import Loss
@@ -96,7 +97,7 @@ def traced(
     notes: dict[str, object] = {EQUIVALENCE: str(result)}
     if isinstance(result, Equivalence):
         (batch,) = example_microbatches(inputs, target, [4 if max_size >= 4 else 2], device)
-        fault = loss_over_parts(module, loss, batch)
+        fault = outputs_over_parts(module, batch) or loss_over_parts(module, loss, batch)
         if fault is not None:
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault

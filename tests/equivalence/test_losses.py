@@ -139,6 +139,20 @@ def test_a_loss_that_the_model_computes_is_noticed_too(ignored: int, reduction: 
     assert module.training
 
 
+def test_a_mean_by_a_mask_is_noticed_where_outputs_are_by_words() -> None:
+    """Of a model that returns the words of all samples in one row."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.Flatten(0, 1))
+    target = torch.randint(1, 4, (4, 3))
+    batch = Microbatch(inputs=(torch.randn(4, 3, 6),), target=target)
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        each = cross_entropy(scores, target.flatten(), reduction="none", ignore_index=0)
+        return each.sum() / (target != 0).sum()
+
+    assert "the loss of a batch is" in (loss_over_parts(module, loss, batch) or "")
+
+
 class Contrast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +213,7 @@ class ReturnsItsWeight(nn.Module):
 
 def test_a_loss_may_read_a_parameter_that_the_model_returns() -> None:
     def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-        return cross_entropy(output[0], target) + output[1].square().sum()
+        return (output[0] - target[:, None]).square().mean() + output[1].square().sum()
 
     batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.tensor([0, 1, 2, 3]))
     assert loss_over_parts(ReturnsItsWeight(), loss, batch) is None

@@ -1,0 +1,65 @@
+"""Notices models whose output for a sample depends on the other samples of its batch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.losses import is_by_rows
+from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.torch_private import tree_flatten
+from bapipe.tracing.modes import evaluation_mode
+
+_TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
+"""Of differences, relative to the largest value: kernels add up in another order in a batch of another size."""
+
+_TOLERANCE_ELSE = 1e-3
+
+
+def outputs_over_parts(module: nn.Module, batch: Microbatch) -> str | None:
+    """Returns that a batch's outputs are not those of its halves; None if they are, or it cannot be told.
+
+    The model is in evaluation mode, where batch norm and dropout are the same for each sample. The halves come one
+    after another, as micro-batches do, so state that a forward leaves for the next one counts as well.
+    """
+    num_rows = len(batch.target)
+    if num_rows % 2 or any(len(tensor) != num_rows for tensor in batch.inputs):
+        return None
+    halves = tuple(zip(*(tensor.chunk(2) for tensor in batch.inputs), strict=True))
+    try:
+        (whole,) = _outputs(module, batch.inputs)
+        (again,) = _outputs(module, batch.inputs, microbatch=1)  # where it draws, with other random numbers
+        first, second = _outputs(module, *halves)
+        pairs = list(zip(first, second, strict=True))
+    except Exception:  # whatever the model's own code raises; profiling it says more
+        return None
+    if not is_by_rows(whole, num_rows) or not _are_close(whole, again):
+        return None
+    if all(a.shape == b.shape for a, b in pairs) and _are_close(whole, [torch.cat(pair) for pair in pairs]):
+        return None
+    return (
+        "the model's output for a sample depends on the samples that share its micro-batch or come before it, so "
+        "training depends on the size of micro-batches (as where the first dimension of an input is not that of the "
+        "samples, sequences are padded to the longest of a batch, or state is kept from one batch to the next)"
+    )
+
+
+def _outputs(module: nn.Module, *batches: tuple[Tensor, ...], microbatch: int = 0) -> list[list[Tensor]]:
+    """Returns the tensors that the model returns for each of some batches, one after another."""
+    with trial(module) as one, torch.no_grad(), evaluation_mode([module]):
+        found = []
+        for inputs in batches:
+            one.begin_forward(microbatch)
+            leaves, _ = tree_flatten(module(*(tensor.clone() for tensor in inputs)))
+            found.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        return found
+
+
+def _are_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    """Returns whether floating-point values are equal but for rounding, or some are not finite."""
+    for a, b in zip(expected, found, strict=True):
+        if a.is_floating_point() and a.numel():
+            tolerance = _TOLERANCE.get(a.dtype, _TOLERANCE_ELSE) * float(a.abs().max())
+            if a.shape != b.shape or float((a - b).abs().max()) > tolerance:
+                return False
+    return True

@@ -1,0 +1,79 @@
+"""Models in which samples of a batch meet are noticed, others are not."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence import Microbatch, outputs_over_parts
+from tests.models.small_zoo import SMALL, small
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, batch_first: bool = True, keeps_state: bool = False) -> None:
+        super().__init__()
+        self.lstm, self.keeps_state = nn.LSTM(6, 4, batch_first=batch_first), keeps_state
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is not None and self.state[0].shape[1] != len(x):
+            self.state = None
+        y, state = self.lstm(x, self.state)
+        if self.keeps_state:
+            self.state = state[0].detach(), state[1].detach()
+        assert isinstance(y, Tensor)
+        return y
+
+
+class PaddedToTheLongest(nn.Module):
+    """The mean over as many words as the longest sentence of the batch has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int((x != 0).any(2).sum(1).max())].mean(1)
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+def fault(module: nn.Module, x: Tensor) -> str | None:
+    return outputs_over_parts(module, Microbatch(inputs=(x,), target=torch.zeros(len(x))))
+
+
+def sentences() -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 6)
+    for sample, length in enumerate((2, 3, 5, 4)):
+        x[sample, length:] = 0
+    return x
+
+
+@pytest.mark.parametrize(
+    "module", [Recurrent(batch_first=False), Recurrent(keeps_state=True), PaddedToTheLongest()], ids=str
+)
+def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
+    assert (fault(module, sentences()) or "").startswith("the model's output for a sample depends on the samples that")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Recurrent(),
+        nn.Sequential(nn.Flatten(), nn.Linear(30, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)),
+        Draws(),  # of which nothing can be said
+        nn.Flatten(0, 1),
+    ],
+    ids=str,
+)
+def test_others_are_not(module: nn.Module) -> None:
+    assert fault(module, sentences()) is None
+    assert module.training
+
+
+@pytest.mark.parametrize("name", sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"}))
+def test_no_model_of_the_zoo_is_noticed(name: str) -> None:
+    torch.manual_seed(0)
+    example = small(name)
+    rows = torch.arange(4) % len(example.target)
+    batch = Microbatch(inputs=tuple(x[rows] for x in example.tensors), target=example.target[rows])
+    assert outputs_over_parts(example.module, batch) is None
