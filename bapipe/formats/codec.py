@@ -296,9 +296,9 @@ def _umask() -> int:
     return mask
 
 
-def fingerprint(profile: ModelProfile) -> str:
-    """Returns the SHA-256 of the encoded profile, as a plan names it."""
-    return hashlib.sha256(encode(profile)).hexdigest()
+def fingerprint(value: File) -> str:
+    """Returns the SHA-256 of an encoded file, by which plans name profiles."""
+    return hashlib.sha256(encode(value)).hexdigest()
 
 
 def _describe(definition: dict[str, Any]) -> None:

@@ -179,10 +179,8 @@ def _simulate_candidate(
 def _why_not(simulated: SimulatedCandidate, plan: Planned) -> str:
     if simulated.shortfall_bytes > 0:
         return f"does not fit: a device lacks {simulated.shortfall_bytes:,} bytes"
-    if simulated.step_ns == plan.prediction.step_ns:
-        return "as fast as this plan"
-    if simulated.step_ns > plan.prediction.step_ns:
-        return slowdown_text(simulated.step_ns, plan.prediction.step_ns)
+    if simulated.step_ns >= plan.prediction.step_ns:
+        return slower_than_this(simulated.step_ns, plan.prediction.step_ns)
     bound_ns = plan.certificate.lower_bound_ns if isinstance(plan, Plan) else plan.lower_bound_ns
     stopped = "" if simulated.step_ns < bound_ns else ", or not reached before the search ended"
     return f"{1 - simulated.step_ns / plan.prediction.step_ns:.1%} faster, but outside the searched space{stopped}"
@@ -196,16 +194,19 @@ def compared_with(alternatives: Iterable[Alternative], this: Prediction) -> tupl
 def _compared_with(other: Alternative, step_ns: int, peak_bytes: int) -> Alternative:
     if not other.feasible:
         return other
-    if other.step_ns > step_ns:
-        why_not = slowdown_text(other.step_ns, step_ns)
-    elif other.step_ns == step_ns:
-        why_not = "as fast as this plan"
+    if other.step_ns >= step_ns:
+        why_not = slower_than_this(other.step_ns, step_ns)
     elif other.peak_bytes > peak_bytes:
         why_not = f"{1 - other.step_ns / step_ns:.1%} faster, but needs more memory"
     else:
         _, outside, tail = other.why_not.partition(", but outside")
         why_not = f"{1 - other.step_ns / step_ns:.1%} faster{outside}{tail}"
     return msgspec.structs.replace(other, why_not=why_not)
+
+
+def slower_than_this(other_ns: int, this_ns: int) -> str:
+    """Returns why another plan, which is not faster, was not chosen."""
+    return "as fast as this plan" if other_ns == this_ns else slowdown_text(other_ns, this_ns)
 
 
 def slowdown_text(longer_ns: int, than_ns: int) -> str:

@@ -6,6 +6,7 @@ from math import inf
 
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.plan import Alternative
+from bapipe.planner.baselines import slower_than_this
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.device_grouping import Grouping
 from bapipe.planner.no_plan import bounds_without_plan, error_of_all
@@ -96,11 +97,10 @@ def best_grouping(
 
 
 def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:
-    slower = solution.objective_ns / max(best.objective_ns, 1) - 1
     return Alternative(
         name=name,
         step_ns=solution.prediction.step_ns,
         peak_bytes=solution.prediction.peak_bytes,
         feasible=True,
-        why_not=f"{slower:.1%} slower",
+        why_not=slower_than_this(solution.objective_ns, best.objective_ns),
     )

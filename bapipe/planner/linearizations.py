@@ -14,7 +14,7 @@ from itertools import pairwise
 import msgspec
 
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
-from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets
@@ -30,7 +30,7 @@ from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace,
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
-from bapipe.planner.throughput.loads import Boundaries, StageCostSums
+from bapipe.planner.throughput.loads import Boundaries, StageCostSums, slowest_of
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
 from bapipe.planner.work_bound import step_bound_ns
@@ -251,9 +251,7 @@ def _homogeneous_problem(
         num_devices=num_stages,
         num_microbatches=num_stages,
         max_replicas=1,
-        link=Bandwidth(
-            bytes_per_s=min(link.bytes_per_s for link in links), latency_ns=max(link.latency_ns for link in links)
-        ),
+        link=slowest_of(links),
         overlaps=all(device.overlaps_transfers for device in cluster.devices),
         memory_bytes=memory_bytes,
     )

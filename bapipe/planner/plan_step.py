@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.action_order.improve_plan import improve_plan
-from bapipe.planner.baselines import baseline_alternatives, slowdown_text
+from bapipe.planner.baselines import baseline_alternatives, slower_than_this
 from bapipe.planner.deadline import Deadline, OutOfTime
 from bapipe.planner.options import SEARCH, PlanOptions
 from bapipe.planner.pace import ACTIONS_PER_S
@@ -112,9 +112,7 @@ def _with_slower(best: Solution, name: str, other: Solution) -> tuple[Alternativ
         step_ns=step_ns,
         peak_bytes=other.prediction.peak_bytes,
         feasible=True,
-        why_not="as fast as this plan"
-        if step_ns == best.prediction.step_ns
-        else slowdown_text(step_ns, best.prediction.step_ns),
+        why_not=slower_than_this(step_ns, best.prediction.step_ns),
     )
     return (*best.alternatives, slower)
 

@@ -4,7 +4,7 @@ Every search returns a `Solution`. The best one over linearizations and device g
 are added; `make_plan` then builds the `Plan` once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -92,6 +92,6 @@ def make_plan(solution: Solution) -> Plan:
     return with_certificate(plan, certificate)
 
 
-def sort_alternatives(alternatives: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
+def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
     """Returns the alternatives that fit first, then the others; the fastest first in each."""
     return tuple(sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns)))

@@ -11,6 +11,7 @@ from bapipe.formats.settings import Settings
 from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
+from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.modes import enter_training_mode
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -64,7 +65,11 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     module.zero_grad()
     try:
-        with tf32(settings.tf32), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            limited_embeddings_restored(module),
+            tf32(settings.tf32),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             yield
     finally:
         module.zero_grad()

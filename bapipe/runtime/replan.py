@@ -14,6 +14,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_once
+from bapipe.planner.sub_clusters import with_devices
 from bapipe.runtime.train_result import TrainResult
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.torchrun import current_job
@@ -120,7 +121,8 @@ def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfil
     Raises:
         Infeasible: nothing fits the remaining devices.
     """
-    cluster = _remaining_cluster(plan.cluster, lost)
+    remaining = [rank for name, rank in plan.cluster.index.items() if name not in lost]
+    cluster = with_devices(plan.cluster, remaining)
     schedules = tuple(dict.fromkeys(("1f1b", "gpipe", *_reproducible(plan.schedule))))
     memory = _memory_limit(plan.certificate)
     options = PlanOptions(
@@ -160,11 +162,3 @@ def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
 def _reproducible(schedule: str) -> Sequence[str]:
     """Returns the schedule if every rank of a job builds the same one by itself; ranks may search different orders."""
     return [schedule] if schedule in ALL and schedule != "search" and schedule not in SIDE_BY_SIDE else []
-
-
-def _remaining_cluster(cluster: Cluster, lost: Collection[str]) -> Cluster:
-    return msgspec.structs.replace(
-        cluster,
-        devices=tuple(device for device in cluster.devices if device.name not in lost),
-        links=tuple(link for link in cluster.links if link.source not in lost and link.target not in lost),
-    )

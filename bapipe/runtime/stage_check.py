@@ -21,6 +21,7 @@ from bapipe.equivalence import (
     layers_that_read_earlier_forwards,
     run_original,
 )
+from bapipe.equivalence.outcome import device_of
 from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
@@ -95,7 +96,7 @@ def _faults(
     None if they do not, or were not compared.
     """
     root = parts.model.root
-    device = next(root.parameters()).device
+    device = device_of(root)
     if _is_anywhere_on_meta(root, inputs):
         return None, None
     if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
@@ -175,7 +176,7 @@ def _compare(
     size: int = 2,
 ) -> Equivalence | Unchecked | Difference:
     """Compares stages with the module, on micro-batches of `size` samples if the plan's are not smaller."""
-    device, microbatches = next(parts.model.root.parameters()).device, _microbatches(parts, plan, inputs, size)
+    device, microbatches = device_of(parts.model.root), _microbatches(parts, plan, inputs, size)
     split = {action.stage for actions in plan.table.order for action in actions if action.phase is Phase.INPUT_GRAD}
     recomputed = {index for index, stage in enumerate(plan.stages) if stage.recompute and recompute}
     stages = [
@@ -268,7 +269,7 @@ def _order_of_forwards(stage: int, plan: Plan) -> list[int]:
 
 def _microbatches(parts: Split, plan: Plan, inputs: Sequence[Tensor], size: int = 2) -> tuple[Microbatch, ...]:
     """Returns two micro-batches, for what a forward keeps for the next."""
-    device = next(parts.model.root.parameters()).device
+    device = device_of(parts.model.root)
     size = min(plan.microbatch_size, size)
     # There is no target here; any loss that depends on all outputs shows a wrong gradient.
     return example_microbatches(inputs, torch.zeros(size, device=device), [size, size], device)

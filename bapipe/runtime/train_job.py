@@ -1,13 +1,12 @@
 """The training that all ranks of a job run: what each of them is given, and what checkpoints say of it."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from bapipe.formats.codec import encode
+from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.folder import Checkpoint
 from bapipe.runtime.checkpoint.manifest import Manifest, MinibatchSize, Position
@@ -52,7 +51,7 @@ class TrainJob:
             num_samples=len(self.dataset),
             minibatch_sizes=self._minibatch_sizes(),
             position=position,
-            plan=hashlib.sha256(encode(self.plan)).hexdigest(),
+            plan=fingerprint(self.plan),
             versions={name: str(value) for name, value in environment().items()},
             tensors={},
             optimizer_tensors={},

@@ -1,6 +1,7 @@
 """What a forward changes in a model: which layers must share a stage for it, and which must not have replicas."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ def limited_embeddings(module: nn.Module) -> list[Tensor]:
     """Returns the weights of which a forward changes the rows that it reads: those of embeddings with `max_norm`."""
     kinds = nn.Embedding | nn.EmbeddingBag
     return [part.weight for part in module.modules() if isinstance(part, kinds) and part.max_norm is not None]
+
+
+@contextmanager
+def limited_embeddings_restored(*modules: nn.Module) -> Iterator[None]:
+    """Forwards may run in this context; afterwards the weights of embeddings with `max_norm` are what they were."""
+    limited = {id(weight): weight for module in modules for weight in limited_embeddings(module)}
+    before = [(weight, weight.detach().clone()) for weight in limited.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, value in before:
+                weight.copy_(value)
 
 
 def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> frozenset[str]:

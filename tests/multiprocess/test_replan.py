@@ -9,6 +9,7 @@ from msgspec import structs
 import bapipe
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.certificate import MemoryLimit
+from bapipe.formats.cluster import Device, Link
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.plan import Plan
@@ -160,6 +161,16 @@ def test_each_process_of_a_job_gets_a_stage() -> None:
     assert {name for stage in made.stages for name in stage.devices} == {"cpu0", "cpu2"}
     assert [device.name for device in made.cluster.devices] == ["cpu0", "cpu2"]
     assert (made.factory, made.model) == (slow.factory, "test")
+
+
+def test_a_lost_group_takes_the_links_of_its_members_with_it() -> None:
+    two = devices(2, 2)
+    group = Device(name="g", host="local", kind="pair", memory_bytes=1, members=("a", "b"))
+    link = Link(source="a", target="b", bytes_per_s=5, latency_ns=1)
+    cluster = structs.replace(two.cluster, devices=(*two.cluster.devices, group), links=(link,))
+    made = replan(structs.replace(two, cluster=cluster, order=(*two.order, ())), ["g"], {"cpu": profile()}, None)
+    assert [device.name for device in made.cluster.devices] == ["cpu0", "cpu1"]
+    assert made.cluster.links == ()
 
 
 @pytest.mark.parametrize(("limit", "margin"), [(2000, 0.0), (3000, 1 / 3), (None, 0.5)])

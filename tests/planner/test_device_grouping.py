@@ -40,6 +40,13 @@ def test_devices_stay_separate_if_that_is_faster() -> None:
     assert profiles_used_by(plan, profiles) == {"a": profiles[1]}
 
 
+@pytest.mark.parametrize(("forward_ms", "why_not"), [(5, "as fast as this plan"), (20, "4.0 times as long")])
+def test_groupings_are_compared_in_the_words_of_other_plans(forward_ms: int, why_not: str) -> None:
+    plan = bapipe.plan([measured(1, 10), measured(2, forward_ms)], devices(2), minibatch_size=2)
+    (together,) = [other for other in plan.alternatives if other.name == "1 a device of 2 threads"]
+    assert together.why_not == why_not
+
+
 def test_a_grouping_that_does_not_fit_leaves_the_other_groupings() -> None:
     small = devices(2, memory_bytes=1_500)
     one, two = (

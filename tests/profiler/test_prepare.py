@@ -36,6 +36,15 @@ def test_a_module_and_its_random_state_are_restored() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
+def test_embeddings_that_limit_their_norm_are_restored() -> None:
+    module = nn.Embedding(3, 2, max_norm=0.1)
+    before = module.weight.detach().clone()
+    with prepare.prepared(module, CPU, Settings()):
+        module(torch.arange(3))
+        assert not torch.equal(module.weight, before)
+    assert torch.equal(module.weight, before)
+
+
 def test_parts_of_a_module_in_training_mode_stay_in_evaluation_mode() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     with prepare.prepared(module, CPU, Settings()):

@@ -22,8 +22,8 @@ from bapipe.planner.searched_space import in_words
 from bapipe.planner.solution import make_plan
 from bapipe.planner.throughput import search
 from bapipe.planner.throughput.load_search import is_homogeneous
-from bapipe.planner.throughput.load_solution import one_f_one_b_with_replicas
 from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, solve_throughput
+from bapipe.schedules.placement import place_schedule
 from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage import Stage
 from bapipe.simulator.stage_cost import build_stages
@@ -146,7 +146,7 @@ def load_of_one_stage(
     load = largest_load(stages, (ranks,), cluster, num_microbatches, ranks[-1] + 1)
     if load is None:
         return None
-    table = one_f_one_b_with_replicas([ranks], num_microbatches, len(cluster.devices))
+    table = place_schedule("1f1b", [ranks], num_microbatches, len(cluster.devices))
     return min(load, simulate_schedule(table, stages, cluster).step_ns)
 
 

@@ -10,8 +10,8 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.searched_space import ThroughputSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
-from bapipe.schedules.one_f_one_b import one_rank
-from bapipe.schedules.table import Action, Schedule
+from bapipe.schedules.placement import place_schedule
+from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
@@ -48,7 +48,9 @@ def _stage_plans(search: LoadSearch, solution: LoadSolution) -> tuple[StagePlan,
 
 def simulate_solution(search: LoadSearch, solution: LoadSolution) -> tuple[Schedule, Prediction]:
     """Returns a solution's order, and what the simulator predicts for it."""
-    table = one_f_one_b_with_replicas(
+    # With as many micro-batches in flight as devices run a stage and those behind it.
+    table = place_schedule(
+        "1f1b",
         [ranks for _, ranks in solution.stages],
         search.minibatch_size // solution.microbatch_size,
         len(search.cluster.devices),
@@ -56,16 +58,3 @@ def simulate_solution(search: LoadSearch, solution: LoadSolution) -> tuple[Sched
     stages = _stage_plans(search, solution)
     costs = build_stages(stages, search.profiles, search.cluster, solution.microbatch_size)
     return table, simulate_columns(table, costs, search.cluster).prediction(search.minibatch_size)
-
-
-def one_f_one_b_with_replicas(devices: Sequence[Sequence[int]], num_microbatches: int, num_ranks: int) -> Schedule:
-    """Returns 1F1B over stages of several devices, with as many micro-batches in flight as devices run them.
-
-    Stage s begins with one F for each device of stage s and later, dealt to its own devices round robin.
-    """
-    order: list[tuple[Action, ...]] = [()] * num_ranks
-    for s, ranks in enumerate(devices):
-        stage_order = one_rank(s, sum(map(len, devices[s:])), num_microbatches)
-        for position, rank in enumerate(ranks):
-            order[rank] = tuple(action for action in stage_order if action.microbatch % len(ranks) == position)
-    return Schedule(devices=tuple(map(tuple, devices)), num_microbatches=num_microbatches, order=tuple(order))

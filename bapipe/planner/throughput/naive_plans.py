@@ -20,6 +20,7 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import Alternative
 from bapipe.planner.deadline import Deadline
+from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution
@@ -124,7 +125,7 @@ def _starts(whole: LoadSearch) -> range:
     return range(num_devices if not whole.is_homogeneous and num_devices <= MAX_DEVICES_WITH_GAPS else 1)
 
 
-def naive_alternatives(whole: LoadSearch, naive: Sequence[NaivePlan], load_ns: int) -> list[Alternative]:
+def naive_alternatives(whole: LoadSearch, naive: Sequence[NaivePlan], load_ns: int) -> tuple[Alternative, ...]:
     """Returns naive plans, simulated and compared with the load of the best plan."""
     alternatives = []
     for plan in naive:
@@ -139,7 +140,7 @@ def naive_alternatives(whole: LoadSearch, naive: Sequence[NaivePlan], load_ns: i
                 why_not=_why_not(lack_bytes, plan.load_ns / load_ns - 1 if load_ns else 0.0),
             )
         )
-    return sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns))
+    return sort_alternatives(alternatives)
 
 
 def _why_not(lack_bytes: int, extra_load: float) -> str:

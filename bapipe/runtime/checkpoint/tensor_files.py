@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,6 @@ _STORED_NAMES = {
 }  # fmt: skip
 """Dtypes that every version of safetensors stores, by its names; tensors of others are stored as their bytes."""
 
-_BLOCK_BYTES = 2**22
-
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shape and dtype of a tensor."""
@@ -44,10 +43,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def num_elements(self) -> int:
-        num = 1
-        for size in self.shape:
-            num *= size
-        return num
+        return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -105,12 +101,9 @@ def sync(path: Path) -> None:
 
 def file_digest(path: Path) -> FileDigest:
     """Returns size and SHA-256 of a file."""
-    sha256, num_bytes = hashlib.sha256(), 0
-    with path.open("rb") as opened:
-        while block := opened.read(_BLOCK_BYTES):
-            sha256.update(block)
-            num_bytes += len(block)
-    return FileDigest(num_bytes=num_bytes, sha256=sha256.hexdigest())
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def stored_specs(path: Path) -> dict[str, TensorSpec]:

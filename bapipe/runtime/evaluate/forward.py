@@ -17,7 +17,7 @@ from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
-from bapipe.tracing.changing_state import limited_embeddings
+from bapipe.tracing.changing_state import limited_embeddings, limited_embeddings_restored
 from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
@@ -51,19 +51,13 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     Raises:
         InvalidModel: it has changed another parameter.
     """
-    limited = {id(weight): weight for module in modules for weight in limited_embeddings(module)}
-    before = [(weight, weight.detach().clone()) for weight in limited.values()]
+    limited = {id(weight) for module in modules for weight in limited_embeddings(module)}
     others = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in limited}
     versions = TensorVersions(others)
-    try:
-        with ExitStack() as restored:
-            for module in modules:
-                restored.enter_context(state_restored(module))
-            yield
-    finally:
-        with torch.no_grad():
-            for weight, value in before:
-                weight.copy_(value)
+    with limited_embeddings_restored(*modules), ExitStack() as restored:
+        for module in modules:
+            restored.enter_context(state_restored(module))
+        yield
     for name in sorted(versions.written()):
         raise InvalidModel(
             f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change what is "
