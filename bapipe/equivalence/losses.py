@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.target_weights import WeightsAhead
+from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
@@ -22,6 +22,11 @@ _DIVIDE = "divide by the number of samples instead"
 _REASONS_IN_LOSS = (
     "as with a mean by a mask or by weights of your own, or losses that compare samples): return "
     f"`bapipe.weighted_mean(losses, weights)`, or {_DIVIDE}"
+)
+
+_REASONS_OF_OBSTACLE = (
+    "it is a mean by weights, which must be known before the outputs are, but its code {}): let it use no values of "
+    "outputs, and only numbers, tensors and small objects beside"
 )
 
 _REASONS_IN_MODEL = (
@@ -62,10 +67,11 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
         try:
             with torch.no_grad():
                 whole = float(loss(output, target.clone()))  # which it may change
-                parts = _counted(loss, halves, target.clone().chunk(2))
+                parts, obstacle = _counted(loss, halves, target.clone().chunk(2))
         except Exception:  # a target that the loss does not take
             continue
-        fault = _fault(whole, parts, _tolerance(output), _REASONS_IN_LOSS)
+        reasons = _REASONS_IN_LOSS if obstacle is None else _REASONS_OF_OBSTACLE.format(obstacle)
+        fault = _fault(whole, parts, _tolerance(output), reasons)
         if fault is not None:
             return f"{condition}{fault}"
     return None
@@ -145,8 +151,11 @@ def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor)
     return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
 
 
-def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> list[float]:
-    """Returns the losses of halves as training counts them; their mean is that of both."""
+def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> tuple[list[float], str | None]:
+    """Returns the losses of halves as training counts them, of which the mean is that of both.
+
+    Also what the loss does, if it is a mean by weights that it does not let be known before it is computed.
+    """
     leaves, spec = tree_flatten(outputs[0])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -158,14 +167,16 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> l
     ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
     with ahead.running():
         weights = [ahead.of(target) for target in targets]
-    values = [float(loss(output, target)) for output, target in zip(outputs, targets, strict=True)]
+    found = [weighted_loss(loss, output, target) for output, target in zip(outputs, targets, strict=True)]
+    values = [float(one.value) for one in found]
+    obstacle = ahead.obstacle if any(one.weight is not None for one in found) else None
     known = [None if weight is None else float(weight) for weight in weights]
     mean = sum(weight for weight in known if weight is not None) / len(known)
     if mean != mean or all(weight is None for weight in known):
-        return values
+        return values, obstacle
     # Without any target a loss is no number, and counts nothing; what is no such mean counts as it is.
     pairs = zip(known, values, strict=True)
-    return [value if weight is None else weight / mean * value if weight else 0.0 for weight, value in pairs]
+    return [value if weight is None else weight / mean * value if weight else 0.0 for weight, value in pairs], None
 
 
 def _fault(whole: float, parts: list[float], tolerance: float, reasons: str) -> str | None:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.reached_state import KeptState
+from bapipe.errors import one_line
 from bapipe.losses import sum_of_weights, weighted_mean
 from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors, version
 
@@ -74,7 +75,8 @@ class WeightsAhead:
         These are on `device`; only their shapes and types are read.
         """
         self._loss, self._computed = loss, computed
-        self._can_run, self._is_torch_s_own = True, _is_torch_s_own(loss)
+        self._is_torch_s_own = _is_torch_s_own(loss)
+        self.obstacle: str | None = None  # why `of` tells nothing, in words of what the loss does
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
             self._stand_in = torch.empty((), device=device)
@@ -83,14 +85,14 @@ class WeightsAhead:
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
         state = KeptState(self._loss)
-        self._can_run = state.is_known
+        self.obstacle = None if state.obstacle is None else f"reaches {state.obstacle}"
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
 
     def of(self, target: Tensor) -> Tensor | None:
         """Returns the weight that `weighted_loss` will give; NaN if that cannot be told before."""
         unknown = torch.full((), torch.nan, dtype=torch.float64, device=target.device)
-        if not self._can_run:
+        if self.obstacle is not None:
             return unknown
         try:
             with _Means(self._stand_in) as means:
@@ -98,7 +100,8 @@ class WeightsAhead:
                     value = self._loss(self._stand_in, target)
                 else:
                     value = self._computed(self._outputs, target.clone())  # it may change them
-        except Exception:  # whatever the code of the loss raises where a value of an output is missing
+        except Exception as error:  # whatever the code of the loss raises where a value of an output is missing
+            self.obstacle = f"reads values of outputs, as `.item()` does ({one_line(error)[:80]})"
             return unknown
         weight = means.weight_of(value)
         return unknown if isinstance(weight, FakeTensor) else weight

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
@@ -87,6 +88,28 @@ def test_other_losses_are_noticed(
     loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, shape: tuple[int, ...], words: str
 ) -> None:
     assert words in (fault(loss, target, *shape) or "")
+
+
+FILE = StringIO()
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        (lambda value: value.item(), "its code reads values of outputs, as `.item()` does ("),
+        (lambda _: FILE.write("loss"), "its code reaches an object of type StringIO)"),
+    ],
+)
+def test_what_prevents_weights_by_targets_is_named(note: Callable[[Tensor], object], words: str) -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = cross_entropy(scores, target)
+        note(value)
+        return value
+
+    found = fault(loss, torch.tensor([0, 1, 2, 3])) or ""
+    assert found.startswith("with targets of -100, the loss of a batch is ")
+    assert words in found
+    assert "weighted_mean" not in found
 
 
 @pytest.mark.parametrize("padding", [0, -100])

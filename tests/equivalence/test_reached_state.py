@@ -1,7 +1,10 @@
 """What code keeps is put back after a call, where all of it can be found."""
 
+import logging
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from bapipe.equivalence.reached_state import KeptState
 
 CLASSES = 4
 NOTED: list[float] = []
+SETTINGS, OPTIONS, MANY = Namespace(smoothing=0.1), {"smoothing": 0.1}, dict.fromkeys(range(1001), 0)
+LOG, FILE = logging.getLogger("tests.losses"), StringIO()
 calls = 0
 
 
@@ -29,7 +34,24 @@ def through_another(scores: Tensor, target: Tensor) -> Tensor:
     return noting(scores, target)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.values.append(value)
+
+
 class Trainer:
+    num_steps = 0
+    file: object = None
+
+    def step(self) -> None:
+        self.count()
+
+    def count(self) -> None:
+        self.num_steps += 1
+
     def loss(self, scores: Tensor, target: Tensor) -> Tensor:
         return plain(scores, target)
 
@@ -59,20 +81,29 @@ class Noting(Own):
         (plain, True),
         (partial(plain, target=torch.zeros(2)), True),
         (lambda scores, target: nn.CrossEntropyLoss()(scores, target), True),
-        (noting, False),
-        (through_another, False),
-        (Trainer().loss, False),
+        (noting, True),
+        (through_another, True),
+        (Trainer().loss, True),
+        (lambda: SETTINGS.smoothing + OPTIONS["smoothing"], True),
+        (lambda: LOG.debug("loss"), True),
+        (lambda: FILE.write("loss"), False),
+        (lambda: MANY.get(1), False),
         (Own([1, 2]), True),
         (Own([1, 2]).other, True),
         (Own(torch.ones(())), True),
         (Own(torch.ones(50_000)), True),
         (Own(dict.fromkeys(range(2000))), False),
         (nn.Sequential(Own(None), nn.Linear(4096, 4096)), False),
-        (Noting(None), False),
+        (Noting(None), True),
     ],
 )
-def test_code_that_reaches_other_objects_is_not_known(code: Callable[..., Tensor], is_known: bool) -> None:
-    assert KeptState(code).is_known == is_known
+def test_code_that_reaches_other_objects_is_not_known(code: Callable[..., object], is_known: bool) -> None:
+    assert (KeptState(code).obstacle is None) == is_known
+
+
+def test_an_obstacle_is_named() -> None:
+    assert KeptState(lambda: FILE.write("loss")).obstacle == "an object of type StringIO"
+    assert KeptState(lambda: MANY.get(1)).obstacle == "more than 1,000 values in collections and objects"
 
 
 def test_numbers_and_modules_are_put_back() -> None:
@@ -86,8 +117,43 @@ def test_numbers_and_modules_are_put_back() -> None:
         own.kept.append(1)
 
     state = KeptState(counting)
-    assert state.is_known
+    assert state.obstacle is None
     with state.restored():
         counting()
         assert (inner, calls, own.kept) == (1, 1, [1])
     assert (inner, calls, own.kept) == (0, 0, [])
+
+
+def test_collections_and_objects_are_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    terms, seen, figures, meter, trainer = [1.0], {1}, {"a": 1}, Meter(), Trainer()
+
+    def noting_all() -> None:
+        terms.append(2.0)
+        seen.add(2)
+        figures["b"] = 2
+        meter.update(3.0)
+        trainer.step()
+        LOG.warning("noted")
+
+    def now() -> tuple[object, ...]:
+        return terms, seen, figures, meter.values, trainer.num_steps
+
+    state = KeptState(noting_all)
+    assert state.obstacle is None
+    with state.restored():
+        noting_all()
+        assert now() == ([1.0, 2.0], {1, 2}, {"a": 1, "b": 2}, [3.0], 1)
+    assert now() == ([1.0], {1}, {"a": 1}, [], 0)
+    assert not caplog.messages
+    LOG.warning("again")
+    assert caplog.messages == ["again"]
+
+
+def test_what_a_method_does_not_name_is_left_alone() -> None:
+    trainer = Trainer()
+    trainer.file = FILE
+    state = KeptState(trainer.step)
+    assert state.obstacle is None
+    with state.restored():
+        trainer.step()
+    assert trainer.num_steps == 0
