@@ -20,14 +20,16 @@ from bapipe.equivalence.check import (
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
-from bapipe.equivalence.outcome import Conditions, Microbatch, run_original
+from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
-from bapipe.equivalence.target_weights import WeightedLoss, WeightsAhead, weighted_loss
+from bapipe.equivalence.target_weights import MAX_MEANS, WeightedLoss, WeightsAhead, scaled_loss, weighted_loss
 
 __all__ = [
+    "MAX_MEANS",
     "Conditions",
     "Difference",
     "Equivalence",
+    "Loss",
     "Microbatch",
     "Stage",
     "Unchecked",
@@ -42,6 +44,7 @@ __all__ = [
     "loss_over_parts",
     "outputs_over_parts",
     "run_original",
+    "scaled_loss",
     "trace_checked",
     "weighted_loss",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
+from bapipe.equivalence.target_weights import WeightsAhead, num_means, scaled_loss
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
@@ -166,17 +166,17 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
 
     ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
     with ahead.running():
-        weights = [ahead.of(target) for target in targets]
-    found = [weighted_loss(loss, output, target) for output, target in zip(outputs, targets, strict=True)]
-    values = [float(one.value) for one in found]
-    obstacle = ahead.obstacle if any(one.weight is not None for one in found) else None
-    known = [None if weight is None else float(weight) for weight in weights]
-    mean = sum(weight for weight in known if weight is not None) / len(known)
-    if mean != mean or all(weight is None for weight in known):
-        return values, obstacle
-    # Without any target a loss is no number, and counts nothing; what is no such mean counts as it is.
-    pairs = zip(known, values, strict=True)
-    return [value if weight is None else weight / mean * value if weight else 0.0 for weight, value in pairs], None
+        known = [weights for target in targets if (weights := ahead.of(target)) is not None]
+    obstacle, mean_weights = None, None
+    if len(known) < len(targets):
+        obstacle = ahead.obstacle if num_means(loss, outputs[0], targets[0].clone()) else None
+    elif len({len(weights) for weights in known if weights}) == 1:
+        # A micro-batch may compute none, where it has nothing to learn.
+        mean_weights = torch.stack([torch.stack(weights) for weights in known if weights]).sum(0) / len(targets)
+    values = [
+        float(scaled_loss(loss, output, target, mean_weights)) for output, target in zip(outputs, targets, strict=True)
+    ]
+    return values, obstacle
 
 
 def _fault(whole: float, parts: list[float], tolerance: float, reasons: str) -> str | None:

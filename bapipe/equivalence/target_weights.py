@@ -2,8 +2,8 @@
 
 The loss of a mini-batch is then no mean of its micro-batches' losses, but one by the weights of their targets. Which
 losses are such means is not asked of their type: it is seen when they run, so that a loss may be torch's cross entropy
-itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`, and returns the
-result, perhaps in another type or times a number.
+itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`. For training, each
+of these calls is scaled by itself, so a loss may be a sum of several, and of other terms.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +38,13 @@ _TIMES_A_NUMBER = frozenset(
 )
 
 
+MAX_MEANS = 16
+"""As many means of a loss are scaled; of those that compute more, all micro-batches count alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightedLoss:
-    """A loss, and what it is a mean over.
+    """A loss, and what it is a mean over; it may be so in another type, or times a number.
 
     Attributes:
         value: what the loss returned.
@@ -58,13 +62,31 @@ def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
     Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
     weight, torch would divide zero by zero in the backward.
     """
-    with _Means(None) as means:
+    with _Means() as means:
         value = loss(output, target)
     return WeightedLoss(value, means.weight_of(value))
 
 
+def scaled_loss(loss: Loss, output: Any, target: Tensor, mean_weights: Tensor | None) -> Tensor:
+    """Returns the loss of a micro-batch, such that the mean over micro-batches is the loss of the mini-batch.
+
+    Each mean over targets that it computes is multiplied by its weight in this micro-batch, divided by the mean one:
+    `mean_weights`, in the order of the calls, [at most MAX_MEANS] in float64; NaN where micro-batches count alike, as
+    if there is None. A mean without targets becomes zero.
+    """
+    with _Means(mean_weights=mean_weights):
+        return loss(output, target)
+
+
+def num_means(loss: Loss, output: Any, target: Tensor) -> int:
+    """Returns how many means over targets a loss computes."""
+    with _Means() as means:
+        loss(output, target)
+    return len(means.weights)
+
+
 class WeightsAhead:
-    """Tells the weight of a micro-batch's targets in its loss, before the model has computed the outputs.
+    """Tells the weights of a micro-batch's targets in its loss, before the model has computed the outputs.
 
     For that the loss runs on outputs without values, unless it keeps state that cannot be put back.
     """
@@ -89,22 +111,24 @@ class WeightsAhead:
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
 
-    def of(self, target: Tensor) -> Tensor | None:
-        """Returns the weight that `weighted_loss` will give; NaN if that cannot be told before."""
-        unknown = torch.full((), torch.nan, dtype=torch.float64, device=target.device)
+    def of(self, target: Tensor) -> list[Tensor] | None:
+        """Returns the sum of weights of each mean that the loss will compute, in order; None if it cannot be told."""
         if self.obstacle is not None:
-            return unknown
+            return None
         try:
             with _Means(self._stand_in) as means:
                 if self._is_torch_s_own:  # much faster than on outputs
-                    value = self._loss(self._stand_in, target)
+                    self._loss(self._stand_in, target)
                 else:
-                    value = self._computed(self._outputs, target.clone())  # it may change them
+                    self._computed(self._outputs, target.clone())  # it may change them
         except Exception as error:  # whatever the code of the loss raises where a value of an output is missing
             self.obstacle = f"reads values of outputs, as `.item()` does ({one_line(error)[:80]})"
-            return unknown
-        weight = means.weight_of(value)
-        return unknown if isinstance(weight, FakeTensor) else weight
+            return None
+        weights: list[Tensor] = means.weights
+        if any(isinstance(weight, FakeTensor) for weight in weights):
+            self.obstacle = "weights by what the model returns"
+            return None
+        return weights
 
 
 def _is_torch_s_own(loss: Loss) -> bool:
@@ -116,12 +140,13 @@ def _is_torch_s_own(loss: Loss) -> bool:
 class _Means(TorchFunctionMode):
     """Notes the results of functions that are means over targets, with the sums of their weights.
 
-    With a stand-in the means are not computed: it is their result.
+    With a stand-in a mean is not computed: it is the result. With mean weights it is scaled, see `scaled_loss`.
     """
 
-    def __init__(self, stand_in: Tensor | None) -> None:
+    def __init__(self, stand_in: Tensor | None = None, mean_weights: Tensor | None = None) -> None:
         super().__init__()
-        self._stand_in = stand_in
+        self._stand_in, self._mean_weights = stand_in, mean_weights
+        self.weights: list[Tensor] = []  # of each mean
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
 
     def weight_of(self, value: object) -> Tensor | None:
@@ -166,8 +191,21 @@ class _Means(TorchFunctionMode):
 
     def _noted(self, compute: Callable[[], Tensor], weight: Tensor) -> Tensor:
         result = compute() if self._stand_in is None else self._stand_in
+        if self._mean_weights is not None and len(self.weights) < len(self._mean_weights):
+            result = _scaled(result, weight, self._mean_weights[len(self.weights)])
+        self.weights.append(weight)
         self._weights[id(result)] = result, weight
         return result
+
+
+def _scaled(mean: Tensor, weight: Tensor, mean_weight: Tensor) -> Tensor:
+    """Returns a mean over the targets of a micro-batch as it counts in the mini-batch; nothing waits for a GPU."""
+    counts_alike = mean_weight.isnan()
+    # Without any target the mean may be no number; its gradients are zeros.
+    counts = counts_alike | (weight > 0)
+    exact = mean.to(torch.promote_types(mean.dtype, torch.float32))
+    factor = torch.where(counts_alike, 1, torch.where(counts, weight / mean_weight, 0)).to(exact.dtype)
+    return torch.where(counts, exact * factor, torch.zeros_like(exact))
 
 
 def _without_masks(index: Any) -> tuple[Any, ...]:

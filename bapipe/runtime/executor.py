@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from bapipe.equivalence import WeightedLoss, check_scalar, weighted_loss
+from bapipe.equivalence import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, check_outputs
@@ -376,7 +376,7 @@ class ScheduleExecutor:
         """Returns a micro-batch's part of the mean loss, scaled."""
         self._rng.enter_loss()
         try:
-            found = weighted_loss(self._loss, output, target)
+            value = self._weights.computed(self._loss, output, target)
         except BapipeError:
             raise
         except Exception as error:  # whatever the loss raises, such as for labels that the model has no output for
@@ -384,10 +384,10 @@ class ScheduleExecutor:
             raise LayerFailed(
                 f"the loss of micro-batch {action.microbatch} fails: {one_line(error)[:200]}{_range(target)}"
             ) from error
-        check_scalar(found.value)
+        check_scalar(value)
         # As with torch's GradScaler: in float16, which ends at 65504, a loss would overflow when it is scaled.
-        loss = found.value.to(torch.promote_types(found.value.dtype, torch.float32))
-        share = self._weights.weighted(WeightedLoss(loss, found.weight)) / self._schedule.num_microbatches
+        loss = value.to(torch.promote_types(value.dtype, torch.float32))
+        share = loss / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 
 

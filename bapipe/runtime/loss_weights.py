@@ -1,16 +1,18 @@
 """Weights of micro-batches in the loss of the mini-batch, for losses that are means over their targets."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bapipe.equivalence import WeightedLoss, WeightsAhead
+from bapipe.equivalence import MAX_MEANS, Loss, WeightsAhead, scaled_loss
 from bapipe.runtime.rng import PerOperatorRng
 
 
 class LossWeights:
-    """Weights each micro-batch by its targets; all have weight 1 if the loss is no mean over targets."""
+    """Weights each micro-batch by its targets in each of the means over targets that the loss computes."""
 
     def __init__(
         self,
@@ -22,44 +24,53 @@ class LossWeights:
         """`microbatches` are those of which this rank computes the loss."""
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
-        self._is_over_targets: bool | None = None  # None before the first step, in which it is found out
-        # Of the micro-batches' weights; None if all of them count alike, and NaN if they do in this step.
-        self._mean: Tensor | None = None
+        self._num_means: int | None = None  # None before the first step, in which it is found out
+        self._mean_weights: Tensor | None = None  # of this step, see `scaled_loss`
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
 
-        The class weights are those that the loss has now: they may be others in every step.
+        The class weights are those that the loss has now: they may be others in every step. After the first step
+        nothing waits for a GPU.
         """
-        self._mean = None
-        if self._is_over_targets is False:
+        self._mean_weights = None
+        if self._num_means == 0:
             return
         parts = target.chunk(num_microbatches)
         with self._ahead.running():
-            own = [self._weight_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
-        known = [weight for weight in own if weight is not None]
-        zero = torch.zeros((), dtype=torch.float64, device=target.device)
-        total, num_known = self._sum_over_replicas(torch.stack([torch.stack([zero, *known]).sum(), zero + len(known)]))
-        if self._is_over_targets is None:
-            self._is_over_targets = bool(num_known > 0) and not bool(total.isnan())
-        if self._is_over_targets:
-            self._mean = total / num_microbatches
+            own = [self._weights_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
+        total = self._sum_over_replicas(_sums(own, target.device))
+        num, calls, squares = total[:3]
+        # A micro-batch may compute none, where it has nothing to learn; else they compute the same ones.
+        are_unlike = calls.isnan() | (calls * calls != num * squares)
+        if self._num_means is None:
+            self._num_means = 0 if bool(are_unlike) or not bool(calls) else int(calls / num)
+        if self._num_means:
+            count_alike = are_unlike | (calls != self._num_means * num)
+            self._mean_weights = torch.where(count_alike, nan, total[3 : 3 + self._num_means] / num_microbatches)
 
-    def weighted(self, loss: WeightedLoss) -> Tensor:
-        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
+    def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
+        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
+        return scaled_loss(loss, output, target, self._mean_weights)
 
-        What is not seen to be a mean over targets counts as it is, such as the zero that a loss returns where a
-        micro-batch has no targets. Nothing here waits for a GPU.
-        """
-        if self._mean is None or loss.weight is None:
-            return loss.value
-        count_alike = self._mean.isnan()
-        # Without any target the loss may be no number; its gradients are zeros.
-        counts = count_alike | (loss.weight > 0)
-        factor = torch.where(count_alike, 1, torch.where(counts, loss.weight / self._mean, 0)).to(loss.value.dtype)
-        return torch.where(counts, loss.value * factor, torch.zeros_like(loss.value))
-
-    def _weight_ahead(self, microbatch: int, target: Tensor) -> Tensor | None:
+    def _weights_ahead(self, microbatch: int, target: Tensor) -> list[Tensor] | None:
         self._rng.microbatch = microbatch
         self._rng.enter_loss()  # it may draw which targets count
         return self._ahead.of(target)
+
+
+def _sums(weights: Sequence[list[Tensor] | None], device: torch.device) -> Tensor:
+    """Returns what replicas add up: [3 + MAX_MEANS], NaN in the first ones if weights are not known.
+
+    These are the numbers of micro-batches with means, of means, and of the squares of these; and the means' weights.
+    """
+    known = [one for one in weights if one is not None and len(one) <= MAX_MEANS]
+    sums = torch.zeros(3 + MAX_MEANS, dtype=torch.float64, device=device)
+    if len(known) < len(weights):
+        return sums.fill_(nan)
+    for place, power in enumerate((0, 1, 2)):
+        sums[place].fill_(sum(len(one) ** power for one in known if one))
+    for one in known:
+        for place, weight in enumerate(one, 3):
+            sums[place] += weight
+    return sums

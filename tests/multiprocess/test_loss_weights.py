@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from math import isnan
+from math import isnan, log
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bapipe
-from bapipe.equivalence import WeightedLoss, WeightsAhead, weighted_loss
+from bapipe.equivalence import WeightsAhead, weighted_loss
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.loss_weights import LossWeights
@@ -49,6 +49,14 @@ class Drawing(nn.Module):
         return functional.cross_entropy(scores * 2, self.drawn[-1])
 
 
+def sum_of_means(scores: Tensor, target: Tensor) -> Tensor:
+    """Of two means over unlike targets, and one over samples, as language models are trained for several tasks."""
+    words = functional.cross_entropy(scores, target, ignore_index=IGNORED)
+    sentences = bapipe.weighted_mean(scores.square().mean(1), target != 1)
+    words += scores[:, 0].square().mean()
+    return 0.5 * (words + sentences / 4)
+
+
 class FromOne(Reshaped):
     """Takes classes from one on, and changes its target."""
 
@@ -77,6 +85,7 @@ class FromOne(Reshaped):
             scores.square(), CLASSES[target, None] * (target != IGNORED)[:, None]
         ),
         lambda scores, target: functional.cross_entropy(scores, target) * 2,  # ignores nothing, so all count alike
+        lambda scores, target: sum_of_means(scores, target),
     ],
 )
 def test_a_mean_over_targets_is_that_of_the_mini_batch(loss: Loss, recompute: tuple[int, ...]) -> None:
@@ -274,10 +283,12 @@ def test_bytes_as_targets_ignore_nothing(loss: Loss) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_mean_to_which_something_is_added_counts_alike_for_all_micro_batches() -> None:
+@pytest.mark.parametrize("num_means", [2, 17])
+def test_where_micro_batches_compute_other_means_or_too_many_all_count_alike(num_means: int) -> None:
     def loss(scores: Tensor, target: Tensor) -> Tensor:
         value = functional.cross_entropy(scores, target, ignore_index=IGNORED)
-        value += scores.square().mean()
+        for _ in range(num_means - 1 if num_means > 2 or bool((target == IGNORED).any()) else 0):
+            value = value + functional.cross_entropy(2 * scores, target, ignore_index=IGNORED)
         return value
 
     torch.manual_seed(0)
@@ -297,14 +308,20 @@ def test_labels_out_of_range_are_refused_by_the_loss() -> None:
         pipeline.step(x, target=torch.tensor([1, 7]))
 
 
+def _with(sums: dict[int, float]) -> Callable[[Tensor], Tensor]:
+    """Adds up what one replica has to sums that begin with these."""
+    return lambda part: torch.tensor([sums.get(i, 0.0) for i in range(len(part))], dtype=part.dtype)
+
+
 def test_replicas_count_together() -> None:
     target, loss = torch.tensor([0, IGNORED, 1, 2]), nn.CrossEntropyLoss(ignore_index=IGNORED)
-    first, second = (_weights(loss, [m], lambda part: torch.tensor([3.0, 2.0]).double()) for m in (0, 1))
+    first, second = (_weights(loss, [m], _with({0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0})) for m in (0, 1))
     for weights in (first, second):
         weights.begin(target, 2)
-    one = torch.tensor(1.0)
-    assert first.weighted(WeightedLoss(one, torch.tensor(1.0))).item() == pytest.approx(2 / 3)
-    assert second.weighted(WeightedLoss(one, torch.tensor(2.0))).item() == pytest.approx(4 / 3)
+    # Zeros have a mean of log 4, which counts by the targets of a micro-batch: one of three, or two.
+    for weights, labels, factor in ((first, target[:2], 2 / 3), (second, target[2:], 4 / 3)):
+        value = weights.computed(loss, torch.zeros(2, 4), labels)
+        assert value.item() == pytest.approx(factor * log(4))
 
 
 @pytest.mark.usefixtures("alone")
@@ -323,8 +340,8 @@ def test_a_loss_that_is_no_tensor_is_refused() -> None:
 def test_losses_that_ignore_nothing_keep_their_value() -> None:
     weights = _weights(functional.mse_loss, [0], lambda part: part)
     weights.begin(torch.zeros(2, 4), 1)
-    loss = torch.tensor(0.7)
-    assert weights.weighted(WeightedLoss(loss, None)) is loss
+    value = torch.tensor(0.7)
+    assert weights.computed(lambda output, target: value, torch.zeros(2, 4), torch.zeros(2, 4)) is value
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -349,8 +366,7 @@ def test_after_the_first_step_no_micro_batch_waits_for_the_gpu(
     waiting(Tensor, "__bool__")
     waiting(Tensor, "item")
     weights.begin(target, 2)
-    total = weighted_loss(loss, torch.zeros(2, 4), target[:2])
-    assert weights.weighted(total).item() == pytest.approx(1.3863, abs=1e-4)  # log 4
+    assert weights.computed(loss, torch.zeros(2, 4), target[:2]).item() == pytest.approx(log(4))
     assert waits == ["item"]  # of this test
 
 
