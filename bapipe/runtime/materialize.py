@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.runtime.other_ranks import is_on_another_rank, mark_as_on_another_rank
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private import give_storage, reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
@@ -14,9 +15,6 @@ from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7
 """Fills integers before initialization, as NaN fills floats: a value that is still there afterwards was never set."""
-
-_DROPPED = "_bapipe_dropped"
-"""An attribute of tensors that another rank has the values of."""
 
 
 def materialize(
@@ -56,16 +54,20 @@ def materialize(
 def drop_others(parts: Split, tensors: Iterable[Tensor]) -> None:
     """Puts all parameters and buffers of a model but some on the meta device, in place.
 
-    They are marked: another pipeline of the same module must not take them for ones that were never initialized.
+    They are marked: another pipeline of the same module must not take them for ones that were never initialized, nor
+    the caller for ones with values.
     """
     model = parts.model
     kept = {id(tensor) for tensor in tensors}
+    named = (*model.module.named_parameters(), *model.module.named_buffers())
+    names = {id(tensor): name for name, tensor in named}
     with without_weak_references(model.root):
         for tensor in _all_tensors(model.root, model.module):
             if id(tensor) not in kept:
                 if not tensor.is_meta:
                     _swap(tensor, torch.empty_like(tensor, device="meta"))
-                setattr(tensor, _DROPPED, True)
+                if tensor.is_meta:
+                    mark_as_on_another_rank(tensor, names.get(id(tensor), "a constant"))
 
 
 def _all_tensors(*modules: nn.Module) -> list[Tensor]:
@@ -75,7 +77,7 @@ def _all_tensors(*modules: nn.Module) -> list[Tensor]:
 
 
 def _check_not_dropped(unset: dict[str, Tensor]) -> None:
-    dropped = next((name for name, tensor in unset.items() if hasattr(tensor, _DROPPED)), None)
+    dropped = next((name for name, tensor in unset.items() if is_on_another_rank(tensor)), None)
     if dropped is not None:
         raise InvalidModel(
             f"'{dropped}' has no values in this process: an earlier Pipeline of the same module left it to another "

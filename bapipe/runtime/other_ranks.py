@@ -1,0 +1,74 @@
+"""Parameters and buffers of which another rank has the values.
+
+Without values, torch takes them for zeros in place: an average of weights that adds them up would decay to nothing, and
+a file of all weights would lack them, without a word. So whatever mixes them with values, or stores them, is refused;
+names, shapes and types may be read.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError
+from bapipe.torch_private import FakeTensor, tree_flatten
+
+_NAME = "_bapipe_name"
+
+
+class _OnAnotherRank(Tensor):
+    """Of a buffer, or what is computed from such tensors alone."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            leaves, _ = tree_flatten((tuple(args), dict(kwargs or {})))
+            own = [leaf for leaf in leaves if isinstance(leaf, _OnAnotherRank)]
+            others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, _OnAnotherRank)]
+            if any(not other.is_meta and not isinstance(other, FakeTensor) for other in others):
+                _refuse(own[0])
+            result = function(*args, **(kwargs or {}))
+            if type(result) is Tensor and result.is_meta and not others:
+                result.__class__ = _OnAnotherRank
+                setattr(result, _NAME, getattr(own[0], _NAME, None))
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = torch.empty_like(self, requires_grad=self.requires_grad)
+        copied.__class__ = type(self)
+        vars(copied).update(vars(self))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self)
+
+
+class _ParameterOnAnotherRank(_OnAnotherRank, nn.Parameter):
+    pass
+
+
+def mark_as_on_another_rank(tensor: Tensor, name: str) -> None:
+    """Refuses uses of the values of a tensor on the meta device from now on; `name` is the model's."""
+    setattr(tensor, _NAME, name)
+    if type(tensor) is nn.Parameter:
+        tensor.__class__ = _ParameterOnAnotherRank
+    elif type(tensor) is Tensor:
+        tensor.__class__ = _OnAnotherRank
+
+
+def is_on_another_rank(tensor: Tensor) -> bool:
+    """Returns whether a tensor was marked."""
+    return hasattr(tensor, _NAME)
+
+
+def _refuse(tensor: Tensor) -> NoReturn:
+    raise BapipeError(
+        f"the values of '{getattr(tensor, _NAME)}' are on another rank of the pipeline: use "
+        "`pipeline.named_parameters()` and `pipeline.state_dict()`, which hold those of this rank's stages, and gather "
+        "them from all ranks where all are needed"
+    )

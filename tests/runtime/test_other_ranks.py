@@ -1,0 +1,72 @@
+"""Parameters of other ranks have no values, and whatever needs some is refused."""
+
+import copy
+from collections.abc import Callable
+from io import BytesIO
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.materialize import drop_others
+from bapipe.runtime.split import split
+from bapipe.tracing import trace
+from tests.multiprocess.runtime_cases import make_plan
+
+
+@pytest.fixture
+def module() -> nn.Sequential:
+    """Of which this process has the first layer only."""
+    made = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    plan = make_plan(["0", "1"], (1,), (0, 1), [["0F0", "0B0"], ["1F0", "1B0"]], 2, 1)
+    inputs = [torch.randn(2, 2)]
+    drop_others(split(trace(made, inputs), plan, inputs), list(made[0].parameters()))
+    return made
+
+
+def average(kept: Tensor, trained: Tensor) -> None:
+    kept.detach().mul_(0.9).add_((1 - 0.1) * trained.detach().data)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        average,
+        lambda kept, trained: kept.data.copy_(trained.data),
+        lambda kept, trained: trained.data.copy_(kept.data),
+        lambda kept, trained: torch._foreach_add_([kept.data], [trained]),
+        lambda kept, trained: torch.save({"weight": trained.detach()}, BytesIO()),
+    ],
+)
+@pytest.mark.parametrize("name", ["1.weight", "1.running_mean"])
+def test_uses_of_values_are_refused(module: nn.Module, use: Callable[[Tensor, Tensor], object], name: str) -> None:
+    with pytest.raises(BapipeError, match=rf"^the values of '{name}' are on another rank of the pipeline: use"):
+        use(torch.ones(3), module.state_dict(keep_vars=True)[name])
+
+
+def test_a_file_of_all_weights_is_refused(module: nn.Module) -> None:
+    with pytest.raises(BapipeError, match=r"^the values of '1.weight' are on another rank"):
+        torch.save(module.state_dict(), BytesIO())
+
+
+@pytest.mark.filterwarnings("ignore:for 1:UserWarning")  # torch warns of what it would do without a word else
+def test_loading_all_weights_is_refused(module: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match=r"the values of '1.weight' are on another rank"):
+        module.load_state_dict(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict())
+
+
+def test_what_is_known_without_values_may_be_read(module: nn.Sequential) -> None:
+    own, other = module[0].weight, module[1].weight
+    assert isinstance(other, nn.Parameter)
+    assert (other.shape, other.dtype, other.device.type, other.requires_grad) == ((3,), torch.float32, "meta", True)
+    assert sum(parameter.numel() for parameter in module.parameters()) == 6 + 3 + 3 + 3
+    assert [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert other.grad is None
+    assert (own * 2).sum() == 2 * own.sum()
+    copied = copy.deepcopy(module)
+    assert copied[1].weight is not other
+    with pytest.raises(BapipeError, match=r"'1.weight' are on another rank"):
+        torch.ones(3) + copied[1].weight
+    other.requires_grad_(False)
+    assert not other.requires_grad
