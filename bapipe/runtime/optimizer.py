@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,10 +70,16 @@ def check_optimizer_factory(make: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """What optimizers keep of parameters: tensors and plain numbers, each by `name of the parameter:key`."""
+    """What optimizers keep of parameters, by `name of the parameter:key`.
+
+    Attributes:
+        tensors, numbers: of each parameter.
+        options: of its group, such as the learning rate that a scheduler has set; numbers and tuples of them.
+    """
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Number]
+    options: Mapping[str, Number | tuple[Number, ...]] = field(default_factory=dict)
 
 
 class StageOptimizers:
@@ -95,6 +101,7 @@ class StageOptimizers:
             taken |= {id(p) for p in trained}
             if trained:
                 self._optimizers[s] = make(trained)
+                _check_own(self._optimizers[s], trained)
 
     @property
     def optimizers(self) -> tuple[optim.Optimizer, ...]:
@@ -162,13 +169,21 @@ class StageOptimizers:
             for optimizer in self._optimizers.values()
             for key, value in optimizer.state.get(parameter, {}).items()
         }
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         return OptimizerState(
             tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
             numbers={name: value for name, value in values.items() if isinstance(value, Number)},
+            options={
+                f"{name}:{key}": value
+                for name, parameter in parameters.items()
+                for key, value in group_of.get(id(parameter), {}).items()
+                if isinstance(value, Number | tuple)
+            },
         )
 
     def load_state(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restores what `state` returned of the same parameters.
+        """Restores what `state` returned of the same parameters; an option where it was the same for all of a group.
 
         Raises:
             BapipeError: it is the state of another optimizer.
@@ -187,6 +202,23 @@ class StageOptimizers:
             optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
             for index, values in by_index.items():
                 _restore_dtypes(optimizer.state[every[index]], values)
+            for group in optimizer.param_groups:
+                for key in group:
+                    saved = {state.options.get(f"{name_of[id(p)]}:{key}") for p in group["params"]}
+                    if len(saved) == 1 and None not in saved:
+                        group[key] = saved.pop()
+
+
+def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter]) -> None:
+    """Raises BapipeError if an optimizer has parameters that it was not made for."""
+    own = {id(parameter) for parameter in given}
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if others:
+        raise BapipeError(
+            f"`optimizer` made one that has {len(others)} parameters it was not given, such as one of shape "
+            f"{tuple(others[0].shape)}: each stage has an optimizer of its own, so let it use those that it is called "
+            "with; their names are in `{id(p): name for name, p in module.named_parameters()}`"
+        )
 
 
 def _check_keys(

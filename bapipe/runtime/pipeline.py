@@ -109,8 +109,9 @@ class Pipeline:
             loss: returns the mean loss of an output and a target.
             inputs: examples of the model's inputs, by position or, as a mapping, by name: tensors of any batch size, on
                 any device, in the order in which `step` takes them; and constants that the forward takes.
-            optimizer: makes the optimizer of a stage's parameters; by default SGD with a learning rate of 0.01 and a
-                momentum of 0.9.
+            optimizer: makes the optimizer of a stage's parameters, which it is called with; by default SGD with a
+                learning rate of 0.01 and a momentum of 0.9. One that looks at all parameters together, as for a norm
+                or an estimated step size, sees those of one stage.
             clip_norm: the maximum norm of all gradients of the model together.
             autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors are sent
                 in the types that it gives them. With float16 losses are scaled (see `grad_scaler`), and a step with
@@ -129,7 +130,7 @@ class Pipeline:
         check_clip_norm(clip_norm)
         optimizer = sgd() if optimizer is None else optimizer
         check_optimizer_factory(optimizer)
-        self._plan, self._device = plan, current_device(device)
+        self._plan, self._device, self._autocast = plan, current_device(device), autocast
         self._layout = layout_of(plan, self._device, group)
         check_has_layers(module)
         if not module.training:
@@ -267,8 +268,8 @@ class Pipeline:
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
-                example's shape and type; there is no such bucket; or a parameter requires gradients that was frozen
-                when this was made.
+                example's shape and type; there is no such bucket; a parameter requires gradients that was frozen when
+                this was made; or it is called in a context of `torch.autocast`.
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
         loss = self.start_step(*inputs, target=target, bucket=bucket)
@@ -278,6 +279,7 @@ class Pipeline:
         self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
         """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does."""
+        self._check_no_autocast_around()
         num_buckets = len(self._executors) - 1
         if bucket is not None and not 0 <= bucket < num_buckets:
             raise BapipeError(
@@ -350,12 +352,14 @@ class Pipeline:
         its state.
 
         Raises:
-            BapipeError: a tensor that this rank needs is missing or does not fit.
+            BapipeError: a tensor that this rank needs is missing or does not fit; or it is called in a context of
+                `torch.autocast`.
             InvalidModel: the model takes no micro-batch of the size that the last one has; or that is one sample, of
                 which the stages do not give what the module does; or evaluation changes a parameter.
         """
         if self._forward_executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
+        self._check_no_autocast_around()
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
             raise BapipeError(
@@ -447,6 +451,14 @@ class Pipeline:
         )
         names = [device.name for device in self._plan.cluster.devices]
         return gather_timeline(self._layout, local, self._clock, names)
+
+    def _check_no_autocast_around(self) -> None:
+        """Raises BapipeError if the stages, which were cut without autocast, would compute in another type here."""
+        if self._autocast is None and torch.is_autocast_enabled(self._device.type):
+            raise BapipeError(
+                "torch.autocast is on around this call, but the Pipeline was made without: give it `autocast`, with a "
+                "plan of a profile that was measured so (`Settings(autocast=...)`), or leave the context"
+            )
 
     def _unscale(self) -> bool:
         """Divides gradients by the loss scale, if losses are scaled; returns whether to update parameters with them."""

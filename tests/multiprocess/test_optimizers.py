@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from bapipe.errors import BapipeError
@@ -62,6 +63,26 @@ def test_complex_gradients_are_clipped_as_torch_does() -> None:
     assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(parameters, 0.5).item())
     for parameter, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_autocast_around_a_pipeline_without_it_is_refused() -> None:
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1)
+    x = torch.randn(2, 4)
+
+    def made(autocast: torch.dtype | None) -> Pipeline:
+        module = nn.Sequential(nn.Linear(4, 4))
+        given = (
+            replace(plan, settings=Settings(autocast="bfloat16", threads=torch.get_num_threads())) if autocast else plan
+        )
+        return Pipeline(module, given, loss=nn.MSELoss(), inputs=[x], evaluates=True, autocast=autocast, check=False)
+
+    without, with_its_own = made(None), made(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (without.step, without.evaluate):
+            with pytest.raises(BapipeError, match=r"^torch.autocast is on around this call, but the Pipeline was made"):
+                call(x, target=x)
+        with_its_own.step(x, target=x)
 
 
 @pytest.mark.usefixtures("alone")

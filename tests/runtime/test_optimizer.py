@@ -215,3 +215,53 @@ def test_an_optimizer_of_ones_own_loads_its_state() -> None:
     state = made.state(parameters)
     assert state.tensors
     made.load_state(state, parameters)
+
+
+@pytest.mark.parametrize("kind", [optim.lr_scheduler.StepLR, optim.lr_scheduler.ExponentialLR])
+def test_a_scheduler_goes_on_with_the_rate_that_was_saved(kind: Any) -> None:
+    options = {"gamma": 0.5, **({"step_size": 2} if kind is optim.lr_scheduler.StepLR else {})}
+
+    def made() -> tuple[StageOptimizers, Any, dict[str, nn.Parameter]]:
+        module = nn.Linear(2, 2)
+        optimizers = StageOptimizers({0: module}, lambda p: optim.AdamW(p, lr=0.1, betas=(0.5, 0.6)), CpuClock())
+        return optimizers, kind(optimizers.optimizers[0], **options), dict(module.named_parameters())
+
+    def train(
+        optimizers: StageOptimizers, scheduler: Any, named: dict[str, nn.Parameter], num_steps: int
+    ) -> list[float]:
+        rates = []
+        for _ in range(num_steps):
+            rates.append(optimizers.optimizers[0].param_groups[0]["lr"])
+            for parameter in named.values():
+                parameter.grad = torch.ones_like(parameter)
+            optimizers.step(0)
+            scheduler.step()
+        return rates
+
+    rates = train(*made(), 6)
+    optimizers, scheduler, named = made()
+    assert train(optimizers, scheduler, named, 3) == rates[:3]
+    state, of_scheduler = optimizers.state(named), scheduler.state_dict()
+    assert state.options["weight:betas"] == (0.5, 0.6)
+    optimizers, scheduler, named = made()
+    optimizers.load_state(state, named)
+    scheduler.load_state_dict(of_scheduler)
+    assert train(optimizers, scheduler, named, 3) == pytest.approx(rates[3:])
+
+
+def test_options_of_which_a_group_has_several_stay_as_they_are() -> None:
+    module = nn.Linear(2, 2)
+    named = dict(module.named_parameters())
+    optimizers = StageOptimizers({0: module}, lambda p: optim.SGD(p, lr=0.1), CpuClock())
+    options = {"weight:lr": 0.2, "bias:lr": 0.3, "weight:momentum": 0.5, "bias:momentum": 0.5}
+    optimizers.load_state(OptimizerState(tensors={}, numbers={}, options=options), named)
+    (group,) = optimizers.optimizers[0].param_groups
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.5, False)
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    """It would step all of them once for each stage of its rank."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    stages: dict[int, nn.Module] = {0: module[0], 1: module[1]}
+    with pytest.raises(BapipeError, match=r"has 2 parameters it was not given, such as one of shape \(2, 3\): each"):
+        StageOptimizers(stages, lambda _: optim.SGD(module.parameters(), lr=0.1), CpuClock())

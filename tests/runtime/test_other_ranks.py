@@ -59,6 +59,7 @@ def test_loading_all_weights_is_refused(module: nn.Module) -> None:
 def test_what_is_known_without_values_may_be_read(module: nn.Sequential) -> None:
     own, other = module[0].weight, module[1].weight
     assert isinstance(other, nn.Parameter)
+    assert isinstance(own, nn.Parameter)
     assert (other.shape, other.dtype, other.device.type, other.requires_grad) == ((3,), torch.float32, "meta", True)
     assert sum(parameter.numel() for parameter in module.parameters()) == 6 + 3 + 3 + 3
     assert [name for name, _ in module.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
