@@ -17,7 +17,7 @@ from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
 from bapipe.runtime.cut_model import cut_model
-from bapipe.runtime.data.batch_check import BatchSpec
+from bapipe.runtime.data.batch_check import BatchSpec, check_same_batch
 from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
@@ -263,15 +263,20 @@ class Pipeline:
 
         Reading the loss waits until the device has computed it; `start_step` leaves that to the caller.
 
-        What this rank does not load (see `needs`, `needs_target`) may be None, and trailing inputs left out. `bucket`
-        is the number of the bucket that the samples are of, the same on every rank; None is that of `inputs`.
+        Every rank is given the same mini-batch, which the first step compares. What this rank does not load (see
+        `needs`, `needs_target`) may be None, and trailing inputs left out. `bucket` is the number of the bucket that
+        the samples are of, the same on every rank; None is that of `inputs`.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
-                example's shape and type; there is no such bucket; a parameter requires gradients that was frozen when
-                this was made; or it is called in a context of `torch.autocast`.
+                example's shape and type; ranks were given different ones; there is no such bucket; a parameter requires
+                gradients that was frozen when this was made; or it is called in a context of `torch.autocast`.
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
+        if self._start is None:
+            named = (*zip(self.input_names, inputs, strict=False), ("the target", target))
+            given = {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and tensor.dim() > 0}
+            check_same_batch(given, self._layout.group)
         loss = self.start_step(*inputs, target=target, bucket=bucket)
         return None if loss is None else loss.read()
 

@@ -1,9 +1,11 @@
 """Checks the tensors that a rank is given for a mini-batch against those that its stages expect."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BapipeError
@@ -63,6 +65,33 @@ class BatchSpec:
                 f"'{name}' has samples of {_describe(tensor)}; the example inputs have {_describe(example)}"
             )
         return in_memory_format(tensor.to(self.device, non_blocking=True), self.settings)
+
+
+def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compares the first and last samples of a mini-batch over the processes of a group, which all call it together.
+
+    Args:
+        given: by name, what this process was given.
+
+    Raises:
+        BapipeError: two processes were given other samples of the same name.
+    """
+    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(digests, {name: _digest(tensor) for name, tensor in given.items()}, group=group)
+    first: dict[str, tuple[int, str]] = {}
+    for process, own in enumerate(digests):
+        for name, digest in own.items():
+            earlier, expected = first.setdefault(name, (process, digest))
+            if digest != expected:
+                raise BapipeError(
+                    f"process {process} was given other samples of '{name}' than process {earlier}: all processes take "
+                    "the same mini-batch, so seed shuffling and augmentation alike, and use no DistributedSampler"
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    ends = tensor[[0, -1]].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(ends.numpy().tobytes()).hexdigest()
 
 
 def _describe(tensor: Tensor) -> str:
