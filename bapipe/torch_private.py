@@ -12,7 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,11 @@ def needs_values(error: Exception) -> bool:
 def version(tensor: Tensor) -> int:
     """Returns how often a tensor's memory was written to; 0 if torch does not count it."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def without_tensor_classes() -> AbstractContextManager[object]:
+    """In this context subclasses of tensors behave as tensors do."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_compiled(module: nn.Module) -> bool:

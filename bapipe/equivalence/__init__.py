@@ -18,7 +18,7 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
+from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_halves, loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
@@ -41,6 +41,7 @@ __all__ = [
     "compare_stages",
     "example_microbatches",
     "layers_that_read_earlier_forwards",
+    "loss_over_halves",
     "loss_over_parts",
     "outputs_over_parts",
     "run_original",

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.equivalence.target_weights import WeightsAhead, num_means, scaled_loss
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import tree_flatten, tree_unflatten
+from bapipe.torch_private import tree_flatten, tree_map, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
+from bapipe.tracing.python_random import all_generators_restored
 
 _IGNORED = -100
 """What torch's cross entropy ignores by default."""
@@ -62,19 +63,40 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
     if not is_by_rows(output, len(batch.target)):
         return _model_over_parts(module, loss, batch, _tolerance(output))
     output = _with_unequal_rows(output, len(batch.target))
-    halves = _halves(output)
     for target, condition in _targets(loss, batch.target):
         try:
-            with torch.no_grad():
-                whole = float(loss(output, target.clone()))  # which it may change
-                parts, obstacle = _counted(loss, halves, target.clone().chunk(2))
+            fault = _fault_over_halves(loss, output, target)
         except Exception:  # a target that the loss does not take
             continue
-        reasons = _REASONS_IN_LOSS if obstacle is None else _REASONS_OF_OBSTACLE.format(obstacle)
-        fault = _fault(whole, parts, _tolerance(output), reasons)
         if fault is not None:
             return f"{condition}{fault}"
     return None
+
+
+def loss_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
+    """Returns what `loss_over_parts` does, of an output for real data, which says most.
+
+    None also if not all of it is by rows, there is a single one, or the loss draws random numbers or fails on fewer.
+    The loss may change its state.
+    """
+    num = len(target) // 2 * 2
+    if num == 0 or not is_by_rows(output, len(target)):
+        return None
+    even = tree_map(lambda leaf: leaf.detach()[:num] if isinstance(leaf, Tensor) else leaf, output)
+    with torch.no_grad(), all_generators_restored(target.device):
+        try:
+            values = [loss(even, target[:num].clone()) for _ in range(2)]
+            return _fault_over_halves(loss, even, target[:num]) if torch.equal(*values) else None
+        except Exception:  # whatever the code of the loss raises
+            return None
+
+
+def _fault_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
+    with torch.no_grad():
+        whole = float(loss(output, target.clone()))  # which it may change
+        parts, obstacle = _counted(loss, _halves(output), target.clone().chunk(2))
+    reasons = _REASONS_IN_LOSS if obstacle is None else _REASONS_OF_OBSTACLE.format(obstacle)
+    return _fault(whole, parts, _tolerance(output), reasons)
 
 
 def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:

@@ -96,7 +96,7 @@ class WeightsAhead:
 
         These are on `device`; only their shapes and types are read.
         """
-        self._loss, self._computed = loss, computed
+        self._loss, self.computed = loss, computed
         self._is_torch_s_own = _is_torch_s_own(loss)
         self.obstacle: str | None = None  # why `of` tells nothing, in words of what the loss does
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -120,7 +120,7 @@ class WeightsAhead:
                 if self._is_torch_s_own:  # much faster than on outputs
                     self._loss(self._stand_in, target)
                 else:
-                    self._computed(self._outputs, target.clone())  # it may change them
+                    self.computed(self._outputs, target.clone())  # it may change them
         except Exception as error:  # whatever the code of the loss raises where a value of an output is missing
             self.obstacle = f"reads values of outputs, as `.item()` does ({one_line(error)[:80]})"
             return None

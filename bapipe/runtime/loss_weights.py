@@ -1,5 +1,6 @@
 """Weights of micro-batches in the loss of the mini-batch, for losses that are means over their targets."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from math import nan
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.equivalence import MAX_MEANS, Loss, WeightsAhead, scaled_loss
+from bapipe.equivalence import MAX_MEANS, Loss, WeightsAhead, loss_over_halves, scaled_loss
 from bapipe.runtime.rng import PerOperatorRng
+
+_log = logging.getLogger(__name__)
 
 
 class LossWeights:
@@ -26,6 +29,7 @@ class LossWeights:
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._num_means: int | None = None  # None before the first step, in which it is found out
         self._mean_weights: Tensor | None = None  # of this step, see `scaled_loss`
+        self._is_compared = False
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
@@ -50,8 +54,21 @@ class LossWeights:
             self._mean_weights = torch.where(count_alike, nan, total[3 : 3 + self._num_means] / num_microbatches)
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        return scaled_loss(loss, output, target, self._mean_weights)
+        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
+
+        The first time, warns if it is not that, as real targets show best.
+        """
+        value = scaled_loss(loss, output, target, self._mean_weights)
+        if not self._is_compared:
+            self._is_compared = True
+            self._warn_of_other_means(output, target)
+        return value
+
+    def _warn_of_other_means(self, output: Any, target: Tensor) -> None:
+        with self._ahead.running():
+            fault = None if self._ahead.obstacle else loss_over_halves(self._ahead.computed, output, target)
+        if fault is not None:
+            _log.warning("in the first step, %s", fault)
 
     def _weights_ahead(self, microbatch: int, target: Tensor) -> list[Tensor] | None:
         self._rng.microbatch = microbatch

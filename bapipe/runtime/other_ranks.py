@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.torch_private import FakeTensor, tree_flatten
+from bapipe.torch_private import FakeTensor, tree_flatten, without_tensor_classes
 
 _NAME = "_bapipe_name"
 
@@ -24,7 +24,7 @@ class _OnAnotherRank(Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_tensor_classes():
             leaves, _ = tree_flatten((tuple(args), dict(kwargs or {})))
             own = [leaf for leaf in leaves if isinstance(leaf, _OnAnotherRank)]
             others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, _OnAnotherRank)]
@@ -37,7 +37,7 @@ class _OnAnotherRank(Tensor):
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_tensor_classes():
             copied = torch.empty_like(self, requires_grad=self.requires_grad)
         copied.__class__ = type(self)
         vars(copied).update(vars(self))

@@ -299,6 +299,39 @@ def test_where_micro_batches_compute_other_means_or_too_many_all_count_alike(num
     assert pipeline.step(x, target=target) == pytest.approx(sum(parts) / 2, rel=1e-6)
 
 
+def of_depths(scores: Tensor, target: Tensor) -> Tensor:
+    """A mean over the points that have a depth, as no example of zeros tells."""
+    known = target > 0
+    return (scores[:, 0][known] - target[known]).abs().mean()
+
+
+def drawn(scores: Tensor, target: Tensor) -> Tensor:
+    return functional.dropout(scores).square().mean()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute", [(), (1,)])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(of_depths, "in the first step, the loss of a batch is"), (functional.l1_loss, None), (drawn, None)],
+)
+def test_the_first_step_tells_of_losses_that_depend_on_the_cut(
+    loss: Loss, words: str | None, recompute: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), torch.randn(8, 6)
+    target = torch.tensor([1.0, 2.0, 0.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+    order = [["0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1"]]
+    plan = make_plan(["0", "1"], (1,), (0, 0), order, 4, 2, recompute)
+    target = target if loss is not functional.l1_loss else target[:, None]
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    losses = [pipeline.step(x, target=target) for _ in range(2)]
+    assert losses[0] == losses[1] or loss is drawn
+    told = [message for message in caplog.messages if "the loss" in message]
+    assert len(told) == (words is not None)
+    assert all(words in message for message in told)
+
+
 @pytest.mark.usefixtures("alone")
 def test_labels_out_of_range_are_refused_by_the_loss() -> None:
     loss = nn.CrossEntropyLoss(torch.ones(4))
@@ -320,7 +353,7 @@ def test_replicas_count_together() -> None:
         weights.begin(target, 2)
     # Zeros have a mean of log 4, which counts by the targets of a micro-batch: one of three, or two.
     for weights, labels, factor in ((first, target[:2], 2 / 3), (second, target[2:], 4 / 3)):
-        value = weights.computed(loss, torch.zeros(2, 4), labels)
+        value = weights.computed(of_first(loss), [torch.zeros(2, 4)], labels)
         assert value.item() == pytest.approx(factor * log(4))
 
 
@@ -341,7 +374,7 @@ def test_losses_that_ignore_nothing_keep_their_value() -> None:
     weights = _weights(functional.mse_loss, [0], lambda part: part)
     weights.begin(torch.zeros(2, 4), 1)
     value = torch.tensor(0.7)
-    assert weights.computed(lambda output, target: value, torch.zeros(2, 4), torch.zeros(2, 4)) is value
+    assert weights.computed(lambda output, target: value, [torch.zeros(2, 4)], torch.zeros(2, 4)) is value
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -366,7 +399,10 @@ def test_after_the_first_step_no_micro_batch_waits_for_the_gpu(
     waiting(Tensor, "__bool__")
     waiting(Tensor, "item")
     weights.begin(target, 2)
-    assert weights.computed(loss, torch.zeros(2, 4), target[:2]).item() == pytest.approx(log(4))
+    zeros = [torch.zeros(2, 4)]
+    assert weights.computed(of_first(loss), zeros, target[:2]).item() == pytest.approx(log(4))
+    waits.clear()  # the first one is compared
+    assert weights.computed(of_first(loss), zeros, target[:2]).item() == pytest.approx(log(4))
     assert waits == ["item"]  # of this test
 
 
@@ -399,7 +435,12 @@ def test_a_loss_keeps_its_buffers() -> None:
     assert loss.calls == 0
 
 
+def of_first(loss: Loss) -> Loss:
+    """The same of the tensors that a stage returns."""
+    return lambda outputs, target: loss(outputs[0], target)
+
+
 def _weights(loss: Loss, microbatches: list[int], total: Callable[[Tensor], Tensor]) -> LossWeights:
     outputs = [torch.empty(2, 4, device="meta")]
-    ahead = WeightsAhead(loss, lambda output, target: loss(output[0], target), outputs, CPU)
+    ahead = WeightsAhead(loss, of_first(loss), outputs, CPU)
     return LossWeights(ahead, microbatches, total, PerOperatorRng(0, CPU))
