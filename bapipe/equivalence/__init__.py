@@ -5,7 +5,8 @@ random numbers. `outcome` is what is compared, and the pass of the original; `st
 the stages, by whole backwards or as a plan runs them;
 `compare` tells rounding from differences; `locate` finds the first module that differs, and `cause` guesses why.
 `earlier_forwards` finds the layers that keep values from one forward to the next.
-`losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models.
+`losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models, and
+`first_samples` such losses when training begins.
 """
 
 from bapipe.equivalence.check import (
@@ -18,7 +19,8 @@ from bapipe.equivalence.check import (
     trace_checked,
 )
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_halves, loss_over_parts
+from bapipe.equivalence.first_samples import FirstSamples
+from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
@@ -29,6 +31,7 @@ __all__ = [
     "Conditions",
     "Difference",
     "Equivalence",
+    "FirstSamples",
     "Loss",
     "Microbatch",
     "Stage",
@@ -41,7 +44,6 @@ __all__ = [
     "compare_stages",
     "example_microbatches",
     "layers_that_read_earlier_forwards",
-    "loss_over_halves",
     "loss_over_parts",
     "outputs_over_parts",
     "run_original",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.equivalence import MAX_MEANS, Loss, WeightsAhead, loss_over_halves, scaled_loss
+from bapipe.equivalence import MAX_MEANS, FirstSamples, Loss, WeightsAhead, scaled_loss
 from bapipe.runtime.rng import PerOperatorRng
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class LossWeights:
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._num_means: int | None = None  # None before the first step, in which it is found out
         self._mean_weights: Tensor | None = None  # of this step, see `scaled_loss`
-        self._is_compared = False
+        self._first_samples = FirstSamples(ahead)
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
@@ -56,19 +56,13 @@ class LossWeights:
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
 
-        The first time, warns if it is not that, as real targets show best.
+        The first times, warns if it is not that.
         """
         value = scaled_loss(loss, output, target, self._mean_weights)
-        if not self._is_compared:
-            self._is_compared = True
-            self._warn_of_other_means(output, target)
-        return value
-
-    def _warn_of_other_means(self, output: Any, target: Tensor) -> None:
-        with self._ahead.running():
-            fault = None if self._ahead.obstacle else loss_over_halves(self._ahead.computed, output, target)
+        fault = self._first_samples.fault(output, target)
         if fault is not None:
-            _log.warning("in the first step, %s", fault)
+            _log.warning("for the first samples, %s", fault)
+        return value
 
     def _weights_ahead(self, microbatch: int, target: Tensor) -> list[Tensor] | None:
         self._rng.microbatch = microbatch
