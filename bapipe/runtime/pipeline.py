@@ -17,7 +17,7 @@ from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
 from bapipe.runtime.cut_model import cut_model
-from bapipe.runtime.data.batch_check import BatchSpec, check_same_batch
+from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
@@ -203,7 +203,6 @@ class Pipeline:
         self._clip_norm = clip_norm
         self._expected = [
             BatchSpec(
-                names=self.input_names,
                 needed=self.needs,
                 examples=parts.examples,
                 minibatch_size=plan.minibatch_size,
@@ -250,7 +249,7 @@ class Pipeline:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Names of the model's inputs, in the order in which `step` takes them."""
+        """Names of the model's inputs that are tensors, in the order in which `step` takes them."""
         return self._split.model.inputs
 
     @property
@@ -258,13 +257,14 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._executor.order
 
-    def step(self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None) -> float | None:
+    def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
         Reading the loss waits until the device has computed it; `start_step` leaves that to the caller.
 
-        Every rank is given the same mini-batch, which the first step compares. What this rank does not load (see
-        `needs`, `needs_target`) may be None, and trailing inputs left out. `bucket` is the number of the bucket that
+        Inputs are given in the order of `input_names`, or as one mapping by these names. Every rank is given the same
+        mini-batch, which the first step compares. What this rank does not load (see `needs`, `needs_target`) may be
+        None, and trailing inputs or names left out. `bucket` is the number of the bucket that
         the samples are of, the same on every rank; None is that of `inputs`.
 
         Raises:
@@ -274,14 +274,14 @@ class Pipeline:
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
         if self._start is None:
-            named = (*zip(self.input_names, inputs, strict=False), ("the target", target))
-            given = {name: tensor for name, tensor in named if isinstance(tensor, Tensor) and tensor.dim() > 0}
+            named = by_name(inputs, self.input_names) | {"the target": target}
+            given = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor) and tensor.dim() > 0}
             check_same_batch(given, self._layout.group)
         loss = self.start_step(*inputs, target=target, bucket=bucket)
         return None if loss is None else loss.read()
 
     def start_step(
-        self, *inputs: Tensor | None, target: Tensor | None = None, bucket: int | None = None
+        self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
         """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does."""
         self._check_no_autocast_around()
@@ -295,8 +295,9 @@ class Pipeline:
         self._traced_numbers.warn_of_changes()
         index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         self._executor, expected = self._executors[index], self._expected[index]
-        with copying_beside(self._device, self._copy_stream, (*inputs, target)) as copied:
-            loaded = expected.load(inputs, self._plan.minibatch_size)
+        given = by_name(inputs, self.input_names)
+        with copying_beside(self._device, self._copy_stream, (*given.values(), target)) as copied:
+            loaded = expected.load(given, self._plan.minibatch_size)
             if self.needs_target:
                 target = expected.checked("target", target, None, self._plan.minibatch_size)
             copied += [*loaded.values(), *([target] if self.needs_target and target is not None else [])]
@@ -343,7 +344,7 @@ class Pipeline:
 
     def evaluate(
         self,
-        *inputs: Tensor | None,
+        *inputs: GivenInput,
         target: Tensor | None = None,
         num_samples: int | None = None,
         keep: Callable[[Any], Any] = lambda output: output,
@@ -376,7 +377,7 @@ class Pipeline:
                 f"module does: {self._fault_of_one}; evaluate another number of samples"
             )
         expected = self._expected[0]
-        loaded = expected.load(inputs, num)
+        loaded = expected.load(by_name(inputs, self.input_names), num)
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
         with tf32(self._plan.compute_settings.tf32):
             return self._forward_executor.run(loaded, target, num, keep)

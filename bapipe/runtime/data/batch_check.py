@@ -13,37 +13,54 @@ from bapipe.formats.settings import Settings
 from bapipe.torch_device import dtype_name
 from bapipe.torch_settings import in_memory_format
 
+GivenInput = Tensor | Mapping[str, Tensor | None] | None
+
+
+def by_name(inputs: Sequence[GivenInput], names: Sequence[str]) -> dict[str, Tensor | None]:
+    """Returns inputs, which are given in the order of the model's names or as one mapping, by name.
+
+    Raises:
+        BapipeError: there are more, or others.
+    """
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        unknown = [name for name in inputs[0] if name not in names]
+        if unknown:
+            raise BapipeError(
+                f"'{unknown[0]}' is no input of the model that is a tensor: want {', '.join(names)}; constants are "
+                "those that the Pipeline was made with"
+            )
+        return dict(inputs[0])
+    if len(inputs) > len(names):
+        raise BapipeError(
+            f"{len(inputs)} inputs for a model that takes {len(names)}: want {', '.join(names)}; constants are those "
+            "that the Pipeline was made with"
+        )
+    return dict(zip(names, inputs, strict=False))  # type: ignore[arg-type]  # what is no tensor is refused as such
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
     """What a mini-batch must be like.
 
     Attributes:
-        names: of the model's inputs, in order.
-        needed: those of them that this rank loads.
+        needed: the names of the inputs that this rank loads.
         examples: one of each of the model's inputs, of any batch size.
         minibatch_size: the plan's.
         settings: the plan's, of which the memory format is applied.
     """
 
-    names: tuple[str, ...]
     needed: tuple[str, ...]
     examples: Mapping[str, Tensor]
     minibatch_size: int
     device: torch.device
     settings: Settings
 
-    def load(self, inputs: Sequence[Tensor | None], num_samples: int) -> dict[str, Tensor]:
-        """Returns the needed inputs on the device.
+    def load(self, given: Mapping[str, Tensor | None], num_samples: int) -> dict[str, Tensor]:
+        """Returns the needed inputs on the device, of those given by name.
 
         Raises:
             BapipeError: one is missing, or not of `num_samples` samples and its example's shape and type.
         """
-        if len(inputs) > len(self.names):
-            raise BapipeError(
-                f"{len(inputs)} inputs for a model that takes {len(self.names)}: want {', '.join(self.names)}"
-            )
-        given = dict(zip(self.names, inputs, strict=False))
         return {name: self.checked(name, given.get(name), self.examples[name], num_samples) for name in self.needed}
 
     def checked(self, name: str, tensor: Tensor | None, example: Tensor | None, num_samples: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.data.batch_check import check_same_batch
+from bapipe.runtime.data.batch_check import GivenInput, by_name, check_same_batch
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, *given: dict[str, Tensor]) -> None:
@@ -37,3 +37,23 @@ def test_other_samples_are_refused(monkeypatch: pytest.MonkeyPatch, row: int) ->
     other[row] = 7
     with pytest.raises(BapipeError, match=r"^process 2 was given other samples of 'the target' than process 1: all"):
         checked(monkeypatch, {}, {"the target": target}, {"the target": other})
+
+
+def test_inputs_are_given_in_order_or_by_name() -> None:
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    names = ("ids", "mask")
+    assert by_name([x, mask], names) == by_name([{"mask": mask, "ids": x}], names) == {"ids": x, "mask": mask}
+    assert by_name([x], names) == by_name([{"ids": x}], names) == {"ids": x}
+    assert by_name([None, mask], names) == {"ids": None, "mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([{"ids": torch.zeros(2), "types": torch.zeros(2)}], "'types' is no input of the model that is a tensor: want"),
+        ([torch.zeros(2)] * 3, "3 inputs for a model that takes 2: want ids, mask; constants are those"),
+    ],
+)
+def test_other_inputs_are_refused(inputs: list[GivenInput], words: str) -> None:
+    with pytest.raises(BapipeError, match=f"^{words}"):
+        by_name(inputs, ("ids", "mask"))
