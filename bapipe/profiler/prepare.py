@@ -1,5 +1,6 @@
 """Prepares a module for measuring: checks, training mode and memory format, and batches of its examples."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,8 +13,10 @@ from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
-from bapipe.tracing.modes import enter_training_mode
+from bapipe.tracing.modes import enter_training_mode, idle_dropout
 from bapipe.tracing.sizes import repeat_to_batch
+
+_log = logging.getLogger(__name__)
 
 
 def check_examples(inputs: Sequence[Tensor], target: object) -> None:
@@ -61,6 +64,9 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
     if move:
         module.to(device)
     enter_training_mode(module)
+    idle = idle_dropout(module)
+    if idle is not None:
+        _log.warning("%s", idle)
     if settings.channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     module.zero_grad()

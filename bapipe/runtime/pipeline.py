@@ -52,6 +52,7 @@ from bapipe.tracing import (
     unused_state,
 )
 from bapipe.tracing.changing_state import changing_buffers
+from bapipe.tracing.modes import idle_dropout
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 
@@ -138,6 +139,8 @@ class Pipeline:
                 "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "
                 "stay as they are; call its train() before, and eval() of those parts only that are to stay as they are"
             )
+        elif (idle := idle_dropout(module)) is not None:
+            _log.warning("%s", idle)
         check_settings(plan, module, self._device, autocast)
         self.stages = _in_order_of_updates(self._layout.schedule, self.rank)
 

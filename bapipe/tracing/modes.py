@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from bapipe.torch_private import DropoutBase
+
 
 def enter_training_mode(module: nn.Module) -> None:
     """Puts a module in training mode, if it is in evaluation mode as a whole, in which libraries give loaded models.
@@ -13,6 +15,22 @@ def enter_training_mode(module: nn.Module) -> None:
     """
     if not module.training:
         module.train()
+
+
+def idle_dropout(module: nn.Module) -> str | None:
+    """Says of a module in training mode which part, of those to train, has dropout but is in evaluation mode.
+
+    Libraries give loaded models so, and a model that has one as a part is in training mode itself. None if there is no
+    such part.
+    """
+    for name, part in module.named_modules():
+        has_dropout = any(isinstance(inner, DropoutBase) and inner.p > 0 for inner in part.modules())
+        if not part.training and has_dropout and any(p.requires_grad for p in part.parameters()):
+            return (
+                f"'{name}' is in evaluation mode, so its dropout does nothing while it trains: call the model's train() "
+                "after it is loaded"
+            )
+    return None
 
 
 @contextmanager
