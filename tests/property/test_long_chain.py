@@ -61,7 +61,7 @@ def test_bounds_hold_if_the_host_can_be_slower_than_the_device() -> None:
 @pytest.mark.parametrize("schedule", [*LOOPED, *(name for name in SCHEDULES if name not in ("1f1b", "gpipe"))])
 def test_bounds_hold_for_every_schedule(schedule: str) -> None:
     @examples(5)
-    @given(problems_of([schedule]))
+    @given(problems_of([schedule], splits_badly=None))
     def bounds_hold(problems: tuple[Problem, ...]) -> None:
         if any(problem.roots for problem in problems):
             check(problems)

@@ -209,9 +209,14 @@ class StageCostTable:
         )
 
     def device_times(self, placement: StagePlacement, c: int, rows: Rows) -> tuple[IntArray, IntArray]:
-        """Returns F and r of some intervals on a device of class `c`, without the host's times: they add up."""
-        forward, critical, _ = self._action_times(placement, self.times[c].on_device, rows)
-        return forward, critical
+        """Returns F and the least r of some intervals on a device of class `c`, which add up over stages.
+
+        So without the host's times; and where I runs apart from W, r is no more than B, which a stage that sends no
+        gradient back takes for its W.
+        """
+        times = self.times[c].on_device
+        forward, critical, _ = self._action_times(placement, times, rows)
+        return forward, np.minimum(critical, times.at(rows).backward_ns)
 
     def _action_times(
         self, placement: StagePlacement, times: IntervalTimes, rows: Rows

@@ -84,10 +84,8 @@ class FeasibleIntervals:
         # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
         self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory.of_class]
         # The layers before a boundary may be on any devices of any pipeline, not only on those of a first stage.
-        distinct = {
-            (p.device_classes, p.schedule.has_split_backward, p.schedule.has_full_backward): p
-            for p in reachable(first_placements)
-        }.values()
+        placements = reachable(first_placements)
+        distinct = {(p.device_classes, p.schedule.has_split_backward): p for p in placements}.values()
         self.before_ns = _sums_of_min([self.microbatch_sums(placement) for placement in distinct])
         forward_sums = [self._sums_on(placement, c)[0] for placement in distinct for c in placement.device_classes]
         self.head_ns = _sums_of_min(forward_sums)
@@ -122,7 +120,7 @@ class FeasibleIntervals:
 
     def _sums_on(self, placement: StagePlacement, c: int) -> tuple[IntArray, IntArray]:
         """Prefix sums of F and r of one micro-batch on a class of devices. [boundaries]"""
-        key = (c, placement.schedule.has_split_backward, placement.schedule.has_full_backward)
+        key = (c, placement.schedule.has_split_backward)
         if key not in self._layer_sums:
             units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
             forward_ns, backward_ns = self.costs.device_times(placement, c, units)

@@ -15,7 +15,7 @@ from bapipe.planner.long_chain.bisection import solve_long_chain
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Relaxation
 from bapipe.planner.options import PlanOptions
-from tests.builders import chain, devices
+from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts, pipelines
 from tests.problems import random_problems
 
@@ -29,7 +29,9 @@ def feasible_intervals(problem: Problem) -> FeasibleIntervals:
 def test_stages_of_a_plan_are_feasible_within_its_step_time(schedule: str) -> None:
     checked = 0
     for seed in range(12):
-        for problem in random_problems(seed, [schedule], max_layers=5, buckets=seed % 3 == 0):
+        for problem in random_problems(
+            seed, [schedule], max_layers=5, buckets=seed % 3 == 0, splits_badly=seed % 2 == 1
+        ):
             feasible = feasible_intervals(problem)
             for layout in layouts(problem):
                 if all(shortfall <= 0 for shortfall in problem.shortfall_bytes(layout).values()):
@@ -50,11 +52,11 @@ def check_stages(problem: Problem, feasible: FeasibleIntervals, layout: Layout) 
         assert end <= memory_ends[begin]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "1f1b-2bp", "eager-1f1b"])
 def test_relaxation_is_feasible_at_the_optimum_and_infeasible_far_below(schedule: str) -> None:
     infeasible = optima = 0
     for seed in range(25):
-        for problem in random_problems(seed, [schedule]):
+        for problem in random_problems(seed, [schedule], splits_badly=seed % 2 == 1):
             optimum = exhaustive([problem])
             if optimum is None:
                 continue
@@ -67,11 +69,32 @@ def test_relaxation_is_feasible_at_the_optimum_and_infeasible_far_below(schedule
     assert infeasible > 0.4 * optima
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b-2bp"])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_the_first_stage_takes_b_where_that_is_shorter_than_i(schedule: str, num_microbatches: int) -> None:
+    # One device: its W is all of the backward, so each of the three layers takes F + B = 6 ms, not F + I = 11 ms.
+    profile = chain([1, 1, 1])
+    (measured,) = profile.measurements
+    layers = tuple(replace(m, input_grad_ns=10 * MS, weight_grad_ns=MS, backward_ns=5 * MS) for m in measured.layers)
+    profile = replace(profile, measurements=(replace(measured, layers=layers),))
+    options = PlanOptions(minibatch_size=num_microbatches, schedules=[schedule])
+    (problem,) = build_space({"a": profile}, devices(1), options, sizes=[1]).problems
+    optimum = exhaustive([problem])
+    assert optimum is not None
+    assert optimum.step_ns == num_microbatches * 18 * MS
+    first = [placement for root in problem.roots for placement in root.first_placements]
+    relaxation = Relaxation(problem, feasible_intervals(problem), first, lambda each: each.successors)
+    assert relaxation.is_feasible(optimum.step_ns)
+    assert not relaxation.is_feasible(num_microbatches * 3 * MS)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "eager-1f1b", "zb-v"])
 def test_stages_of_every_plan_within_a_limit_have_possible_intervals(schedule: str) -> None:
     num_within = num_left_out = 0
     for seed in range(12):
-        for problem in random_problems(seed, [schedule], max_layers=5, buckets=seed % 3 == 0):
+        for problem in random_problems(
+            seed, [schedule], max_layers=5, buckets=seed % 3 == 0, splits_badly=seed % 2 == 1
+        ):
             fitting = [
                 (problem.step_ns(layout), layout)
                 for layout in layouts(problem)
