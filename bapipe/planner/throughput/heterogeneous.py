@@ -81,7 +81,8 @@ class HeterogeneousDevices:
         With several kinds each layer may be fastest on another kind, so sums over layers bound nothing.
         """
         devices = self._cluster.devices
-        everywhere, last, rounding_ns = np.arange(self.num_boundaries), self.num_boundaries - 1, 2 * len(devices)
+        everywhere, last = np.arange(self.num_boundaries), self.num_boundaries - 1
+        rounding_ns = 2 * (len(devices) + 1)  # F and B of each stage are rounded, and of all layers as well
         self._rates = np.ones(len(devices))
         self._before_ns = self._after_ns = np.zeros(self.num_boundaries)
         if len({device.kind for device in devices}) == 1:

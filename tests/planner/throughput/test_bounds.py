@@ -5,13 +5,17 @@ from random import Random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import of_layers
+from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.planner.throughput.min_devices_dp import find_plan_below, min_max_load_homogeneous
+from tests import builders
 from tests.random_graphs import branching_profile
 
 SEEDS = range(40)
@@ -118,3 +122,28 @@ def test_the_minimal_number_of_devices() -> None:
             assert found[0, 0] == min(want, default=problem.num_devices + 1), seed
             checked += 1
     assert checked > 60
+
+
+def test_rounding_on_unlike_devices_is_left_out_of_the_bound() -> None:
+    """F, I and W of two layers that round down on their own device, and up together on the faster one."""
+    times_ns = [(16, 16, 210), (33, 33, 166)]
+    measured = [
+        LayerMeasurement(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, stash_bytes=0, output_bytes=(0,))
+        for f, i, w in times_ns
+    ]
+    profile = builders.profile_of("two layers", builders.chain([1, 1]).layers, measured)
+    boundaries = Boundaries([0, 1, 3], [[0], [1]], 2)
+    speeds = [0.97, 0.93]
+    cluster = builders.devices(2)
+    unlike = tuple(replace(each, speed=speed) for each, speed in zip(cluster.devices, speeds, strict=True))
+    problem = HeterogeneousDevices(
+        boundaries,
+        [StageCostSums(boundaries, profile, 1, speed) for speed in speeds],
+        replace(cluster, devices=unlike),
+        num_microbatches=1000,
+        memory_bytes=[10**9, 10**9],
+    )
+    # By hand: each layer on its own device takes 248 ns a micro-batch.
+    loads = [sum(round(ns / speed) for ns in of_layer) for of_layer, speed in zip(times_ns, speeds, strict=True)]
+    assert loads == [16 + 16 + 216, 35 + 35 + 178]
+    assert problem.bound_ns <= 1000 * max(loads)
