@@ -39,7 +39,8 @@ class MemberLayer:
         share: its share of the layer's time, that of the member with the most to do.
         weight_share: its share of the layer's parameters, gradients and optimizer state.
         whole_bytes: of the parameters and buffers, what it holds whole; `weight_share` is of the rest.
-        stash_share: its share of the stash and the workspace.
+        splits_samples: whether it computes some samples, or planes of them, with all parameters.
+        stash_share: its share of the stash and the workspace; if it splits samples, of what grows with these.
         stashed_whole: inputs that are in the stash whole; `stash_share` is of the rest.
         output_share: its share of the outputs.
         held: how the members hold the outputs.
@@ -51,6 +52,7 @@ class MemberLayer:
     share: Fraction = Fraction(1)
     weight_share: Fraction = Fraction(1)
     whole_bytes: int = 0
+    splits_samples: bool = False
     stash_share: Fraction = Fraction(1)
     stashed_whole: tuple[str, ...] = ()
     output_share: Fraction = Fraction(1)

@@ -101,6 +101,7 @@ def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Memb
     return MemberLayer(
         weight_share=Fraction(1, num_members),
         whole_bytes=layer.param_bytes - layer.weight_bytes,
+        splits_samples=True,
         gathered_bytes=layer.weight_bytes,
         exchanges=exchanges_of(
             weights,

@@ -26,7 +26,7 @@ STATISTIC_BYTES = 8
 def by_planes(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
     if layer.name == LOSS and inputs.in_parts and not inputs.whole:
         own = Fraction(1, num_members)  # of its planes; the sum of one number over the members is not counted
-        return MemberLayer(share=own, stash_share=own)
+        return MemberLayer(share=own, splits_samples=True, stash_share=own)
     shape = layer.shape
     if shape is UNSET or shape.in_planes is UNSET or shape.out_planes is UNSET:
         return computed_whole(inputs)
@@ -38,6 +38,7 @@ def by_planes(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Mem
     share = largest_share(shape.out_planes, num_members)
     return MemberLayer(
         share=share,
+        splits_samples=True,
         stash_share=share,
         output_share=share,
         held=Held.PLANES,

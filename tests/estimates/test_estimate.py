@@ -151,6 +151,41 @@ def test_members_that_share_samples_take_as_long_as_the_one_with_the_most(size: 
         assert (layer.stash_bytes, layer.output_bytes) == (64 * most, (16 * most,))
 
 
+@pytest.mark.parametrize(("split", "gathered"), [("spatial", 0), ("sharded", 1)])
+def test_what_does_not_grow_with_the_samples_is_whole_where_members_split_samples_or_planes(
+    split: Split, gathered: int
+) -> None:
+    """Stashes of 50 bytes and 64 a sample, workspaces of 1,300 and 16: more than one new gradient."""
+    measured = network(1).measurements[0]
+    profile = replace(
+        network(1),
+        measurements=tuple(
+            replace(
+                measured,
+                microbatch_size=size,
+                layers=tuple(
+                    replace(layer, stash_bytes=50 + 64 * size, workspace_bytes=1300 + 16 * size)
+                    for layer in measured.layers
+                ),
+            )
+            for size in (2, 4, 8)
+        ),
+    )
+    made = estimate(profile, split, 2, hosts())
+    for layer, member in zip(profile.layers[:2], made.at(8)[:2], strict=True):
+        assert member.stash_bytes == 50 + 64 * 4
+        assert member.workspace_bytes == 1300 + 16 * 4 + gathered * layer.param_bytes
+
+
+@pytest.mark.parametrize(("split", "want"), [("spatial", 400 + 100), ("sharded", 400 + 100 + 400), ("channel", 300)])
+def test_a_new_gradient_is_whole_in_the_workspace_unless_members_split_the_parameters(split: Split, want: int) -> None:
+    """A workspace of 600 bytes at one size: a gradient of 400 bytes, and 200 more that are shared."""
+    profile = network(1)
+    layers = tuple(replace(layer, workspace_bytes=600) for layer in profile.measurements[0].layers)
+    profile = replace(profile, measurements=(replace(profile.measurements[0], layers=layers),))
+    assert estimate(profile, split, 2, hosts()).measurements[0].layers[0].workspace_bytes == want
+
+
 def test_parts_that_are_rounded_up_are_no_more_than_their_sum() -> None:
     profile = network(1)
     first = replace(profile.layers[0], param_bytes=5, trained_bytes=2, buffer_bytes=2)
