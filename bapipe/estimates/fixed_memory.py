@@ -18,8 +18,8 @@ class FixedMemory:
 def fixed_memory(profile: ModelProfile) -> list[FixedMemory]:
     """Returns for each layer what a line through its two smallest micro-batches leaves at no samples.
 
-    The workspace has at least a new gradient of the layer's parameters, before it is added to the one that is kept; of
-    a profile of one micro-batch size nothing else is known.
+    The workspace has at least a new gradient of the layer's parameters, before it is added to the one that is kept, be
+    they shared with another layer or not; of a profile of one micro-batch size nothing else is known.
     """
     first, second = profile.measurements[0], profile.measurements[min(1, len(profile.measurements) - 1)]
     a, b = first.microbatch_size, second.microbatch_size
@@ -33,7 +33,9 @@ def fixed_memory(profile: ModelProfile) -> list[FixedMemory]:
     return [
         FixedMemory(
             stash_bytes=at_no_samples(lambda m: m.stash_bytes, i),
-            workspace_bytes=max(at_no_samples(lambda m: m.workspace_bytes, i), layer.gradient_bytes),
+            workspace_bytes=max(
+                at_no_samples(lambda m: m.workspace_bytes, i), layer.gradient_bytes + layer.shared_gradient_bytes
+            ),
         )
         for i, layer in enumerate(profile.layers)
     ]

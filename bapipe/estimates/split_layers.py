@@ -95,18 +95,19 @@ def tightest_limit(layers: Sequence[LayerProfile], split: Split, whole: Collecti
 def _sharded(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> MemberLayer:
     """Each member computes its samples, and keeps its part of the parameters between the times that all need them.
 
-    Buffers are whole on each. `with_samples` has the shares of its samples.
+    So it gathers parameters that another layer counts, too. Buffers are whole on each. `with_samples` has the shares of
+    its samples.
     """
-    weights = Exchange(part="forward", how="gather", num_bytes=layer.weight_bytes)
+    weights = Exchange(part="forward", how="gather", num_bytes=layer.weight_bytes + layer.shared_bytes)
     return MemberLayer(
         weight_share=Fraction(1, num_members),
         whole_bytes=layer.param_bytes - layer.weight_bytes,
         splits_samples=True,
-        gathered_bytes=layer.weight_bytes,
+        gathered_bytes=weights.num_bytes,
         exchanges=exchanges_of(
             weights,
             replace(weights, part="input_grad"),
-            Exchange(part="weight_grad", how="gather", num_bytes=layer.gradient_bytes),
+            Exchange(part="weight_grad", how="gather", num_bytes=layer.gradient_bytes + layer.shared_gradient_bytes),
         ),
     )
 

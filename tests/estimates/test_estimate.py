@@ -186,6 +186,22 @@ def test_a_new_gradient_is_whole_in_the_workspace_unless_members_split_the_param
     assert estimate(profile, split, 2, hosts()).measurements[0].layers[0].workspace_bytes == want
 
 
+def test_members_that_split_samples_gather_the_weights_that_a_layer_shares_and_sum_their_gradients() -> None:
+    """A last layer with the 400 bytes of the first one, of which 200 are trained, and none of its own."""
+    profile = network(1)
+    first = replace(profile.layers[0], shares=("linear",), trained_bytes=200)
+    tied = replace(
+        profile.layers[2], param_bytes=0, shares=("first",), shared_bytes=400, shared_trained_bytes=200, update_ns=0
+    )
+    made = estimate(replace(profile, layers=(first, profile.layers[1], tied)), "sharded", 2, hosts())
+    layer, measured = made.layers[2], made.measurements[0].layers[2]
+    assert (layer.param_bytes, layer.shared_bytes, layer.shared_gradient_bytes) == (0, 200, 100)
+    # Messages of 200 bytes for F and for the backward, and one of 100 bytes of gradients.
+    assert (measured.forward_exchange_ns, measured.backward_exchange_ns) == (300, 300 + 200)
+    # Its workspace of 100 bytes is part of a new gradient.
+    assert measured.workspace_bytes == 100 + 400
+
+
 def test_parts_that_are_rounded_up_are_no_more_than_their_sum() -> None:
     profile = network(1)
     first = replace(profile.layers[0], param_bytes=5, trained_bytes=2, buffer_bytes=2)
