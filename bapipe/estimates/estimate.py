@@ -1,8 +1,7 @@
 """The profile of a group, estimated from that of a single device: compute is shared, and exchanges are added."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
-from itertools import permutations
 from math import ceil
 
 from msgspec import UNSET, UnsetType
@@ -32,7 +31,7 @@ def estimate(
     """Returns the profile of groups of `num_members` devices that split the layers of a profile of single devices.
 
     Args:
-        cluster: single devices of the profile's kind, of which the links on one host are taken.
+        cluster: groups of that kind, or single devices of the profile's kind, whose slowest link counts.
         whole: names of layers that every member computes whole.
         kind: the kind of the groups, if it is another than that of the devices.
 
@@ -41,7 +40,8 @@ def estimate(
             lacks the shapes of its layers.
     """
     _check(profile, split, num_members, whole)
-    members = Members(num=num_members, links=_links(cluster, profile.device.kind, num_members))
+    name = profile.device.kind if kind is None else kind
+    members = Members(num=num_members, links=_links(cluster, profile.device.kind, name, num_members))
     layers = split_layers(profile.layers, split, num_members, whole)
     fixed = fixed_memory(profile)
     measurements = tuple(
@@ -55,7 +55,6 @@ def estimate(
             f"the profile has micro-batches of at most {profile.microbatch_sizes[-1]} samples, fewer than the "
             f"{num_members} members that share them: profile larger micro-batches, or use fewer members"
         )
-    name = profile.device.kind if kind is None else kind
     text = f"estimated, not measured: {split} split of the profile of one {profile.device.kind} over {num_members}"
     return replace(
         profile,
@@ -89,23 +88,38 @@ def _check(profile: ModelProfile, split: Split, num_members: int, whole: Collect
         )
 
 
-def _links(cluster: Cluster, kind: str, num_members: int) -> tuple[Bandwidth, ...]:
-    """The distinct links among the members of a group: of one in the cluster, else of devices on one host."""
-    for rank, device in enumerate(cluster.devices):
-        if device.num_members == num_members:
-            return tuple(cluster.member_links(rank))
+def _links(cluster: Cluster, device_kind: str, kind: str, num_members: int) -> tuple[Bandwidth, ...]:
+    """The distinct links among the members of every group that an estimate of groups of a kind may stand for.
+
+    These are the cluster's groups of that kind; else those that single devices form, on each host as many as follow one
+    another; else the cluster's groups of as many members.
+    """
+    groups = [rank for rank, device in enumerate(cluster.devices) if device.num_members == num_members]
+    of_kind = [rank for rank in groups if cluster.devices[rank].kind == kind]
+    if of_kind:
+        return _distinct(cluster.member_links(rank) for rank in of_kind)
     ranks_on: dict[str, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
-        if device.kind == kind and device.num_members == 1:
+        if device.kind == device_kind and device.num_members == 1:
             ranks_on.setdefault(device.host, []).append(rank)
-    for ranks in ranks_on.values():
-        if len(ranks) >= num_members:
-            return tuple({cluster.link(a, b): None for a, b in permutations(ranks[:num_members], 2)})
+    together = [
+        ranks[begin : begin + num_members]
+        for ranks in ranks_on.values()
+        for begin in range(0, len(ranks) - num_members + 1, num_members)
+    ]
+    if together:
+        return _distinct(cluster.links_among(ranks) for ranks in together)
+    if groups:
+        return _distinct(cluster.member_links(rank) for rank in groups)
     counted = ", ".join(f"{host} has {len(ranks)}" for host, ranks in ranks_on.items()) or "there is none"
     raise BapipeError(
         f"the members of a group are on one host, and no host of the `cluster` has {num_members} devices of kind "
         f"'{kind}': {counted}; use fewer members"
     )
+
+
+def _distinct(links: Iterable[Sequence[Bandwidth]]) -> tuple[Bandwidth, ...]:
+    return tuple(dict.fromkeys(link for each in links for link in each))
 
 
 def _layer(layer: LayerProfile, member: MemberLayer, shared: Fraction) -> LayerProfile:

@@ -5,6 +5,7 @@ micro-batches of two samples. A link takes 100 ns, and a nanosecond a byte.
 """
 
 import re
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate
-from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -275,6 +276,40 @@ def test_an_estimate_says_that_it_is_one() -> None:
 def test_the_links_are_those_among_the_members() -> None:
     cluster = replace(hosts(), inter_host=Bandwidth(bytes_per_s=1, latency_ns=10**9))
     assert estimate(network(1), "filter", 4, cluster) == estimate(network(1), "filter", 4, hosts())
+
+
+def linked(slow: Sequence[tuple[str, str]], *groups: Device, num_devices: int = 0) -> Cluster:
+    """Single devices d0, d1, ... on one host, groups on others, links as in `hosts`, but for some ten times slower."""
+    cluster = hosts()
+    links = tuple(Link(source=a, target=b, bytes_per_s=10**8, latency_ns=1000) for a, b in slow)
+    return replace(cluster, devices=cluster.devices[:num_devices] + groups, links=links)
+
+
+def group(name: str, kind: str, *members: str) -> Device:
+    return Device(name=name, host=name, kind=kind, memory_bytes=10**9, members=members)
+
+
+FAST, SLOW = (estimate(network(1), "filter", 2, hosts(2, 10**9 // by, 100 * by)).measurements for by in (1, 10))
+
+
+def test_the_links_are_those_of_the_groups_of_the_kind() -> None:
+    a, b = group("A", "a2", "a0", "a1"), group("B", "b2", "b0", "b1")
+    for groups in ((a, b), (b, a)):
+        cluster = linked([("b1", "b0")], *groups)
+        assert estimate(network(1), "filter", 2, cluster, kind="a2").measurements == FAST
+        assert estimate(network(1), "filter", 2, cluster, kind="b2").measurements == SLOW
+        # Of no kind that the cluster has: the slowest counts.
+        assert estimate(network(1), "filter", 2, cluster, kind="c2").measurements == SLOW
+
+
+def test_the_slowest_link_of_all_groups_of_a_kind_counts() -> None:
+    first, second = group("A", "a2", "a0", "a1"), group("B", "a2", "b0", "b1")
+    for slow in (("a0", "a1"), ("b0", "b1")):
+        assert estimate(network(1), "filter", 2, linked([slow], first, second), kind="a2").measurements == SLOW
+    # Groups of single devices: those that follow one another.
+    assert estimate(network(1), "filter", 2, linked([("d2", "d3")], num_devices=4)).measurements == SLOW
+    assert estimate(network(1), "filter", 2, linked([("d1", "d2")], num_devices=4)).measurements == FAST
+    assert estimate(network(1), "filter", 2, linked([("a0", "a1")], first, num_devices=2)).measurements == FAST
 
 
 def test_layers_that_cannot_be_split_are_named() -> None:
