@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.estimates.exchange import Members, Part
-from bapipe.estimates.fixed_memory import FixedMemory, fixed_memory
 from bapipe.estimates.member_layer import MemberLayer
+from bapipe.estimates.member_memory import LayerMemory, layer_memories, stash_bytes, workspace_bytes
 from bapipe.estimates.split_layers import split_layers, with_samples
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.layer_profile import LayerProfile
@@ -43,9 +43,9 @@ def estimate(
     name = profile.device.kind if kind is None else kind
     members = Members(num=num_members, links=_links(cluster, profile.device.kind, name, num_members))
     layers = split_layers(profile.layers, split, num_members, whole)
-    fixed = fixed_memory(profile)
+    memories = layer_memories(profile)
     measurements = tuple(
-        _measurement(profile.layers, shares, fixed, measurement, members)
+        _measurement(profile.layers, shares, memories, measurement, members)
         for measurement in profile.measurements
         if (size := measurement.microbatch_size) >= num_members or split != "sharded"
         for shares in [with_samples(layers, size, num_members) if split == "sharded" else layers]
@@ -155,7 +155,7 @@ def _shared_shares(layers: Sequence[LayerProfile], members: Sequence[MemberLayer
 def _measurement(
     layers: Sequence[LayerProfile],
     members: Sequence[MemberLayer],
-    fixed: Sequence[FixedMemory],
+    memories: Sequence[LayerMemory],
     measurement: Measurement,
     group: Members,
 ) -> Measurement:
@@ -167,8 +167,8 @@ def _measurement(
     return replace(
         measurement,
         layers=tuple(
-            _measured(measured, member, of_layer, group, tensor_bytes)
-            for measured, member, of_layer in zip(measurement.layers, members, fixed, strict=True)
+            _measured(measured, member, memory, group, tensor_bytes)
+            for measured, member, memory in zip(measurement.layers, members, memories, strict=True)
         ),
     )
 
@@ -176,7 +176,7 @@ def _measurement(
 def _measured(
     measured: LayerMeasurement,
     member: MemberLayer,
-    fixed: FixedMemory,
+    memory: LayerMemory,
     group: Members,
     tensor_bytes: Mapping[str, int],
 ) -> LayerMeasurement:
@@ -185,27 +185,20 @@ def _measured(
     def share_ns(ns: int) -> int:
         return round_half_up(ns * member.share)
 
-    def held(num_bytes: int, whole_bytes: int) -> int:
-        """A member's share of the stash or the workspace, of which these bytes are whole."""
-        whole_bytes = min(num_bytes, whole_bytes)
-        return whole_bytes + _part(num_bytes - whole_bytes, member.stash_share)
-
     exchange_ns: dict[Part, int] = {"forward": 0, "input_grad": 0, "weight_grad": 0}
     for exchange in member.exchanges:
         exchange_ns[exchange.part] += group.exchange_ns(exchange, tensor_bytes)
     backward_ns = exchange_ns["input_grad"] + exchange_ns["weight_grad"]
     whole_ns = measured.backward_ns
-    fixed = fixed if member.splits_samples else FixedMemory()
-    inputs_stashed = sum(tensor_bytes[tensor] for tensor in member.stashed_whole)
     return replace(
         measured,
         forward_ns=share_ns(measured.forward_ns) + exchange_ns["forward"],
         input_grad_ns=share_ns(measured.input_grad_ns) + exchange_ns["input_grad"],
         weight_grad_ns=share_ns(measured.weight_grad_ns) + exchange_ns["weight_grad"],
         backward_ns=UNSET if whole_ns is UNSET else share_ns(whole_ns) + backward_ns,
-        stash_bytes=held(measured.stash_bytes, fixed.stash_bytes + inputs_stashed),
+        stash_bytes=stash_bytes(measured, memory, member, tensor_bytes),
         gradient_stash_bytes=_part_if_set(measured.gradient_stash_bytes, member.stash_share),
-        workspace_bytes=held(measured.workspace_bytes, fixed.workspace_bytes) + member.gathered_bytes,
+        workspace_bytes=workspace_bytes(measured, memory, member, tensor_bytes),
         output_bytes=tuple(_part(num_bytes, member.output_share) for num_bytes in measured.output_bytes),
         spread=UNSET,
         forward_exchange_ns=exchange_ns["forward"],

@@ -40,10 +40,13 @@ class MemberLayer:
         weight_share: its share of the layer's parameters, gradients and optimizer state.
         whole_bytes: of the parameters and buffers, what it holds whole; `weight_share` is of the rest.
         splits_samples: whether it computes some samples, or planes of them, with all parameters.
-        stash_share: its share of the stash and the workspace; if it splits samples, of what grows with these.
+        stash_share: its share of the stash, and of what the workspace has besides gradients; if it splits samples, of
+            what grows with these.
         stashed_whole: inputs that are in the stash whole; `stash_share` is of the rest.
         output_share: its share of the outputs.
         held: how the members hold the outputs.
+        whole_gradients: inputs and outputs whose gradients it has whole while the layer's backward runs: those that are
+            gathered, and those of which each member has a part of the sum.
         gathered_bytes: what it gathers for the time that the layer runs, besides the workspace.
         sums_gradients: whether the members sum the gradients of the parameters once a step.
         exchanges: what the members exchange for a micro-batch.
@@ -57,6 +60,7 @@ class MemberLayer:
     stashed_whole: tuple[str, ...] = ()
     output_share: Fraction = Fraction(1)
     held: Held = Held.WHOLE
+    whole_gradients: frozenset[str] = frozenset()
     gathered_bytes: int = 0
     sums_gradients: bool = False
     exchanges: tuple[Exchange, ...] = ()

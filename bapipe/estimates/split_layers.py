@@ -55,12 +55,23 @@ def split_layers(
             with_gradient=frozenset(with_gradient),
         )
         member = computed_whole(inputs) if layer.name in whole else rule(layer, inputs, num_members)
-        member = replace(member, exchanges=_first_sums(member.exchanges, summed))
+        member = replace(
+            member,
+            whole_gradients=_whole_gradients(member.exchanges),
+            exchanges=_first_sums(member.exchanges, summed),
+        )
         members.append(member)
         held |= dict.fromkeys(layer.outputs, member.held)
         parts |= dict.fromkeys(layer.outputs, member.output_share)
         with_gradient |= set(layer.outputs) - set(layer.no_gradient)
     return members
+
+
+def _whole_gradients(exchanges: Sequence[Exchange]) -> frozenset[str]:
+    """The tensors whose gradients the members gather or sum."""
+    return frozenset(
+        name for each in exchanges if each.part == "input_grad" and each.how != "halo" for name in each.tensors
+    )
 
 
 def _first_sums(exchanges: Sequence[Exchange], summed: set[str]) -> tuple[Exchange, ...]:

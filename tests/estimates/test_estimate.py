@@ -178,13 +178,41 @@ def test_what_does_not_grow_with_the_samples_is_whole_where_members_split_sample
         assert member.workspace_bytes == 1300 + 16 * 4 + gathered * layer.param_bytes
 
 
-@pytest.mark.parametrize(("split", "want"), [("spatial", 400 + 100), ("sharded", 400 + 100 + 400), ("channel", 300)])
-def test_a_new_gradient_is_whole_in_the_workspace_unless_members_split_the_parameters(split: Split, want: int) -> None:
-    """A workspace of 600 bytes at one size: a gradient of 400 bytes, and 200 more that are shared."""
+@pytest.mark.parametrize(
+    ("split", "want"),
+    [
+        ("spatial", (64 + 400, 32 + 64 + 200, 40 + 64 + 800)),  # gradients of the parameters are whole
+        ("sharded", (64 + 400 + 400, 32 + 64 + 200 + 200, 20 + 32 + 800 + 800)),  # and gathered parameters
+        (
+            "filter",
+            (64 + 200, 32 + 128 + 100, 20 + 64 + 400),
+        ),  # each has a part of the sum that is the inputs' gradient
+        ("channel", (128 + 200, 64 + 64 + 100, 40 + 32 + 400)),  # the outputs' gradient is gathered
+        (
+            "tensor",
+            (64 + 200, 64 + 64 + 100, 20 + 64 + 400),
+        ),  # the second's outputs are whole, the third's inputs summed
+    ],
+)
+def test_the_workspace_has_the_gradients_that_a_member_makes_and_gets(split: Split, want: tuple[int, ...]) -> None:
+    """Tensors of 128, 64 and 40 bytes and parameters of 400, 200 and 800: the gradients of outputs, inputs, parameters."""
     profile = network(1)
-    layers = tuple(replace(layer, workspace_bytes=600) for layer in profile.measurements[0].layers)
-    profile = replace(profile, measurements=(replace(profile.measurements[0], layers=layers),))
-    assert estimate(profile, split, 2, hosts()).measurements[0].layers[0].workspace_bytes == want
+    whole = 128 + 400, 64 + 128 + 200, 40 + 64 + 800
+    measured = profile.measurements[0]
+    layers = tuple(
+        replace(layer, workspace_bytes=num_bytes) for layer, num_bytes in zip(measured.layers, whole, strict=True)
+    )
+    made = estimate(replace(profile, measurements=(replace(measured, layers=layers),)), split, 2, hosts())
+    assert tuple(layer.workspace_bytes for layer in made.measurements[0].layers) == want
+
+
+def test_what_else_is_in_a_workspace_is_shared_as_the_stash_is() -> None:
+    """150 bytes beside the gradients of 128, 64 and 200; a workspace that is smaller than these is mostly the whole ones."""
+    profile = network(1)
+    for workspace_bytes, want in ((392 + 150, 228 + 75), (100, 64 + 18)):
+        layers = tuple(replace(layer, workspace_bytes=workspace_bytes) for layer in profile.measurements[0].layers)
+        changed = replace(profile, measurements=(replace(profile.measurements[0], layers=layers),))
+        assert estimate(changed, "channel", 2, hosts()).measurements[0].layers[1].workspace_bytes == want
 
 
 def test_members_that_split_samples_gather_the_weights_that_a_layer_shares_and_sum_their_gradients() -> None:
