@@ -101,6 +101,8 @@ class _Growth:
             if found[1].size:
                 return found
         shared_ns = self._num_microbatches * float(self._forward[-1] + self._backward[-1]) / float(self._speeds.sum())
+        if shared_ns == 0.0:
+            return NO_STAGES, NO_STAGES  # no stage is busy
         return self._bisect(slack_ns, 0.3 * shared_ns, 4 * shared_ns, NUM_BISECTIONS)
 
     def _bisect(self, slack_ns: float, low_ns: float, high_ns: float, num_steps: int) -> tuple[IntArray, IntArray]:

@@ -74,3 +74,9 @@ def test_plans_that_do_not_fit_are_as_slow_as_can_be() -> None:
     found = growing_stages(line, "gpipe", 1, lambda _: inf, UNLIMITED)
     assert found
     assert all(step_ns == inf for step_ns, _ in found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_layers_that_take_no_time_have_no_growing_stages() -> None:
+    line = DeviceLine({"a": chain([0] * 60, param_bytes=10**7)}, devices(64), PlanOptions(minibatch_size=48))
+    assert grown(line, "1f1b") == []
