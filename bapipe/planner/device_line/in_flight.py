@@ -22,7 +22,10 @@ IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
     "2f2b": lambda behind: 2 * behind,
 }
 """The micro-batches in flight at a stage, if there are so many, by the number of stages from it on. The F of as many
-later comes behind the r of each."""
+later comes behind the r of each; on the first stage, whose r is 0 if W is separate, also behind its W."""
+
+WEIGHTS_BEHIND_FORWARDS = ("1f1b-2bp",)
+"""Of these, schedules in which all W of a device come behind its last F instead."""
 
 IN_PAIRS = ("2f2b",)
 """Of these, schedules in which F and r of a device do not take turns behind its first r."""

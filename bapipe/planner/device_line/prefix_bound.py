@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
-from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS, splits_backwards
+from bapipe.planner.device_line.in_flight import (
+    FORWARDS_FIRST,
+    IN_FLIGHT,
+    IN_PAIRS,
+    WEIGHTS_BEHIND_FORWARDS,
+    splits_backwards,
+)
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
@@ -195,6 +201,7 @@ class PrefixBound(LayerSums):
             of_last = np.array([IN_FLIGHT[self.schedule](most) for most in self.classes.most.tolist()])
             last_in_flight = -(-of_last // self.classes.fewest)
             num_rounds = np.stack([self._num_rounds(int(depth)) for depth in self._depths])
+        num_counted = self._num_counted()
         columns = {
             "own": kinds.own,
             "before": kinds.before,
@@ -203,7 +210,7 @@ class PrefixBound(LayerSums):
             "most": self.classes.most,
             "in_flight": in_flight,
             "last_in_flight": last_in_flight,
-            "num_rounds": num_rounds,
+            "num_rounds": np.minimum(num_rounds, num_counted),
             "count": n,
             "fastest": 1 / weights.fastest,
             "until": 1 / weights.until,
@@ -227,11 +234,22 @@ class PrefixBound(LayerSums):
             stages[name] = values
         share = 0.5 if self.schedule in IN_PAIRS else 1.0  # of F + r, that from one F or r to the next one takes
         for way, trips in enumerate((2 * np.ones_like(n), 1 + (n - 1) // np.maximum(in_flight, 1))):
-            steps = n - 1 - (trips - 1) * in_flight
+            steps = np.minimum(n - 1 - (trips - 1) * in_flight, num_counted - trips)
             has_rounds = (in_flight > 0) & (trips >= 2) & (steps >= 0)
             stages["trips"][:, :, way] = np.where(has_rounds, trips, 0)
             stages["steps"][:, :, way] = np.where(has_rounds, share * steps, 0.0)
         return stages
+
+    def _num_counted(self) -> IntArray:
+        """How many r of a replica a chain of round trips may count at most. [positions, classes]
+
+        The first stage has W for r: where all of these come behind the last F, those count that follow the last trip.
+        """
+        num_counted = np.full_like(self.weights.counts, self.num_microbatches)
+        if self.schedule in WEIGHTS_BEHIND_FORWARDS and self._depths is not None:
+            num_left = (self.num_microbatches - self._depths[0]) // self.classes.most + 1
+            num_counted[0] = np.maximum(num_left, 1)
+        return num_counted
 
     def _num_stashes(self) -> IntArray | int:
         """How many micro-batches some device of a stage holds at its end, at least. [classes]

@@ -1,14 +1,20 @@
 """What replicas hold under each schedule, against the tables of its actions."""
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from random import Random
 
 import pytest
 
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
-from bapipe.planner.device_line.in_flight import most_held
+from bapipe.planner.device_line.in_flight import (
+    IN_FLIGHT,
+    WEIGHTS_BEHIND_FORWARDS,
+    most_held,
+    splits_backwards,
+)
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import merge_stages
+from bapipe.schedules.table import Phase
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -27,3 +33,26 @@ def test_replicas_hold_what_their_actions_say(schedule: str) -> None:
             found = most_held(schedule, first, num_devices - first, num_microbatches, 1 + len(others))
             assert found in peaks
             assert all(own <= most for peak in peaks for own, most in zip(peak, found, strict=True))
+
+
+@pytest.mark.parametrize("schedule", [name for name in IN_FLIGHT if splits_backwards(name)])
+def test_the_first_stage_runs_w_where_bounds_count_its_r(schedule: str) -> None:
+    """docs/algorithm.md, "Rounds and work": before F of d micro-batches later, or enough of them behind F and I."""
+    for num_devices, num_microbatches, num_replicas in product(range(1, 7), range(1, 16), (1, 2, 3)):
+        if num_replicas > min(num_devices, num_microbatches):
+            continue
+        groups = [tuple(range(num_replicas)), *((rank,) for rank in range(num_replicas, num_devices))]
+        table = merge_stages(SCHEDULES[schedule](num_devices, num_microbatches), groups, num_devices)
+        depth = IN_FLIGHT[schedule](num_devices)
+        for order in table.order[:num_replicas]:
+            forwards, inputs, weights = (
+                [i for i, action in enumerate(order) if action.phase is phase]
+                for phase in (Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD)
+            )
+            if schedule in WEIGHTS_BEHIND_FORWARDS:
+                assert weights[0] > forwards[-1]
+                num_left = sum(weight > inputs[-1] for weight in weights)
+                assert num_left >= max(1, (num_microbatches - depth) // num_replicas + 1)
+            else:
+                later = forwards[-(-depth // num_replicas) :]
+                assert all(weight < forward for weight, forward in zip(weights, later, strict=False))

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -23,7 +24,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
-from tests.builders import chain, devices
+from tests.builders import chain, devices, profile_of
 from tests.problems import heavy
 from tests.random_profiles import random_profile
 from tests.step_time import plan_step_time
@@ -100,6 +101,25 @@ def test_every_plan_is_feasible_at_its_step_time_and_far_below_the_best_nothing_
         infeasible += every.path(min(steps_ns) * 3 // 4, UNLIMITED) is None
     assert checked > 60
     assert infeasible >= 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-2bp", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_weights_that_are_done_during_the_last_trip_are_not_counted_behind_it(schedule: str, num_replicas: int) -> None:
+    """Two stages over transfers of 100 us each way; W of 50 us on the first one, which has time for two in a trip."""
+    first, second = (
+        LayerMeasurement(forward_ns=1000, input_grad_ns=i, weight_grad_ns=w, stash_bytes=0, output_bytes=(100_000,))
+        for i, w in ((50_000, 0), (1000, 1000))
+    )
+    profile = profile_of("two", chain([1, 1]).layers, [first, second])
+    for num_microbatches in range(num_replicas, 12):
+        options = PlanOptions(minibatch_size=num_microbatches, schedules=[schedule], num_stages=2)
+        line = DeviceLine({"a": profile}, devices(2 * num_replicas, bytes_per_s=10**9), options)
+        counts = (num_replicas, num_replicas)
+        timed = line.time(LinePlan(cuts=(0, 1, 2), counts=counts, schedule=schedule, microbatch_size=1))
+        assert timed is not None
+        problem = PrefixBound(line, schedule, 1, sum(counts), only_replicas=num_replicas)
+        assert problem.path(timed.step_ns, UNLIMITED) is not None
 
 
 def test_the_search_for_many_devices_finds_a_plan_near_its_bound_and_nothing_below_it() -> None:
