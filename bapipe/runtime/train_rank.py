@@ -17,7 +17,7 @@ from bapipe.runtime.checkpoint.folder import Checkpoint, set_damaged_aside
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.checkpoint.state_outside import StateOutside
 from bapipe.runtime.checkpoint.weights import load_weights
-from bapipe.runtime.checkpoint.writer import CheckpointWriter, load_tensors
+from bapipe.runtime.checkpoint.writer import AGAIN_S, CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
 from bapipe.runtime.data.loader import Batch, batches
 from bapipe.runtime.data.workers import num_data_workers
@@ -111,7 +111,9 @@ def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> Checkpoint
         return None
     if rank.index == 0:
         set_damaged_aside(config.checkpoint, start.step)
-    return CheckpointWriter(config.checkpoint, config.num_kept, rank.group_timeout, job.devices, rank.device)
+    # While it waits for another try, it must not count as a rank that keeps others waiting.
+    again_s = min(AGAIN_S, config.timeout_s / 4)
+    return CheckpointWriter(config.checkpoint, config.num_kept, rank.group_timeout, job.devices, rank.device, again_s)
 
 
 def _loader(
@@ -154,7 +156,7 @@ def _train_steps(
 
     Raises:
         Stopped: a signal has asked for it; the step is done, and its checkpoint written.
-        RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite.
+        RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite, or a checkpoint is not written.
     """
     plan, config = job.plan, job.config
 
@@ -184,6 +186,8 @@ def _train_steps(
             history.add(report)
             if rank.index == 0:
                 rank.report(report)
+        if writer is not None:
+            writer.check()
         if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
             _save(pipeline, job, writer, batch.after, step)
         if stop_signal and step + 1 < config.steps:

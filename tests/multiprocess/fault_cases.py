@@ -207,10 +207,22 @@ def full_disk(folder: Path) -> list[str]:
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    training = TrainConfig(steps=100, timeout_s=20.0, checkpoint=folder / "full", checkpoint_every=4)
+    training = TrainConfig(steps=100, timeout_s=4.0, checkpoint=folder / "full", checkpoint_every=4)
     plan = plan_of(quiet, (2,), (0, 1))
     said = Ranks(folder, plan, quiet, training, prepare).wait()
     return [*said, *(path.name for path in (folder / "full").glob("step-*"))]
+
+
+def folders_apart(folder: Path) -> list[str]:
+    """Each rank has a folder of its own under the name that is for checkpoints, as on hosts without a common disk."""
+
+    def prepare(rank: int) -> None:
+        (folder / f"host{rank}" / "own").mkdir(parents=True)
+        os.chdir(folder / f"host{rank}")
+
+    training = TrainConfig(steps=4, timeout_s=20.0, checkpoint=Path("own"), checkpoint_every=2)
+    said = Ranks(folder, plan_of(quiet, (2,), (0, 1)), quiet, training, prepare).wait()
+    return [*said, *(path.name for path in folder.glob("host*/own/*"))]
 
 
 def frozen(folder: Path) -> dict[str, object]:
@@ -366,6 +378,7 @@ if __name__ == "__main__":
         killed,
         replanned,
         full_disk,
+        folders_apart,
         frozen,
         signalled,
         cut_off,

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -64,6 +65,15 @@ def test_a_checkpoint_loads_under_any_plan(seen: dict[str, Any]) -> None:
 def test_a_full_disk_ends_every_rank_and_leaves_no_checkpoint(seen: dict[str, Any]) -> None:
     said = "rank 1 (cpu1) could not write the checkpoint of 4 steps: OSError: [Errno 27] File too large"
     assert [text.partition(": ")[2] for text in seen["full_disk"]] == [said, said]
+
+
+def test_ranks_without_a_common_folder_for_checkpoints_are_refused_before_the_first_step(seen: dict[str, Any]) -> None:
+    here = socket.gethostname()
+    said = (
+        f"`checkpoint` own: rank 1 (cpu1) on {here} does not see what rank 0 (cpu0) on {here} writes there: name a "
+        "folder on a disk that all hosts share"
+    )
+    assert [text.partition(": ")[2] for text in seen["folders_apart"]] == [said, said]
 
 
 def test_a_frozen_rank_is_noticed_at_the_timeout(seen: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import DamagedCheckpoint, Manifest, checkpoint_name, read_manifest
 
+UNFINISHED = ".unfinished-"
+"""What the names of folders begin with that are no checkpoint yet, or that never become one."""
+
 _LOCK = ".lock"
-_UNFINISHED = ".unfinished-"
 _DAMAGED = "damaged-"
 _NAME = re.compile(r"step-\d{9,18}")
 
@@ -47,7 +49,7 @@ def checkpoint_folder(folder: Path, step: int) -> Path:
 
 def unfinished_folder(folder: Path, step: int) -> Path:
     """Returns the folder in which the checkpoint after some steps is written, before it is renamed."""
-    return folder / f"{_UNFINISHED}{step}"
+    return folder / f"{UNFINISHED}{step}"
 
 
 def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
@@ -85,7 +87,7 @@ def set_damaged_aside(folder: Path, step: int) -> None:
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     """Removes all finished checkpoints but the newest `keep`, and unfinished ones of earlier runs."""
-    for path in (*list_checkpoints(folder)[:-keep], *folder.glob(f"{_UNFINISHED}*")):
+    for path in (*list_checkpoints(folder)[:-keep], *folder.glob(f"{UNFINISHED}*")):
         shutil.rmtree(path, ignore_errors=True)
 
 

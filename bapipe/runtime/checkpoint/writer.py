@@ -1,9 +1,14 @@
 """Saves checkpoints from all ranks together, in a background thread, and loads them."""
 
+import logging
 import os
+import shutil
+import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from tempfile import mkdtemp
 from threading import Thread
 from typing import Any
 
@@ -15,7 +20,12 @@ from torch import Tensor
 from bapipe.errors import BapipeError, RunFailed, one_line
 from bapipe.formats.codec import write_bytes
 from bapipe.job.groups import new_proven_group
-from bapipe.runtime.checkpoint.folder import checkpoint_folder, remove_old_checkpoints, unfinished_folder
+from bapipe.runtime.checkpoint.folder import (
+    UNFINISHED,
+    checkpoint_folder,
+    remove_old_checkpoints,
+    unfinished_folder,
+)
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,
     MODEL,
@@ -39,6 +49,11 @@ from bapipe.runtime.checkpoint.tensor_files import (
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
 
+AGAIN_S = 30.0
+"""How long after a failure a checkpoint is tried again: a network disk may be back by then, or a full one have room."""
+
+_log = logging.getLogger(__name__)
+
 
 class CheckpointWriter:
     """Writes checkpoints while training continues, one at a time; every rank calls it together.
@@ -46,21 +61,51 @@ class CheckpointWriter:
     `save` copies the tensors and returns; a thread writes them, each rank those that it owns, to a file of its own. The
     thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
     send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
-    a crash leaves no half checkpoint. (Not torch.distributed.checkpoint: what it writes is read by unpickling.)
+    a crash leaves no half checkpoint. One that cannot be written is tried once more. (Not torch.distributed.checkpoint:
+    what it writes is read by unpickling.)
     """
 
     def __init__(
-        self, folder: Path, keep: int, timeout: timedelta, names: tuple[str, ...], device: torch.device
+        self,
+        folder: Path,
+        keep: int,
+        timeout: timedelta,
+        names: tuple[str, ...],
+        device: torch.device,
+        again_s: float = AGAIN_S,
     ) -> None:
-        """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices."""
+        """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices.
+
+        `again_s` is how long after a failure a checkpoint is tried again.
+
+        Raises:
+            BapipeError: the ranks have not the same folder.
+        """
         self._copy_stream = copy_stream(device)
-        self._folder, self._keep, self._names = folder, keep, names
+        self._folder, self._keep, self._names, self._again_s = folder, keep, names, again_s
         self._group = new_proven_group(None, timeout, backend="gloo")
         self._thread: Thread | None = None
         self._error: Exception | None = None
+        self._check_common()
         if dist.get_rank() == 0:
             remove_old_checkpoints(folder, keep)
         dist.barrier(group=self._group)
+
+    def _check_common(self) -> None:
+        """Raises BapipeError unless every rank sees what rank 0 makes in the folder: a host may have one of its own."""
+        is_first = dist.get_rank() == 0
+        made = [Path(mkdtemp(prefix=UNFINISHED, dir=self._folder)).name if is_first else ""]
+        dist.broadcast_object_list(made, src=0, group=self._group)
+        everyone = self._gather((socket.gethostname(), (self._folder / made[0]).is_dir()))
+        if is_first:
+            (self._folder / made[0]).rmdir()
+        for rank, (host, sees) in enumerate(everyone):
+            if not sees:
+                raise BapipeError(
+                    f"`checkpoint` {self._folder}: rank {rank} ({self._names[rank]}) on {host} does not see what rank "
+                    f"0 ({self._names[0]}) on {everyone[0][0]} writes there: name a folder on a disk that all hosts "
+                    "share"
+                )
 
     def save(
         self,
@@ -85,11 +130,16 @@ class CheckpointWriter:
         self._thread.start()
         return copy.done
 
+    def check(self) -> None:
+        """Raises RunFailed if the checkpoint that was started is given up: no later one is waited for."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
     def wait(self) -> None:
         """Waits until the checkpoint that was started is on the disk.
 
         Raises:
-            RunFailed: it could not be written.
+            RunFailed: it could not be written, at a second try either.
         """
         if self._thread is not None:
             self._thread.join()
@@ -107,28 +157,43 @@ class CheckpointWriter:
             all_numbers: list[dict[str, Number]] = self._gather(numbers)
             owners = owners_of(specs)
             own = {name: tensor for name, tensor in state.items() if owners[name] == dist.get_rank()}
-            files = self._gather(self._write_own(unfinished_folder(self._folder, step), own))
-            for rank, file in enumerate(files):
-                if isinstance(file, str):
-                    self._error = self._failed(rank, step, file)
-                    return
-            fault: list[str | None] = [None]
-            if dist.get_rank() == 0:
-                complete = _completed(manifest, specs, all_numbers, files)
-                fault = [self._finish(complete)]
-            dist.broadcast_object_list(fault, src=0, group=self._group)
-            if fault[0] is not None:
-                self._error = self._failed(0, step, fault[0])
+            manifest = _completed(manifest, specs, all_numbers)
+            fault = self._fault_of_try(manifest, own)
+            if fault is not None:
+                if dist.get_rank() == 0:
+                    _log.warning("%s; it is tried again in %g s", fault, self._again_s)
+                time.sleep(self._again_s)
+                fault = self._fault_of_try(manifest, own)
+            if fault is not None:
+                self._error = RunFailed(fault)
         except Exception as error:  # a thread's exceptions would be lost
             self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {one_line(error)}")
+
+    def _fault_of_try(self, manifest: Manifest, own: Mapping[str, Tensor]) -> str | None:
+        """Tries to write a checkpoint, of which `manifest` lacks the files and `own` are the tensors of this rank.
+
+        Returns on all ranks why it failed, None if it did not. What a try that failed has written is removed: on a full
+        disk it takes the place that the next one needs.
+        """
+        step = manifest.position.step
+        unfinished = unfinished_folder(self._folder, step)
+        files = self._gather(self._write_own(unfinished, own))
+        faults = [(rank, file) for rank, file in enumerate(files) if isinstance(file, str)]
+        if dist.get_rank() == 0:
+            if not faults and (fault := self._finish(manifest, files)) is not None:
+                faults = [(0, fault)]
+            if faults:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        told = [faults[:1]]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        for rank, cause in told[0]:
+            return f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}"
+        return None
 
     def _gather(self, value: object) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
-
-    def _failed(self, rank: int, step: int, cause: str) -> RunFailed:
-        return RunFailed(f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}")
 
     def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | str | None:
         """Returns the digest of this rank's file, None if it has no tensors, or why it could not be written."""
@@ -138,10 +203,11 @@ class CheckpointWriter:
         except Exception as error:  # any, because the other ranks wait for this one's answer
             return one_line(error)
 
-    def _finish(self, manifest: Manifest) -> str | None:
-        """Finishes a checkpoint on rank 0; returns why it failed, if it did."""
+    def _finish(self, manifest: Manifest, files: Sequence[FileDigest | None]) -> str | None:
+        """Finishes a checkpoint on rank 0, where `files` are those of the ranks; returns why it failed, if it did."""
+        named = {file_name(rank): file for rank, file in enumerate(files) if file is not None}
         try:
-            finish_checkpoint(self._folder, manifest)
+            finish_checkpoint(self._folder, msgspec.structs.replace(manifest, files=named))
             remove_old_checkpoints(self._folder, self._keep)
         except (OSError, BapipeError) as error:
             return one_line(error)
@@ -165,9 +231,8 @@ def _completed(
     manifest: Manifest,
     specs: Sequence[Mapping[str, TensorSpec]],
     numbers: Sequence[Mapping[str, Number]],
-    files: Sequence[FileDigest | None],
 ) -> Manifest:
-    """Returns a manifest with what each rank has."""
+    """Returns a manifest with the tensors and numbers that the ranks have."""
     named = {name: spec for of_rank in specs for name, spec in of_rank.items()}
 
     def beginning_with(prefix: str) -> dict[str, TensorSpec]:
@@ -179,13 +244,20 @@ def _completed(
         non_persistent=beginning_with(NON_PERSISTENT) or msgspec.UNSET,
         optimizer_tensors=beginning_with(OPTIMIZER),
         optimizer_numbers=dict(sorted((name, n) for of_rank in numbers for name, n in of_rank.items())),
-        files={file_name(rank): file for rank, file in enumerate(files) if file is not None},
     )
 
 
 def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint whose tensors are in the unfinished folder of its step, and renames that."""
+    """Writes the manifest of a checkpoint whose tensors are in the unfinished folder of its step, and renames that.
+
+    Raises:
+        BapipeError: a file is not there, or not as long as what was written to it.
+        OSError: the manifest cannot be written.
+    """
     path, final = (place(folder, manifest.position.step) for place in (unfinished_folder, checkpoint_folder))
+    for name, written in manifest.files.items():
+        if not (path / name).is_file() or (path / name).stat().st_size != written.num_bytes:
+            raise BapipeError(f"{path / name} is not there as it was written: all ranks need the same disk")
     write_bytes(path / MANIFEST, encode_manifest(manifest))
     sync(path)
     os.rename(path, final)
