@@ -61,6 +61,7 @@ FLAGS = {
     "trust_factory": "--trust-factory",
     "vary": "--vary",
     "warmup_steps": "--warmup",
+    "weights": "--weights",
     "whole": "--whole",
     "within": "--within",
     "without": "--without",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.weights import weights_digest
 from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.data.dataset import PipelineDataset
@@ -16,19 +17,30 @@ _SEPARATE = {
     "factory", "data", "data_workers", "weights", "checkpoint", "resume", "replan", "without", "timeout_s",
     "tensorboard",
 }  # fmt: skip
-"""Options that may differ between hosts, such as folders, or that show in the plan, the data or the checkpoint."""
+"""Options that may differ between hosts, such as folders, or that show in the other facts."""
 
 
 def job_facts(
-    plan: Plan, config: TrainConfig, data: PipelineDataset[Any], samples: str | None, resume_from: Path | None
+    plan: Plan,
+    config: TrainConfig,
+    data: PipelineDataset[Any],
+    samples: str | None,
+    resume_from: Path | None,
 ) -> dict[str, str]:
-    """Returns the value of each fact by what it is of; `samples` is the data's `samples_digest`."""
+    """Returns the value of each fact by what it is of; `samples` is the data's `samples_digest`.
+
+    Raises:
+        BapipeError: the weights to start from cannot be read.
+    """
+    starts_from = config.weights if resume_from is None else None
     return {
         "bapipe": version("bapipe"),
         "torch": str(torch.__version__),
         "the plan": plan_digest(plan),
         **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},
         "the data": f"{len(data)} samples" if samples is None else f"{len(data)} samples {samples}",
+        "the file of `weights`": "none" if starts_from is None else weights_digest(starts_from),
+        "the folder of `checkpoint`": "none" if config.checkpoint is None else "given",
         "the checkpoint to continue from": "none" if resume_from is None else resume_from.name,
         **{
             f"`{field.name}`": str(getattr(config, field.name))

@@ -23,16 +23,26 @@ def facts_of(plan: Plan, config: TrainConfig, data: Dataset[Any], resume_from: P
     return job_facts(plan, config, dataset, samples_digest(dataset), resume_from)
 
 
-def test_each_difference_shows_in_its_own_fact() -> None:
+def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
     plan, data = plan_of(quiet, (2,), (0, 1)), points()
+    weights = [tmp_path / name for name in ("a", "b", "copy of a")]
+    for path, content in zip(weights, (b"1", b"2", b"1"), strict=True):
+        path.write_bytes(content)
     facts = facts_of(plan, CONFIG, data)
     assert facts_of(plan, replace(CONFIG, data="elsewhere", timeout_s=1.0), points()) == facts
+    started = [facts_of(plan, replace(CONFIG, weights=path), data) for path in weights]
+    assert started[0] == started[2]
+    assert started[1].items() - started[0].items() == {("the file of `weights`", started[1]["the file of `weights`"])}
+    kept = [facts_of(plan, replace(CONFIG, checkpoint=tmp_path / name), data) for name in ("a", "b")]
+    assert kept[0] == kept[1]
     other_data = torch.utils.data.TensorDataset(torch.zeros(50, 4), torch.arange(50))
     cases = {
         "the plan": facts_of(plan_of(quiet, (3,), (0, 1)), CONFIG, data),
         "the cpu profile": facts_of(msgspec.structs.replace(plan, profiles={"cpu": "5a" * 32}), CONFIG, data),
         "`seed`": facts_of(plan, replace(CONFIG, seed=4), data),
         "`optimizer_arguments`": facts_of(plan, replace(CONFIG, optimizer_arguments={"momentum": 0.5}), data),
+        "the file of `weights`": started[0],
+        "the folder of `checkpoint`": kept[0],
         "the data": facts_of(plan, CONFIG, other_data),
         "the checkpoint to continue from": facts_of(plan, CONFIG, data, Path("kept/step-000000004")),
     }

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.tensor_files import opened
+from bapipe.runtime.checkpoint.tensor_files import file_digest, opened
+from bapipe.runtime.plan_digest import NUM_DIGITS
 from bapipe.tracing import persistent_state
 
 _NUM_SHOWN = 3
@@ -37,6 +38,18 @@ def check_weights(path: Path, module: nn.Module) -> None:
                     f"{path} has other weights than the model: '{name}' has shape {shape} there and "
                     f"{list(state[name].shape)} here"
                 )
+
+
+def weights_digest(path: Path) -> str:
+    """Returns a digest of all that a file holds.
+
+    Raises:
+        BapipeError: it cannot be read.
+    """
+    try:
+        return file_digest(path).sha256[:NUM_DIGITS]
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
