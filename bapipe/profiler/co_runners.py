@@ -1,5 +1,6 @@
 """Processes that train the same model while it is measured, as ranks on a machine's other cores do when a plan runs."""
 
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +17,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def co_runners(num: int, factory: "Factory", arguments: Mapping[str, object], microbatch_size: int) -> Iterator[None]:
+def co_runners(
+    num: int, factory: "Factory", arguments: Mapping[str, object], microbatch_size: int
+) -> Iterator[Callable[[], None]]:
     """Within the context, other processes of one thread each repeat F and B of a model.
 
+    Its value is a function that raises BapipeError if one has ended: what was measured since then is of a machine that
+    is more quiet than it was to be.
+
     Raises:
-        BapipeError: this machine has too few cores for them, or one ended early.
+        BapipeError: this machine has too few cores for them, or one could not begin.
     """
     if not num:
-        yield
+        yield lambda: None
         return
     if num >= num_cores():
         raise BapipeError(
@@ -35,7 +41,7 @@ def co_runners(num: int, factory: "Factory", arguments: Mapping[str, object], mi
         local_processes(_train, num, job, folder=Path(folder), quiet=True) as processes,
     ):
         _wait_until_training(processes)
-        yield
+        yield lambda: _check_running(processes)
 
 
 def _wait_until_training(processes: tuple[LocalProcess, ...]) -> None:
@@ -43,9 +49,25 @@ def _wait_until_training(processes: tuple[LocalProcess, ...]) -> None:
     while waiting:
         for process, message in receive(processes, timeout_s=1.0):
             if not process.is_open or isinstance(message, ChildError):
-                cause = message.text if isinstance(message, ChildError) else process.last_words()
-                raise BapipeError(f"a co-runner cannot train the model: {cause or 'it ended without a message'}")
+                raise BapipeError(f"a co-runner cannot train the model: {_why_ended(process, message)}")
             waiting.discard(process.index)
+
+
+def _check_running(processes: tuple[LocalProcess, ...]) -> None:
+    for process, message in receive(processes, timeout_s=0.0):
+        raise BapipeError(
+            f"a co-runner has ended while layers were measured: {_why_ended(process, message)}; measure again, if "
+            "memory is scarce with fewer co-runners"
+        )
+
+
+def _why_ended(process: LocalProcess, message: object) -> str:
+    if isinstance(message, ChildError):
+        return message.text
+    code = process.exit_code(1.0)
+    if code is not None and code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return process.last_words() or "it ended without a message"
 
 
 def _train(

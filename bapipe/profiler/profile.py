@@ -189,7 +189,7 @@ def profile_model(
     kept = {"unfinished": True, "co_runners": num_co_runners} | layer_choice
     unfinished_path = None if key is None else profile_path(key | kept)
     try:
-        with co_runners(num_co_runners, factory, arguments, sizes[len(sizes) // 2]):
+        with co_runners(num_co_runners, factory, arguments, sizes[len(sizes) // 2]) as check_co_runners:
             measured = measure_model(
                 example.module,
                 example.inputs,
@@ -208,7 +208,7 @@ def profile_model(
                 check=check,
                 data=partial(synthetic_data, example, factory_name(model)),
                 resume_from=None if unfinished_path is None else load_profile(unfinished_path),
-                save=None if unfinished_path is None else _saved_to(unfinished_path),
+                save=_saved_to(unfinished_path, check_co_runners),
                 progress=progress,
             )
     except (BapipeError, KeyboardInterrupt) as error:
@@ -242,13 +242,14 @@ def _of_kind(profile: ModelProfile, kind: str | None) -> ModelProfile:
     return msgspec.structs.replace(profile, device=msgspec.structs.replace(profile.device, kind=kind))
 
 
-def _saved_to(path: Path) -> Callable[[ModelProfile], None]:
-    """Returns a function that stores an unfinished profile, until that fails once."""
-    is_stored = True
+def _saved_to(path: Path | None, check: Callable[[], None]) -> Callable[[ModelProfile], None]:
+    """Returns a function that stores an unfinished profile, until that fails once; nothing if `check` raises."""
+    is_stored = path is not None
 
     def save(profile: ModelProfile) -> None:
         nonlocal is_stored
-        is_stored = is_stored and store_unfinished_profile(path, profile)
+        check()
+        is_stored = is_stored and path is not None and store_unfinished_profile(path, profile)
 
     return save
 

@@ -7,6 +7,8 @@ import pytest
 
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
+from bapipe.processes import LocalProcess
+from bapipe.profiler import co_runners as co_runners_module
 from bapipe.profiler.co_runners import co_runners
 from bapipe.profiler.profile import profile_model
 
@@ -50,6 +52,33 @@ def test_a_profile_records_the_number_of_co_runners(folder: Path) -> None:
     measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
     assert measured.environment["co_runners"] == 1
     assert measured.arguments == arguments
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
+def test_a_co_runner_that_ends_while_layers_are_measured_ends_the_profile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times since then are those of a quieter machine; those of sizes before are kept."""
+    started: list[LocalProcess] = []
+
+    def killed(part: int, num_parts: int, name: str) -> None:
+        if name == "times at micro-batch size 2":
+            started[0].popen.kill()
+
+    def noted(processes: tuple[LocalProcess, ...]) -> None:
+        started.extend(processes)
+        real(processes)
+
+    real = co_runners_module._wait_until_training
+    monkeypatch.setattr(co_runners_module, "_wait_until_training", noted)
+    arguments = {"file": str(folder / "notes")}
+    with pytest.raises(BapipeError) as caught:
+        profile_model("noted:noting", arguments, microbatch_sizes=(1, 2), num_co_runners=1, progress=killed)
+    assert str(caught.value) == (
+        "a co-runner has ended while layers were measured: it was killed by SIGKILL; measure again, if memory is scarce "
+        "with fewer co-runners; the measurements at micro-batch size 1 are stored, and the same command continues from "
+        "there"
+    )
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
