@@ -2,12 +2,12 @@
 
 import dataclasses
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.folder import Checkpoint
 from bapipe.runtime.checkpoint.weights import weights_digest
 from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
 from bapipe.runtime.train_config import TrainConfig
@@ -25,7 +25,7 @@ def job_facts(
     config: TrainConfig,
     data: PipelineDataset[Any],
     samples: str | None,
-    resume_from: Path | None,
+    resume_from: Checkpoint | None,
 ) -> dict[str, str]:
     """Returns the value of each fact by what it is of; `samples` is the data's `samples_digest`.
 
@@ -41,10 +41,15 @@ def job_facts(
         "the data": f"{len(data)} samples" if samples is None else f"{len(data)} samples {samples}",
         "the file of `weights`": "none" if starts_from is None else weights_digest(starts_from),
         "the folder of `checkpoint`": "none" if config.checkpoint is None else "given",
-        "the checkpoint to continue from": "none" if resume_from is None else resume_from.name,
+        "the checkpoint to continue from": "none" if resume_from is None else _described(resume_from),
         **{
             f"`{field.name}`": str(getattr(config, field.name))
             for field in dataclasses.fields(config)
             if field.name not in _SEPARATE
         },
     }
+
+
+def _described(checkpoint: Checkpoint) -> str:
+    """Returns name and digest: that of another run has the same name after as many steps."""
+    return f"{checkpoint.path.name} {checkpoint.manifest.digest[:NUM_DIGITS]}"

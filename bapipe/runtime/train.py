@@ -105,7 +105,6 @@ def train(
     is_first = is_first_rank()
     with only_writer(config.checkpoint) if config.checkpoint is not None and is_first else nullcontext():
         newest = _newest_checkpoint(job, example, tell=is_first)
-        resume_from = None if newest is None else newest.path
         results = launch(
             train_rank,
             job.devices,
@@ -116,7 +115,7 @@ def train(
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,
             memory_advice=[_memory_advice(plan, name) for name in job.devices],
-            facts=job_facts(plan, config, dataset, samples, resume_from) if current_job() is not None else {},
+            facts=job_facts(plan, config, dataset, samples, newest) if current_job() is not None else {},
         )
     return results[0]
 

@@ -9,16 +9,20 @@ import torch
 from torch.utils.data import Dataset
 
 from bapipe.formats.plan import Plan
+from bapipe.runtime.checkpoint.folder import Checkpoint, newest_checkpoint
 from bapipe.runtime.data.samples_digest import samples_digest
 from bapipe.runtime.job_facts import job_facts
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.multiprocess.fault_cases import plan_of, points, quiet
+from tests.runtime.checkpoint.cases import go
 
 CONFIG = TrainConfig(steps=5, seed=3)
 
 
-def facts_of(plan: Plan, config: TrainConfig, data: Dataset[Any], resume_from: Path | None = None) -> dict[str, str]:
+def facts_of(
+    plan: Plan, config: TrainConfig, data: Dataset[Any], resume_from: Checkpoint | None = None
+) -> dict[str, str]:
     dataset = as_pipeline_dataset(data)
     return job_facts(plan, config, dataset, samples_digest(dataset), resume_from)
 
@@ -35,6 +39,11 @@ def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
     assert started[1].items() - started[0].items() == {("the file of `weights`", started[1]["the file of `weights`"])}
     kept = [facts_of(plan, replace(CONFIG, checkpoint=tmp_path / name), data) for name in ("a", "b")]
     assert kept[0] == kept[1]
+    go(tmp_path / "one run", 2)
+    go(tmp_path / "another", 2, seed=1)
+    resumed = [newest_checkpoint(tmp_path / name) for name in ("one run", "another")]
+    one_run, another = (facts_of(plan, CONFIG, data, checkpoint) for checkpoint in resumed)
+    assert [what for what in facts if one_run[what] != another[what]] == ["the checkpoint to continue from"]
     other_data = torch.utils.data.TensorDataset(torch.zeros(50, 4), torch.arange(50))
     cases = {
         "the plan": facts_of(plan_of(quiet, (3,), (0, 1)), CONFIG, data),
@@ -44,7 +53,7 @@ def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
         "the file of `weights`": started[0],
         "the folder of `checkpoint`": kept[0],
         "the data": facts_of(plan, CONFIG, other_data),
-        "the checkpoint to continue from": facts_of(plan, CONFIG, data, Path("kept/step-000000004")),
+        "the checkpoint to continue from": facts_of(plan, CONFIG, data, resumed[0]),
     }
     for what, other in cases.items():
         assert {name for name in {**facts, **other} if facts.get(name) != other.get(name)} == {what}
