@@ -2,6 +2,7 @@
 
 BapipeError
   + InvalidFile      a file with missing or wrong contents
+  + UnreadableFile   a file that the system does not let us read, whatever it holds
   + InvalidSchedule  an order of actions that cannot run
   + Infeasible       no plan fits the memory of the devices (exit code 3)
   + ConstraintsUnmet no plan keeps the constraints
@@ -27,6 +28,10 @@ class InvalidFile(BapipeError, ValueError):
     def __init__(self, message: str, where: str = "$") -> None:
         super().__init__(f"{message} - at `{where}`")
         self.message, self.where = message, where
+
+
+class UnreadableFile(BapipeError):
+    """A file that is there and cannot be read, now or by this user: nothing is known of what it holds."""
 
 
 class InvalidSchedule(BapipeError):

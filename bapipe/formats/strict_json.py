@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidFile, did_you_mean
+from bapipe.errors import BapipeError, InvalidFile, UnreadableFile, did_you_mean
 
 MAX_BYTES = 24 * 2**20
 """Largest file that is read. A plan for 4,096 devices and 64 micro-batches has 8 MiB."""
@@ -59,7 +59,8 @@ def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Returns the bytes of a file.
 
     Raises:
-        BapipeError: it cannot be read, has more than `max_bytes`, perhaps because it never ends, or is a pipe with a
+        UnreadableFile: the system does not let us read it.
+        BapipeError: there is none, it has more than `max_bytes`, perhaps because it never ends, or is a pipe with a
             name to which nothing is written.
     """
     try:
@@ -68,7 +69,7 @@ def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     except FileNotFoundError:
         raise BapipeError(f"{path}: no such file{_similar_name(path)}") from None
     except OSError as error:
-        raise BapipeError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UnreadableFile(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:  # a NUL in the path
         raise BapipeError(f"{path}: cannot be read: {error}") from None
     if len(content) > max_bytes:

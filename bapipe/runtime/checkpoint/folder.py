@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, UnreadableFile
 from bapipe.runtime.checkpoint.manifest import DamagedCheckpoint, Manifest, checkpoint_name, read_manifest
 
 UNFINISHED = ".unfinished-"
@@ -58,7 +58,8 @@ def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     If newer ones are damaged, `tell` logs a line that says so.
 
     Raises:
-        BapipeError: all are damaged, or the newest that is whole is of an older version of bapipe.
+        BapipeError: all are damaged, one cannot be read before a whole one is found, or the newest that is whole is of
+            an older version of bapipe.
     """
     damages: list[DamagedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):
@@ -67,6 +68,11 @@ def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
         except DamagedCheckpoint as damage:
             damages.append(damage)
             continue
+        except UnreadableFile as error:
+            raise BapipeError(
+                f"{error}, so {path.name} may be whole: make it readable and try again, or move it elsewhere to take "
+                "the one before"
+            ) from None
         if damages and tell:
             more = f" ({len(damages) - 1} more are damaged)" if len(damages) > 1 else ""
             _log.warning("%s%s; taking %s, the one before", damages[0], more, path.name)

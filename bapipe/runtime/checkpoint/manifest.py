@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidFile
+from bapipe.errors import BapipeError, InvalidFile, UnreadableFile
 from bapipe.formats.strict_json import decode_fields, read_limited
 from bapipe.runtime.checkpoint.tensor_files import FileDigest, TensorSpec, file_digest, stored_specs
 from bapipe.runtime.grad_scaler import GradScalerState
@@ -162,6 +163,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         DamagedCheckpoint: something is missing or damaged.
+        UnreadableFile: a file cannot be read, now or by this user; it may be whole.
         BapipeError: the checkpoint is of an older version of bapipe.
     """
     manifest = decode_manifest(path)
@@ -175,12 +177,16 @@ def decode_manifest(path: Path) -> Manifest:
     """Returns the manifest of a checkpoint, verified itself; whether its files are whole is not looked at.
 
     Raises:
-        DamagedCheckpoint, BapipeError: as `read_manifest`.
+        DamagedCheckpoint, UnreadableFile, BapipeError: as `read_manifest`.
     """
-    if (path / MANIFEST).is_fifo():
+    with _reading(path / MANIFEST):
+        is_pipe = (path / MANIFEST).is_fifo()
+    if is_pipe:
         raise DamagedCheckpoint(f"{path} is no whole checkpoint: {MANIFEST} is a pipe")  # whose reader may wait forever
     try:
         text = read_limited(path / MANIFEST, _MAX_BYTES)
+    except UnreadableFile:
+        raise
     except BapipeError as error:
         raise DamagedCheckpoint(f"{path} is no whole checkpoint: {error}") from None
     if text.startswith(_OLD_HEADER):
@@ -218,17 +224,24 @@ def checkpoint_name(step: int) -> str:
 
 def _check_file(path: Path, name: str, expected: FileDigest) -> None:
     file = path / name
-    if not file.is_file():
-        raise DamagedCheckpoint(f"{path} is no whole checkpoint: '{name}' is missing")
-    try:
+    with _reading(file):
+        if not file.is_file():
+            raise DamagedCheckpoint(f"{path} is no whole checkpoint: '{name}' is missing")
         num_bytes = file.stat().st_size
         found = file_digest(file) if num_bytes == expected.num_bytes else None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} is damaged: '{name}' cannot be read: {error.strerror}") from None
     if found is None:
         raise DamagedCheckpoint(f"{path} is damaged: '{name}' has {num_bytes} bytes, not {expected.num_bytes}")
     if found != expected:
         raise DamagedCheckpoint(f"{path} is damaged: '{name}' does not hold what was written")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raises UnreadableFile for an error of the system, such as a disk of the network that is away."""
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableFile(f"{file}: cannot be read: {error.strerror}") from None
 
 
 def _check_tensors(path: Path, manifest: Manifest) -> None:

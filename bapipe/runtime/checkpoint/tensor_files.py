@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapipe.errors import BapipeError, InvalidFile
+from bapipe.errors import InvalidFile, UnreadableFile
 from bapipe.torch_device import dtype_name
 from bapipe.units import NonNegative
 
@@ -137,7 +137,7 @@ def opened(path: Path) -> Iterator[Any]:
 
     Raises:
         InvalidFile: it is no safetensors file.
-        BapipeError: it cannot be read.
+        UnreadableFile: the system does not let us read it.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -145,7 +145,7 @@ def opened(path: Path) -> Iterator[Any]:
     except SafetensorError as error:
         raise InvalidFile(f"{path} is no safetensors file: {error}") from None
     except OSError as error:
-        raise BapipeError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise UnreadableFile(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _to_stored(tensor: Tensor) -> Tensor:

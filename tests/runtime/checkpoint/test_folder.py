@@ -1,10 +1,12 @@
 """The folder of checkpoints: the newest whole one is taken, one run writes at a time, leftovers are cleared."""
 
+import errno
 import logging
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,29 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank-0.safetensors"])
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a network disk that is away for a moment, or if the file is another user's."""
+    newest = kept / "step-000000006" / name
+    real: Any = Path.open
+
+    def opened(path: Path, *mode: str) -> Any:
+        if path == newest:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(BapipeError) as caught:
+        go(kept, 8)
+    assert str(caught.value) == (
+        f"{newest}: cannot be read: Stale file handle, so step-000000006 may be whole: make it readable and try again, "
+        "or move it elsewhere to take the one before"
+    )
+    assert len(list_checkpoints(kept)) == 3
 
 
 def test_of_a_damaged_newest_checkpoint_the_one_before_is_taken(
