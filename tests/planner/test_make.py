@@ -215,6 +215,20 @@ def test_an_edited_plan_that_needs_more_than_the_limit_of_its_bound_says_so() ->
     assert back.certificate.space == plan.certificate.space + BY_HAND
 
 
+@pytest.mark.parametrize("objective", ["step", "throughput"])
+def test_a_bound_proven_for_other_inputs_is_not_kept(objective: str) -> None:
+    """It is of slower layers, or of loads in place of steps; the edited plan is slower than it all the same."""
+    cluster = devices(3, bytes_per_s=10**5)
+    plan = bapipe.plan(PROFILE, cluster, minibatch_size=12, objective=objective)
+    shorter = [1, 1, 2, 3, 1, 1, 4, 1] if objective == "step" else [1, 2, 3, 4, 2, 1, 5, 2]
+    profile = chain(shorter, param_bytes=100, stash_bytes=10, output_bytes=1000)
+    edited = bapipe.edit(plan, profile, cuts=["l1", "l2"])
+    bound_ns = work_bound_ns({"a": profile}, cluster, 12)
+    assert edited.prediction.step_ns > plan.certificate.lower_bound_ns > bound_ns
+    assert edited.certificate.lower_bound_ns == bound_ns
+    assert edited.certificate.space == ANY_PLAN
+
+
 def test_an_edit_changes_schedule_sizes_devices_and_recomputation() -> None:
     plan = planned()
     edited = bapipe.edit(
@@ -238,14 +252,16 @@ def test_an_edit_of_the_cuts_keeps_a_searched_order() -> None:
     assert decision_of(own).own_table == own.table
     assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).order == plan.order
     # A bound on the orders of some stages is none on those of others.
-    proven = certify(plan.prediction.step_ns, plan.prediction.step_ns, f"{ORDERS_OF_STAGES}; and so on")
-    own = with_certificate(own, proven)
-    assert bapipe.edit(own, PROFILE, moves=["stage 0 -1"]).certificate.space == ANY_PLAN
-    along_each = certify(
-        plan.prediction.step_ns, proven.lower_bound_ns, f"2 orders of the layers; along each: {proven.space}"
-    )
-    branching = with_certificate(own, along_each)
-    assert bapipe.edit(branching, PROFILE, moves=["stage 0 -1"]).certificate.space == ANY_PLAN
+    step_ns = plan.prediction.step_ns
+    proven = certify(step_ns, step_ns, f"{ORDERS_OF_STAGES}; and so on")
+    along_each = certify(step_ns, step_ns, f"2 orders of the layers; along each: {proven.space}")
+    for certificate in (proven, along_each):
+        own = replace(plan, schedule="search", certificate=certificate)  # without a digest: taken to be unchanged
+        assert own.certificate.lower_bound_ns == step_ns
+        edited = bapipe.edit(own, PROFILE, moves=["stage 0 -1"])
+        assert edited.prediction.step_ns > step_ns
+        assert edited.certificate.space == ANY_PLAN
+        assert edited.certificate.lower_bound_ns == work_bound_ns({"a": PROFILE}, plan.cluster, 12) < step_ns
     swapped = bapipe.edit(own, PROFILE, swap=["d0", "d1"], schedule="1f1b")
     assert swapped.certificate.lower_bound_ns < plan.prediction.step_ns
     with pytest.raises(BapipeError, match="'search' is not a named schedule"):
