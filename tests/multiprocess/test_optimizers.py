@@ -53,6 +53,15 @@ def test_clipping_is_that_of_the_whole_model() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_gradients_below_the_maximum_norm_stay_as_they_are() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    for max_norm, left in ((10.0, [3.0, 4.0]), (2.5, [1.5, 2.0])):
+        norm = clip_grad_norm([gradient], [gradient], max_norm, torch.device("cpu"), None)
+        assert norm.item() == 5
+        torch.testing.assert_close(gradient, torch.tensor(left))
+
+
+@pytest.mark.usefixtures("alone")
 def test_complex_gradients_are_clipped_as_torch_does() -> None:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, dtype=dtype)) for dtype in (torch.complex64, torch.float32)]

@@ -13,7 +13,7 @@ from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.certificate import BY_HAND, OVER_LIMIT, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
-from bapipe.formats.plan import Plan, with_certificate
+from bapipe.formats.plan import Plan
 from bapipe.planner.decision import decision_of
 from bapipe.planner.make import ANY_PLAN, judge
 from bapipe.planner.searched_space import ORDERS_OF_STAGES
