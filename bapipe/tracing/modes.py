@@ -27,8 +27,8 @@ def idle_dropout(module: nn.Module) -> str | None:
         has_dropout = any(isinstance(inner, DropoutBase) and inner.p > 0 for inner in part.modules())
         if not part.training and has_dropout and any(p.requires_grad for p in part.parameters()):
             return (
-                f"'{name}' is in evaluation mode, so its dropout does nothing while it trains: call the model's train() "
-                "after it is loaded"
+                f"'{name}' is in evaluation mode, so its dropout does nothing while it trains: call train() of the "
+                "model after it is loaded"
             )
     return None
 
