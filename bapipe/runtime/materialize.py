@@ -11,6 +11,7 @@ from bapipe.runtime.other_ranks import is_on_another_rank, mark_as_on_another_ra
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private import give_storage, reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
+from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7
@@ -97,8 +98,8 @@ def _initialize_layer(
     for tensor in unset.values():
         _swap(tensor, _filled_with_marker(tensor))
     written = {id(tensor) for tensor in unset.values()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(derived_seed(seed, layer))
+    with all_generators_restored(), torch.no_grad():
+        seed_cpu_generators(derived_seed(seed, layer))
         for module in _owners(root, layer, unset):
             with _unchanged(t for t in _may_be_reset(module, initialize) if id(t) not in written):
                 reset_layer(module, initialize)

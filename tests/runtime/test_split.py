@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from msgspec.structs import replace
@@ -21,6 +22,7 @@ from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import split
 from bapipe.tracing import stages, trace
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.python_random import global_generator_states, seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, cut_into_stages
 from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order
@@ -281,6 +283,30 @@ def test_initialize_overrides_meta_weights_and_real_weights_are_kept() -> None:
     assert torch.equal(module[0].weight, torch.ones(4, 4))  # type: ignore[arg-type]
     assert torch.equal(module[1].weight, kept)  # type: ignore[arg-type]
     assert module[2].weight.is_meta
+
+
+def _drawn_by_python(num: int) -> Tensor:
+    return torch.tensor([random.random() for _ in range(num)])
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda num: torch.as_tensor(numpy.random.rand(num)), _drawn_by_python])
+def test_initial_weights_are_those_of_the_seed_whatever_generator_a_layer_draws_from(
+    draw: Callable[[int], Tensor],
+) -> None:
+    def drawn(module: nn.Module) -> None:
+        module.get_parameter("weight").copy_(draw(4).reshape(2, 2))
+
+    def weights(seed: int) -> Tensor:
+        module = nn.Sequential(nn.Linear(2, 2, device="meta"))
+        _materialize(_split(module, (), torch.zeros(1, 2)), (0,), seed=seed, initialize=drawn)
+        return module[0].get_parameter("weight")
+
+    states = global_generator_states()
+    first = weights(5)
+    assert global_generator_states() == states
+    seed_cpu_generators(1)
+    assert torch.equal(weights(5), first)
+    assert not torch.equal(weights(6), first)
 
 
 def test_only_what_a_reset_may_set_is_copied_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
