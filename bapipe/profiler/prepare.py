@@ -14,6 +14,7 @@ from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.modes import enter_training_mode, idle_dropout
+from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> 
 
 @contextmanager
 def prepared(module: nn.Module, device: torch.device, settings: Settings, *, move: bool = True) -> Iterator[None]:
-    """Puts the module in training mode without gradients; restores module, random state and TF32 afterwards.
+    """Puts the module in training mode without gradients; restores module, global generators and TF32 afterwards.
 
     If `move`, it also is on the device meanwhile.
     """
@@ -74,7 +75,7 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
         with (
             limited_embeddings_restored(module),
             tf32(settings.tf32),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            all_generators_restored(device),
         ):
             yield
     finally:

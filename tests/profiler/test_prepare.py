@@ -1,5 +1,8 @@
 """Checks of modules and examples, batches, and the state that measuring restores."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import DeviceKind
 from bapipe.formats.settings import Settings
 from bapipe.profiler import prepare
+from bapipe.tracing.python_random import seed_cpu_generators
 
 CPU = torch.device("cpu")
 
@@ -18,22 +22,23 @@ def test_a_batch_repeats_the_examples() -> None:
     assert y.tolist() == [0, 1, 2, 0, 1]
 
 
-def test_a_module_and_its_random_state_are_restored() -> None:
+def test_a_module_and_the_global_generators_are_restored() -> None:
     norm = nn.BatchNorm1d(2)
     module = nn.Sequential(nn.Linear(2, 2), norm, nn.Dropout(0.5)).eval()
     module[2].train()
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
+    seed_cpu_generators(1)
+    expected = torch.rand(1).item(), random.random(), numpy.random.rand()
+    seed_cpu_generators(1)
     with prepare.prepared(module, CPU, Settings()):
         assert all(submodule.training for submodule in module.modules())
         module(torch.randn(4, 2)).sum().backward()
+        random.random(), numpy.random.rand()
         assert norm.running_mean is not None
         assert norm.running_mean.tolist() != [0.0, 0.0]
     assert [submodule.training for submodule in module.modules()] == [False, False, False, True]
     assert norm.running_mean.tolist() == [0.0, 0.0]
     assert all(parameter.grad is None for parameter in module.parameters())
-    assert torch.equal(torch.rand(1), expected)
+    assert (torch.rand(1).item(), random.random(), numpy.random.rand()) == expected
 
 
 def test_embeddings_that_limit_their_norm_are_restored() -> None:
