@@ -13,6 +13,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, is_estimate
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.inputs import Profiles, listed, two_of_a_kind
+from bapipe.planner.sub_clusters import links_among
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +135,7 @@ def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) 
             "number of threads that divides them"
         )
     devices = tuple(_merged(cluster, kind, num))
-    left = {device.name for device in devices}
-    links = tuple(link for link in cluster.links if {link.source, link.target} <= left)
-    return replace(cluster, devices=devices, links=links)
+    return replace(cluster, devices=devices, links=links_among(cluster, devices))
 
 
 def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
+from bapipe.planner.sub_clusters import links_among
 
 
 def with_groups(cluster: Cluster, kind: str, num_members: int) -> Cluster:
@@ -77,8 +78,8 @@ def _links(cluster: Cluster, parts: Sequence[Sequence[Device]], devices: Sequenc
                 bytes_per_s=slowest.bytes_per_s,
                 latency_ns=slowest.latency_ns,
             )
-    together = {frozenset((x.name, y.name)) for part in parts for x, y in permutations(part, 2)}
-    yield from (link for link in cluster.links if frozenset((link.source, link.target)) in together)
+    inside = {link for part in parts for link in links_among(cluster, part)}
+    yield from (link for link in cluster.links if link in inside)
 
 
 def _partners(members: Sequence[Device], num_others: int) -> list[Device]:

@@ -7,7 +7,7 @@ from math import comb
 
 import msgspec
 
-from bapipe.formats.cluster import Cluster
+from bapipe.formats.cluster import Cluster, Device, Link
 
 MAX_CHOICES = 100
 """With more choices of some number of devices than this, only the fastest devices are tried."""
@@ -55,11 +55,13 @@ def sub_clusters(
 def with_devices(cluster: Cluster, ranks: Iterable[int]) -> Cluster:
     """Returns a cluster of some of the devices, in the same order, with the links between them."""
     devices = tuple(cluster.devices[rank] for rank in sorted(ranks))
-    names = {device.name for device in devices} | {
-        member for device in devices if device.members is not msgspec.UNSET for member in device.members
-    }
-    links = tuple(link for link in cluster.links if {link.source, link.target} <= names)
-    return msgspec.structs.replace(cluster, devices=devices, links=links)
+    return msgspec.structs.replace(cluster, devices=devices, links=links_among(cluster, devices))
+
+
+def links_among(cluster: Cluster, devices: Sequence[Device]) -> tuple[Link, ...]:
+    """Returns the cluster's links between some devices, and between the members of groups among them."""
+    names = {name for device in devices for name in (device.name, *(device.members or ()))}
+    return tuple(link for link in cluster.links if {link.source, link.target} <= names)
 
 
 def _all_choices(cluster: Cluster, num_devices: int) -> list[list[int]] | None:

@@ -10,6 +10,7 @@ from bapipe.errors import BapipeError
 from bapipe.explorer.pages import plan_page
 from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.profile import ESTIMATE, ModelProfile
+from bapipe.formats.settings import Settings
 from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
 from bapipe.planner.best_grouping import search_order
 from bapipe.planner.device_grouping import groupings
@@ -107,6 +108,19 @@ def test_a_link_between_groups_is_the_slowest_between_partners() -> None:
     assert grouped.link(0, 1) == Bandwidth(bytes_per_s=50, latency_ns=2)
     assert grouped.link(1, 0) == grouped.intra_host
     assert set(grouped.member_links(0)) == {Bandwidth(bytes_per_s=20, latency_ns=4), grouped.intra_host}
+
+
+def test_links_between_members_of_other_groups_are_kept() -> None:
+    """Whether the other devices are grouped, or merged for a profile of more threads."""
+    link = Link(source="x", target="y", bytes_per_s=5, latency_ns=6)
+    pair = replace(devices(1).devices[0], name="xy", kind="b", members=("x", "y"))
+    cluster = replace(devices(2), devices=(*devices(2).devices, pair), links=(link,))
+    assert with_groups(cluster, "a", 2).links == (link,)
+    of_pair = replace(of_members(2, 6), device=replace(of_members(2, 6).device, kind="b"))
+    two_threads = replace(of_members(1, 4), settings=Settings(optimizer="sgd", threads=2))
+    _, merged = groupings([of_members(1, 10), two_threads, of_pair], cluster)
+    assert [device.name for device in merged.cluster.devices] == ["d0", "xy"]
+    assert merged.cluster.links == (link,)
 
 
 def test_a_measured_profile_is_preferred_to_an_estimate() -> None:
