@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.group_check import check_group
 from bapipe.formats.layer_profile import LayerProfile, check_layers
@@ -224,12 +225,28 @@ def common_settings(profiles: Iterable[ModelProfile]) -> Settings | msgspec.Unse
     Raises:
         BapipeError: two of them differ.
     """
-    known = [profile for profile in profiles if profile.settings is not msgspec.UNSET]
-    for a, b in pairwise(known):
-        assert a.settings is not msgspec.UNSET and b.settings is not msgspec.UNSET  # noqa: PT018
-        if found := difference(a.settings, b.settings):
-            raise BapipeError(
-                f"the profile of {a.device.kind} was measured with {found[0]}, that of {b.device.kind} "
-                f"with {found[1]}: profile both with the same settings"
-            )
-    return known[0].settings if known else msgspec.UNSET
+    known = _settings_by_kind(profiles)
+    if found := _difference(known):
+        raise BapipeError(f"{found}: profile both with the same settings")
+    return known[0][1] if known else msgspec.UNSET
+
+
+def have_common_settings(profiles: Iterable[ModelProfile]) -> bool:
+    """Returns whether one plan can be made from profiles; see `common_settings`."""
+    return _difference(_settings_by_kind(profiles)) is None
+
+
+def _settings_by_kind(profiles: Iterable[ModelProfile]) -> list[tuple[str, Settings]]:
+    """Returns the kinds and the settings that are known, those of GPUs, which say nothing of threads, last."""
+    known = [(one.device.kind, one.settings) for one in profiles if one.settings is not msgspec.UNSET]
+    return sorted(known, key=lambda one: type_of_kind(one[0]) == "cuda")
+
+
+def _difference(known: Iterable[tuple[str, Settings]]) -> str | None:
+    """Returns in words how the settings of two kinds differ; None if none do."""
+    for (kind, mine), (other, theirs) in pairwise(known):
+        if type_of_kind(other) == "cuda":
+            theirs = msgspec.structs.replace(theirs, threads=mine.threads)
+        if found := difference(mine, theirs):
+            return f"the profile of {kind} was measured with {found[0]}, that of {other} with {found[1]}"
+    return None

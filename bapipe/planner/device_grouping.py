@@ -10,7 +10,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile, is_estimate
+from bapipe.formats.profile import ModelProfile, have_common_settings, is_estimate
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.inputs import Profiles, listed, two_of_a_kind
 from bapipe.planner.sub_clusters import links_among
@@ -34,7 +34,7 @@ def groupings(profiles: Profiles, cluster: Cluster, num_members: int | None = No
 
     Of the profiles of a kind, the one with the fewest members and threads is that of the cluster's devices as they are;
     if it is of groups, and the devices are single ones, these are grouped. A mapping of profiles by kind allows one
-    grouping only.
+    grouping only. There is none with other threads on one kind of CPU than on another: a plan has one number.
 
     Args:
         num_members: allows only groups of this size; 1 for single devices, None for any.
@@ -53,8 +53,9 @@ def groupings(profiles: Profiles, cluster: Cluster, num_members: int | None = No
     found = [_grouping(finest, cluster)]
     for kind, known in of_kind.items():
         for size in sorted(known)[1:]:
-            merged = _with_devices_of(cluster, kind, known[size], finest[kind])
-            found.append(_grouping({**finest, kind: known[size]}, merged))
+            chosen = {**finest, kind: known[size]}
+            if have_common_settings(chosen.values()):
+                found.append(_grouping(chosen, _with_devices_of(cluster, kind, known[size], finest[kind])))
     return tuple(found) if num_members is None else _of_size(found, num_members)
 
 

@@ -8,7 +8,7 @@ from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, common_settings
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.options import EVERY_SCHEDULE, SEARCH, PlanOptions
 from bapipe.schedules import ALL, LOOPED, SCHEDULES
@@ -58,7 +58,10 @@ def check_schedules(options: PlanOptions) -> None:
 
 
 def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
-    """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another."""
+    """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another.
+
+    Their settings are compared here, too, though plans are the first to need common ones: before anything is searched.
+    """
     check_schedules(options)
     for device in cluster.devices:
         if device.kind not in profiles:
@@ -91,6 +94,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
                 f"the profiles of {first.device.kind} and {profile.device.kind} are of different models: "
                 "their names, layers or tensors differ"
             )
+    common_settings(profiles.values())
     check_same_training([profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)])
 
 

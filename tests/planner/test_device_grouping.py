@@ -6,7 +6,7 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.cluster import Cluster, Link
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, common_settings
 from bapipe.formats.settings import Settings
 from bapipe.planner.device_grouping import groupings, profiles_used_by
 from bapipe.planner.options import PlanOptions
@@ -56,6 +56,32 @@ def test_a_grouping_that_does_not_fit_leaves_the_other_groupings() -> None:
     assert bapipe.plan([one, two], small, minibatch_size=2).settings == Settings(optimizer="sgd", threads=2)
     with pytest.raises(Infeasible):
         bapipe.plan([one, two], devices(2, memory_bytes=900), minibatch_size=2)
+
+
+def _two_and_one(kind: str) -> Cluster:
+    """Two devices of kind `a` and one of another."""
+    three = devices(3)
+    return replace(three, devices=(*three.devices[:2], replace(three.devices[2], kind=kind)))
+
+
+def _of(kind: str, profile: ModelProfile) -> ModelProfile:
+    return replace(profile, device=replace(profile.device, kind=kind))
+
+
+def test_gpus_beside_merged_cores_have_no_threads() -> None:
+    cluster = _two_and_one("cuda")
+    profiles = [measured(1, 10), measured(2, 4), _of("cuda", measured(1, 100))]
+    plan = bapipe.plan(profiles, cluster, minibatch_size=2)
+    assert [stage.devices for stage in plan.stages] == [("d0",)]
+    assert plan.settings == Settings(optimizer="sgd", threads=2)
+    assert common_settings(profiles[1:]) == common_settings(profiles[:0:-1]) == plan.settings
+
+
+def test_kinds_of_cpus_have_the_same_threads() -> None:
+    """A plan has one number of threads, so cores are not merged beside others that are not."""
+    profiles = [measured(1, 10), measured(2, 1), _of("cpu-slow", measured(1, 20))]
+    plan = bapipe.plan(profiles, _two_and_one("cpu-slow"), minibatch_size=2)
+    assert plan.settings == Settings(optimizer="sgd", threads=1)
 
 
 def test_devices_are_grouped_within_hosts() -> None:
