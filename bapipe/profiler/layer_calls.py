@@ -84,8 +84,8 @@ def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> 
         inputs = [alive[source] for source in layer.inputs]
         with _on_device(layer.module, training_pass.device):
             try:
-                with torch.no_grad(), training_pass.autocast_context():
-                    outputs = layer.run(inputs)
+                with training_pass.autocast_context():
+                    outputs = _outputs(layer, inputs)
             except Exception as error:  # whatever a layer raises
                 raise layer_error(layer.name, "forward", training_pass, error) from error
             storages = {storage_key(tensor) for tensor in alive.values()}
@@ -94,6 +94,15 @@ def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> 
         for source in list(alive):
             if last_use.get(source, -1) <= index:
                 del alive[source]
+
+
+def _outputs(layer: CallableLayer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    try:
+        with torch.no_grad():
+            return tuple(layer.run(inputs))
+    except RuntimeError:
+        with torch.enable_grad():  # for a forward that computes gradients itself, such as forces of an energy
+            return tuple(tensor.detach() for tensor in layer.run(inputs))
 
 
 @contextmanager

@@ -25,9 +25,14 @@ def check_examples(inputs: Sequence[Tensor], target: object) -> None:
     named = [(f"input {index}", example) for index, example in enumerate(inputs)]
     for name, example in (*named, ("the target", target)):
         if not isinstance(example, Tensor):
+            advice = (
+                "pack several into one, such as torch.cat([labels[:, None], boxes], 1), which the loss takes apart"
+                if example is target
+                else "keep other values inside the module"
+            )
             raise InvalidModel(
                 f"{name} is {shortened(repr(example))} ({type(example).__name__}); examples must be tensors, batch "
-                "first: keep other values inside the module"
+                f"first: {advice}"
             )
         if example.dim() == 0 or len(example) == 0:
             raise InvalidModel(

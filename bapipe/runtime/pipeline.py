@@ -21,6 +21,7 @@ from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, chec
 from bapipe.runtime.evaluate.forward import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
+from bapipe.runtime.initial_values import warn_of_unlike_values
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.optimizer import (
     OptimizerFactory,
@@ -106,7 +107,8 @@ class Pipeline:
         """Builds this rank's stages.
 
         Args:
-            module: one that `bapipe.plan` has planned for, with values or on the meta device.
+            module: one that `bapipe.plan` has planned for, with values, the same in all processes, or on the meta
+                device.
             loss: returns the mean loss of an output and a target.
             inputs: examples of the model's inputs, by position or, as a mapping, by name: tensors of any batch size, on
                 any device, in the order in which `step` takes them; and constants that the forward takes.
@@ -160,6 +162,7 @@ class Pipeline:
         self._split, self._fault_of_one = cut.trained, cut.fault_of_one
         self._traced_numbers = TracedNumbers(self._split.model)
 
+        warn_of_unlike_values(module, group)
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)
         self._modules: dict[int, nn.Module] = {

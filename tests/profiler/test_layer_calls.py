@@ -25,6 +25,27 @@ def test_layers_run_in_order_and_the_loss_is_last() -> None:
     assert torch.equal(calls[3].outputs[0], measured.model_loss())
 
 
+class Force(nn.Module):
+    """The gradient of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)[0]
+
+
+def test_a_forward_may_compute_gradients_itself() -> None:
+    module, x = nn.Sequential(Force(), nn.Linear(2, 2)), torch.ones(3, 2)
+    model = trace(module, (x,), leaf_modules=["0"])
+    measured = TrainingPass(model=model, loss=nn.functional.mse_loss, inputs=(x,), target=torch.ones(3, 2))
+    calls = list(run_layers(measured, list(callable_layers(measured))))
+    assert torch.equal(calls[-1].outputs[0], measured.model_loss())
+    assert not any(tensor.requires_grad for call in calls for tensor in call.outputs)
+
+
 def test_a_tensor_is_freed_after_its_last_use() -> None:
     measured = training_pass()
     calls = list(run_layers(measured, list(callable_layers(measured))))

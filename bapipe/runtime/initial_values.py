@@ -1,0 +1,41 @@
+"""Whether processes begin with the same values: each stage takes those of its own process."""
+
+import hashlib
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bapipe.tracing import persistent_state
+
+_log = logging.getLogger(__name__)
+
+_NUM_SAMPLED = 16
+"""Values of a tensor that are compared, spread over it."""
+
+
+def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Warns if processes have other values of a parameter or buffer, of which a file that one of them loaded is half.
+
+    Every process of the group calls it together. Tensors on the meta device have none.
+    """
+    digests: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
+    state = persistent_state(module).items()
+    own = {name: _digest(tensor) for name, tensor in state if not tensor.is_meta and tensor.layout == torch.strided}
+    dist.all_gather_object(digests, own, group=group)
+    unlike = sorted(name for name in own if len({each[name] for each in digests if name in each}) > 1)
+    if unlike:
+        _log.warning(
+            "processes have other values of %d parameters and buffers, such as '%s', and each stage begins with those "
+            "of its own process: build the module under the same seed in all of them, and load files in each",
+            len(unlike),
+            unlike[0],
+        )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, max(0, len(flat) - 1), min(_NUM_SAMPLED, len(flat)), dtype=torch.float64).long()
+    sampled = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(sampled.numpy().tobytes()).digest()[:8]
