@@ -1,17 +1,18 @@
 """Constraints that a user sets: layers in the same stage or in different ones, layers on certain devices.
 
 Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: the stage of A runs on these
-devices only.
+devices only, or on a group of which all members are among them.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+from msgspec import UNSET
 
 from bapipe.errors import BapipeError, ConstraintsUnmet
-from bapipe.formats.cluster import Cluster
+from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.devices import DeviceClass
@@ -51,8 +52,8 @@ class Constraints:
                     f"its {len(names)} layers are '{names[0]}' to '{names[-1]}'"
                 )
 
-    def broken_by(self, stages: Sequence[StagePlan]) -> list[str]:
-        """Returns those that some stages do not keep, as a user writes them."""
+    def broken_by(self, stages: Sequence[StagePlan], cluster: Cluster) -> list[str]:
+        """Returns those that some stages on a cluster do not keep, as a user writes them."""
         stage_of = {layer: s for s, stage in enumerate(stages) for layer in stage.layers}
         return [
             *(f"{a} with {b}" for a, b in self.together if stage_of[a] != stage_of[b]),
@@ -60,13 +61,13 @@ class Constraints:
             *(
                 f"{layer} on {','.join(devices)}"
                 for layer, devices in self.on
-                if not set(stages[stage_of[layer]].devices) <= set(devices)
+                if not set(stages[stage_of[layer]].devices) <= set(_among(cluster, devices))
             ),
         ]
 
     def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
         """Returns for each device which layers of `on` it may run; only equal devices may share a class. [ranks]"""
-        return [tuple(device.name in devices for _, devices in self.on) for device in cluster.devices]
+        return [tuple(is_among(device, names) for _, names in self.on) for device in cluster.devices]
 
     def allowed_cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
         """Returns the cuts that the constraints allow, ascending, with 0 and the number of layers.
@@ -113,7 +114,7 @@ class Constraints:
         for a, b in self.separate:
             always_forbidden |= contain(a) & contain(b)
         allowed_classes = [
-            (contain(name), {c for c, cls in enumerate(classes) if cls.device.name in devices})
+            (contain(name), {c for c, cls in enumerate(classes) if is_among(cls.device, devices)})
             for name, devices in self.on
         ]
         without_replicas = [layer.name for layer in profile.layers if not layer.allows_replicas]
@@ -159,30 +160,53 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
 
 
 def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluster) -> None:
-    """Raises BapipeError if constraints name unknown layers or devices, or contradict one another."""
+    """Raises an error if constraints cannot be kept on a cluster.
+
+    Raises:
+        BapipeError: a layer or device is unknown.
+        ConstraintsUnmet: they contradict one another, or name some members of each group that they allow.
+    """
     rules.check_layers(profile)
     names = [layer.name for layer in profile.layers]
+    members = {name for device in cluster.devices if device.members is not UNSET for name in device.members}
     for name, devices in rules.on:
+        text = f"the constraint '{name} on {','.join(devices)}'"
         for device in devices:
-            if device not in cluster.index:
+            if device not in cluster.index and device not in members:
                 raise BapipeError(
-                    f"the constraint '{name} on {','.join(devices)}' names the device '{device}', which the cluster "
-                    f"does not have; it has {', '.join(cluster.index)}"
+                    f"{text} names the device '{device}', which the cluster does not have; "
+                    f"it has {', '.join(cluster.index)}"
                 )
+        if not _among(cluster, devices):
+            raise ConstraintsUnmet(
+                f"{text} names some members of groups, whose layers all members run: the devices are "
+                f"{', '.join(cluster.index)}; name all members, or plan with single devices"
+            )
     for a, b in rules.separate:
         if a == b:
             raise BapipeError(f"the constraint '{a} without {b}' separates a layer from itself; drop it")
     cuts = rules.allowed_cuts(profile, [True] * (len(names) + 1))
-    _check_devices(rules, names, cuts)
+    _check_devices(rules, names, cuts, cluster)
 
 
-def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int]) -> None:
+def is_among(device: Device, names: Collection[str]) -> bool:
+    """Returns whether a device, or all members of a group, are among those named."""
+    return device.name in names or (device.members is not UNSET and set(device.members) <= set(names))
+
+
+def _among(cluster: Cluster, names: Collection[str]) -> list[str]:
+    """Returns the devices of a cluster that are among those named, in its order."""
+    return [device.name for device in cluster.devices if is_among(device, names)]
+
+
+def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int], cluster: Cluster) -> None:
     """Raises ConstraintsUnmet if layers that no cut separates have no device in common that may run them."""
     devices_of_group: dict[int, tuple[str, set[str]]] = {}
-    for name, devices in rules.on:
+    for name, named in rules.on:
+        devices = set(_among(cluster, named))
         group = sum(cut <= names.index(name) for cut in cuts)
-        other, common = devices_of_group.get(group, (name, set(devices)))
-        if not common & set(devices):
+        other, common = devices_of_group.get(group, (name, devices))
+        if not common & devices:
             if other == name:
                 raise ConstraintsUnmet(
                     f"the constraints contradict one another: no device is allowed by all those on '{name}'; "
@@ -192,4 +216,4 @@ def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int]
                 f"the constraints contradict one another: '{other}' and '{name}' must share a stage, and no device is "
                 "allowed for both; drop one of them"
             )
-        devices_of_group[group] = (name, common & set(devices))
+        devices_of_group[group] = (name, common & devices)

@@ -6,12 +6,15 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.constraints import parse_constraints
+from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan, simulate
 from tests.builders import chain, devices
@@ -146,3 +149,45 @@ def test_throughput_counts_what_members_sum() -> None:
         loads.append(made.prediction.load_ns)
     # One stage each: 4 micro-batches of 25 ms, and a ring of two members: 2 messages of 250,000 bytes.
     assert loads == [4 * 25 * 10**6, 4 * 25 * 10**6 + 2 * 250_000]
+
+
+def test_a_group_runs_the_layers_of_which_a_constraint_names_all_its_members() -> None:
+    """Four devices, and groups of two that are twice as fast: members stand for their group."""
+    single = chain([4, 4, 4, 4])
+    (measured,) = single.measurements
+    halves = tuple(
+        replace(
+            m, forward_ns=m.forward_ns // 2, input_grad_ns=m.input_grad_ns // 2, weight_grad_ns=m.weight_grad_ns // 2
+        )
+        for m in measured.layers
+    )
+    grouped = replace(
+        single,
+        device=replace(single.device, members=2, split="filter"),
+        measurements=(replace(measured, layers=halves),),
+    )
+
+    def devices_of_first(constraint: str, *profiles: ModelProfile) -> tuple[str, ...]:
+        made = plan(profiles, devices(4), minibatch_size=2, microbatch_size=1, constraints=[constraint])
+        assert constraint in made.certificate.space
+        return made.stages[0].devices
+
+    assert devices_of_first("l0 on d2,d3", grouped) == ("d2..d3",)
+    assert set(devices_of_first("l0 on d0,d2,d3", grouped)) <= {"d2..d3"}
+    # No group can be on one device: the single devices are what is left.
+    assert devices_of_first("l0 on d2", single, grouped) == ("d2",)
+    with pytest.raises(ConstraintsUnmet) as caught:
+        devices_of_first("l0 on d2", grouped)
+    assert str(caught.value) == (
+        "the constraint 'l0 on d2' names some members of groups, whose layers all members run: the devices are d0..d1, "
+        "d2..d3; name all members, or plan with single devices"
+    )
+    with pytest.raises(BapipeError, match="names the device 'd9', which the cluster does not have"):
+        devices_of_first("l0 on d9", single, grouped)
+
+
+def test_a_pinned_plan_on_groups_keeps_constraints_on_their_members() -> None:
+    rules = parse_constraints(["l0 on d0,d1", "l1 on d0,d2"])
+    cluster = with_groups(devices(4), "a", 2)
+    stages = (StagePlan(layers=("l0", "l1"), devices=("d0..d1",)),)
+    assert rules.broken_by(stages, cluster) == ["l1 on d0,d2"]

@@ -83,7 +83,7 @@ def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: 
     num_stages, size = len(plan.stages), plan.microbatch_size
     # Whether the space has the plan's order of devices is not looked at: spaces of many devices leave most orders out,
     # which their words say.
-    reasons = [f"it breaks '{text}'" for text in rules.broken_by(plan.stages)]
+    reasons = [f"it breaks '{text}'" for text in rules.broken_by(plan.stages, plan.cluster)]
     if options.num_stages not in (None, num_stages):
         reasons.append(f"{num_stages} stage{'s' * (num_stages > 1)}, not {options.num_stages}")
     if size not in sizes:

@@ -15,7 +15,7 @@ from bapipe.planner.branch_and_bound.devices import device_classes, ns_per_sampl
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
-from bapipe.planner.constraints import parse_constraints
+from bapipe.planner.constraints import is_among, parse_constraints
 from bapipe.planner.decision import has_idle_replicas, stage_plan
 from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
@@ -340,6 +340,7 @@ class DeviceLine:
             else {}
         )
         return all(stage_of[a] != stage_of[b] for a, b in rules.separate) and all(
-            {self.cluster.devices[rank].name for rank in devices[stage_of[layer]]} <= set(allowed)
-            for layer, allowed in rules.on
+            is_among(self.cluster.devices[rank], names)
+            for layer, names in rules.on
+            for rank in devices[stage_of[layer]]
         )
