@@ -114,7 +114,7 @@ def compare(
         from bapipe.explorer.pages import plans_page
 
         fastest_first = sorted(compared.plans.items(), key=lambda named: named[1].prediction.step_ns)
-        write_output_bytes(html, plans_page(fastest_first, profiles))
+        write_output_bytes(html, plans_page([(name, plan, profiles) for name, plan in fastest_first]))
     if as_json:
         show_json(report.comparison_json(compared.plans, compared.others, failed))
         return

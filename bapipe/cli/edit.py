@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import bapipe
-from bapipe.cli.inputs import profiles_of_plan
+from bapipe.cli.inputs import profiles_of_plan, read_profiles
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_kept_copy, check_output, write_output
 from bapipe.cli.progress import note, out, show_json, show_written
@@ -73,7 +73,7 @@ def edit(
     if cut and no_cuts:
         raise BapipeError(f"--cut {cut[0]} and --no-cuts: want one of them")
     before = read(plan, Plan)
-    profiles = profiles_of_plan(before, profile or ())
+    profiles = profiles_of_plan(before, read_profiles(profile))
     before = judge(before, profiles, bapipe.simulate(before, profiles))
     after = bapipe.edit(
         before,

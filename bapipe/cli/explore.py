@@ -15,6 +15,7 @@ from bapipe.cli.inputs import (
     profiles_by_kind,
     profiles_of_plan,
     read_or_assume_cluster,
+    read_profiles,
     refuse_arguments,
 )
 from bapipe.cli.options import (
@@ -164,7 +165,7 @@ def _session(
         source = (sources[0], *(word for path in profiles for word in ("--profile", str(path))))
         commands = partial(command_lines, given=given.cluster, source=source, start=given)
         recorded = recorded_timelines(given, traces)
-        return Session(profiles_of_plan(given, profiles), given.cluster, given, commands, recorded)
+        return Session(profiles_of_plan(given, read_profiles(profiles)), given.cluster, given, commands, recorded)
     if traces:
         raise BapipeError("--trace goes with a plan")
     if profiles:

@@ -11,7 +11,7 @@ from bapipe.cli.progress import note, parts_bar, planning_status, show_parts, st
 from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import read
+from bapipe.formats.codec import fingerprint, read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
@@ -133,7 +133,14 @@ def read_or_make_plan(source: str, arguments: list[str] | None, device: str) -> 
     return plan
 
 
-def profiles_of_plan(plan: Plan, paths: Sequence[Path], named: str = "with --profile") -> dict[str, ModelProfile]:
+def read_profiles(paths: Sequence[Path] | None) -> list[ModelProfile]:
+    """Returns the profiles in some files."""
+    return [read(path, ModelProfile) for path in paths or ()]
+
+
+def profiles_of_plan(
+    plan: Plan, given: Sequence[ModelProfile], named: str = "with --profile"
+) -> dict[str, ModelProfile]:
     """Returns profiles by kind: those given, and for the other kinds the profiles that the plan was made from.
 
     Args:
@@ -143,7 +150,7 @@ def profiles_of_plan(plan: Plan, paths: Sequence[Path], named: str = "with --pro
         BapipeError: a kind of which none is given, and the cache does not hold the plan's; or a profile that is given
             is of another kind than the plan's devices, or of other layers.
     """
-    found = by_kind([read(path, ModelProfile) for path in paths]) if paths else {}
+    found = by_kind(given) if given else {}
     kinds = {device.kind for device in plan.cluster.devices}
     for kind, profile in found.items():
         if kind not in kinds:
@@ -152,6 +159,7 @@ def profiles_of_plan(plan: Plan, paths: Sequence[Path], named: str = "with --pro
                 f"{', '.join(sorted(kinds))}: leave its --profile out"
             )
         check_layers(plan.stages, profile)
+    note_other_profiles(plan, found)
     for kind in sorted(kinds - set(found)):
         cached = load_profile_by_fingerprint(plan.profiles[kind]) if kind in plan.profiles else None
         if cached is None:
@@ -161,3 +169,10 @@ def profiles_of_plan(plan: Plan, paths: Sequence[Path], named: str = "with --pro
             )
         found[kind] = cached
     return found
+
+
+def note_other_profiles(plan: Plan, profiles: Mapping[str, ModelProfile]) -> None:
+    """Notes which profiles are not those that a plan was made from: its figures in its file are of these."""
+    for kind, profile in profiles.items():
+        if plan.profiles.get(kind) not in (None, fingerprint(profile)):
+            note(f"the plan was made from another {kind} profile of {plan.model}")

@@ -17,7 +17,7 @@ from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import note, out, show_json, show_line, show_parts, show_timeline, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import read, read_any
+from bapipe.formats.codec import fingerprint, read, read_any
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.report.chrome_trace import recorded_timelines
@@ -65,14 +65,15 @@ def show(
         if other is not None and not isinstance(content, Plan):
             raise BapipeError("--html goes with two plans, not with two profiles")
         check_output(html, file, *([other] if other else []), *(trace or []), *(profile or []))
+    profiles = [read(path, ModelProfile) for path in profile or ()]
     if other is not None:
-        _show_two(content, file, other, html, profile or [])
+        _show_two(content, file, other, html, profiles)
     elif isinstance(content, Cluster):
         show_parts(report.render_cluster(content))
     elif isinstance(content, ModelProfile):
         _show_profile(content, html)
     else:
-        _show_plan(content, html, trace or [], profile or [])
+        _show_plan(content, html, trace or [], profiles)
     if html is not None:
         show_written(html)
 
@@ -92,7 +93,7 @@ def _show_json(content: Plan | ModelProfile | Cluster, other: Path | None) -> No
 
 
 def _show_two(
-    content: Plan | ModelProfile | Cluster, file: Path, other: Path, html: Path | None, profiles: list[Path]
+    content: Plan | ModelProfile | Cluster, file: Path, other: Path, html: Path | None, profiles: Sequence[ModelProfile]
 ) -> None:
     """Prints the differences of two profiles or of two plans."""
     if isinstance(content, Cluster):
@@ -105,8 +106,8 @@ def _show_two(
     if html is not None:
         from bapipe.explorer.pages import two_plans_page
 
-        of_kind = _known_profiles(content, profiles)
-        write_output_bytes(html, two_plans_page((file.name, content), (other.name, after), of_kind))
+        of_first, of_second = _known_profiles(content, profiles, after), _known_profiles(after, profiles, content)
+        write_output_bytes(html, two_plans_page((file.name, content, of_first), (other.name, after, of_second)))
     for line in changes:
         out.print(line, highlight=False, soft_wrap=True, markup=False)
 
@@ -120,7 +121,7 @@ def _show_profile(profile: ModelProfile, html: Path | None) -> None:
     show_parts(report.render_profile(profile))
 
 
-def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: list[Path]) -> None:
+def _show_plan(plan: Plan, html: Path | None, traces: Sequence[Path], profiles: Sequence[ModelProfile]) -> None:
     """Prints a plan with its recorded timelines; without any, with its step if the cache has its profile.
 
     Else its order is drawn in units of a millisecond.
@@ -153,12 +154,19 @@ def _predicted(plan: Plan) -> Timeline | None:
     return None
 
 
-def _known_profiles(plan: Plan, paths: list[Path]) -> dict[str, ModelProfile]:
-    """Returns the profiles of a plan, none if they are neither given nor in the cache."""
+def _known_profiles(plan: Plan, given: Sequence[ModelProfile], beside: Plan | None = None) -> dict[str, ModelProfile]:
+    """Returns the profiles of a plan, none if they are neither given nor in the cache.
+
+    Args:
+        beside: another plan; profiles that it alone was made from are not of this one.
+    """
     from bapipe.cli.inputs import profiles_of_plan  # loads the planner
 
-    if paths:
-        return profiles_of_plan(plan, paths)
+    if beside is not None:
+        of_other = set(beside.profiles.values()) - set(plan.profiles.values())
+        given = [profile for profile in given if fingerprint(profile) not in of_other]
+    if given:
+        return profiles_of_plan(plan, given)
     with suppress(BapipeError):
         return profiles_of_plan(plan, [])
     note("the profile of the plan is not at hand, so the page has no times of its layers: name its file with --profile")

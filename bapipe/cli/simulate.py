@@ -7,13 +7,12 @@ import typer
 
 import bapipe
 from bapipe import report
-from bapipe.cli.inputs import profiles_of_plan
+from bapipe.cli.inputs import note_other_profiles, profiles_of_plan, read_profiles
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import note, show_json, show_parts, show_timeline
-from bapipe.formats.codec import fingerprint, read
+from bapipe.cli.progress import show_json, show_parts, show_timeline
+from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.make import judge
 
@@ -38,13 +37,11 @@ def simulate(
         check_output(trace, plan, *(profiles or []))
     to_simulate = read(plan, Plan)
     if profiles:
-        of_kind = by_kind([read(path, ModelProfile) for path in profiles])
+        of_kind = by_kind(read_profiles(profiles))
     else:
         of_kind = profiles_of_plan(to_simulate, [], named="behind the plan's")
     timeline = bapipe.simulate(to_simulate, of_kind)
-    for kind, profile in of_kind.items():
-        if to_simulate.profiles.get(kind) not in (None, fingerprint(profile)):
-            note(f"the plan was made from another {kind} profile of {to_simulate.model}")
+    note_other_profiles(to_simulate, of_kind)
     judged = judge(to_simulate, of_kind, timeline)
     if trace is not None:
         write_output_bytes(trace, report.encode_trace([("predicted", timeline)]))

@@ -17,6 +17,9 @@ from bapipe.simulator.simulate import unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
 
 Profiles = Mapping[str, ModelProfile]
+PlanOfProfiles = tuple[str, Plan, Profiles]
+"""A plan by its name, with the profiles of its kinds of devices, none if they are not at hand."""
+
 Recorded = Sequence[tuple[str, Timeline]]
 """Named timelines of a step."""
 
@@ -44,26 +47,32 @@ def plan_page(plan: Plan, profiles: Profiles, recorded: Recorded = ()) -> bytes:
             recorded steps, or the order alone.
         recorded: steps of the plan that were predicted or measured; drawn on the same axis as the predicted one.
     """
-    return plans_page([("plan", plan)], profiles, recorded)
+    return plans_page([("plan", plan, profiles)], recorded)
 
 
-def plans_page(
-    plans: Sequence[tuple[str, Plan]], profiles: Profiles, recorded: Recorded = (), changes: Sequence[str] = ()
-) -> bytes:
+def plans_page(plans: Sequence[PlanOfProfiles], recorded: Recorded = (), changes: Sequence[str] = ()) -> bytes:
     """Returns the page of named plans of one model, the first of them shown; see `plan_page`.
+
+    Unless all have their profiles, none is simulated: the page has the figures of their files.
 
     Raises:
         BapipeError: the plans are not of the same layers.
     """
-    _, first = plans[0]
-    names = sorted(name for stage in first.stages for name in stage.layers)
-    for _, plan in plans[1:]:
-        if sorted(name for stage in plan.stages for name in stage.layers) != names:
-            raise BapipeError(f"plans of different layers, of {first.model} and {plan.model}: show each by itself")
-    entry = _entry if profiles else _entry_without_profiles
-    entries = (entry(name, plan, profiles, recorded if plan is first else ()) for name, plan in plans)
-    data = _layers(first, profiles, {plan.microbatch_size for _, plan in plans}) | {
+    _check_same_layers(plans)
+    if not all(profiles for _, _, profiles in plans):
+        plans = [(name, plan, {}) for name, plan, _ in plans]
+    _, first, of_first = plans[0]
+    entry = _entry if of_first else _entry_without_profiles
+    entries = (
+        entry(name, plan, profiles, recorded if plan is first else ())
+        | ({} if profiles == of_first else {"layers": _layers(plan, profiles)})
+        for name, plan, profiles in plans
+    )
+    layers = {str(plan.microbatch_size): _layers(plan, profiles) for _, plan, profiles in plans if profiles == of_first}
+    data = {
         "live": False,
+        "model": _model(first, of_first),
+        "layers": dict(sorted(layers.items())),
         "tried": list(within_limit(entries)),
         "changes": list(changes),
         "marked": len(plans) == 2,
@@ -72,25 +81,47 @@ def plans_page(
     return document(first.model, data)
 
 
-def two_plans_page(before: tuple[str, Plan], after: tuple[str, Plan], profiles: Profiles) -> bytes:
+def two_plans_page(before: PlanOfProfiles, after: PlanOfProfiles) -> bytes:
     """Returns the page of two plans of one model, side by side, with their differences."""
-    return plans_page([before, after], profiles, (), tuple(render_changes(before[1], after[1])))
+    return plans_page([before, after], (), tuple(render_changes(before[1], after[1])))
 
 
-def _layers(plan: Plan, profiles: Profiles, sizes: set[int]) -> Json:
-    """Returns the model and its layers; without profiles their names alone, in the order of the plan."""
+def _check_same_layers(plans: Sequence[PlanOfProfiles]) -> None:
+    """Raises BapipeError if plans are not of the same layers, or their profiles have these in other orders."""
+    _, first, of_first = plans[0]
+    for _, plan, profiles in plans[1:]:
+        if sorted(_names(plan, {})) != sorted(_names(first, {})):
+            raise BapipeError(f"plans of different layers, of {first.model} and {plan.model}: show each by itself")
+        if profiles and of_first and _names(plan, profiles) != _names(first, of_first):
+            raise BapipeError("the profiles of the plans have their layers in different orders: show each by itself")
+
+
+def _names(plan: Plan, profiles: Profiles) -> list[str]:
+    """Returns the names of the layers in the order of the profile; without one in that of the plan."""
     if profiles:
-        profile = profiles[plan.cluster.devices[0].kind]
-        layers = {str(size): layers_json(profile, size) for size in sorted(sizes)}
-        return {"model": _model_of(profile), "layers": layers}
-    names = [name for stage in plan.stages for name in stage.layers]
-    nothing = [0] * len(names)
-    unknown: Json = {**dict.fromkeys(("F", "I", "W", "stash"), nothing), "cut": [0, *nothing], "isKnown": False}
-    model = {"layers": [{"name": name, "kind": "", "params": 0} for name in names], "rails": []}
-    return {
-        "model": {"model": plan.model, "legal": [], "schedules": [], **model},
-        "layers": {str(size): unknown for size in sorted(sizes)},
-    }
+        return [layer.name for layer in _shown(plan, profiles).layers]
+    return [name for stage in plan.stages for name in stage.layers]
+
+
+def _shown(plan: Plan, profiles: Profiles) -> ModelProfile:
+    """Returns the profile of which a page has the times of layers."""
+    return profiles[plan.cluster.devices[0].kind]
+
+
+def _model(plan: Plan, profiles: Profiles) -> Json:
+    """Returns the model; without profiles the names of its layers alone."""
+    if profiles:
+        return _model_of(_shown(plan, profiles))
+    layers = [{"name": name, "kind": "", "params": 0} for name in _names(plan, {})]
+    return {"model": plan.model, "legal": [], "schedules": [], "layers": layers, "rails": []}
+
+
+def _layers(plan: Plan, profiles: Profiles) -> Json:
+    """Returns the times and bytes of layers at the micro-batch size of a plan; without profiles that none is known."""
+    if profiles:
+        return layers_json(_shown(plan, profiles), plan.microbatch_size)
+    nothing = [0] * len(_names(plan, {}))
+    return {**dict.fromkeys(("F", "I", "W", "stash"), nothing), "cut": [0, *nothing], "isKnown": False}
 
 
 def _model_of(profile: ModelProfile) -> Json:

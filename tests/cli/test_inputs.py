@@ -13,11 +13,12 @@ from bapipe.cli import explore, inputs
 from bapipe.cli.show import show
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import encode, write
+from bapipe.formats.codec import encode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.link_catalogue import cluster_like
 from tests.builders import chain, devices
+from tests.explorer.page_data import data_of
 from tests.random_profiles import random_profile
 
 PROFILE = chain([1, 2, 3])
@@ -152,7 +153,7 @@ def test_a_profile_that_is_not_of_the_plan_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "plan.json", plan)
     write(path, structs.replace(PROFILE, device=DeviceKind(kind="b", name="none", memory_bytes=1)))
     with pytest.raises(BapipeError) as caught:
-        inputs.profiles_of_plan(plan, [path])
+        inputs.profiles_of_plan(plan, inputs.read_profiles([path]))
     assert str(caught.value) == (
         "the profile of chain is of kind 'b', and the plan's devices are of kind a: leave its --profile out"
     )
@@ -162,3 +163,21 @@ def test_a_profile_that_is_not_of_the_plan_is_refused(tmp_path: Path) -> None:
     ):
         show(tmp_path / "plan.json", html=tmp_path / "page.html", profile=[path])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["plan.json", "profile.json"]
+
+
+def test_a_page_of_two_plans_has_the_profiles_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given together, files go to the plans that were made from them; one that is of neither is said to be another."""
+    slow, third = chain([10, 20, 30]), chain([5, 5, 5])
+    files, plans = {}, {}
+    for name, profile in (("fast", PROFILE), ("slow", slow), ("third", third)):
+        files[name] = tmp_path / f"{name}.json"
+        write(files[name], profile)
+        plans[name] = tmp_path / f"{name}-plan.json"
+        write(plans[name], bapipe.make(profile, 2, minibatch_size=2))
+    page = tmp_path / "page.html"
+    show(plans["fast"], plans["slow"], html=page, profile=[files["slow"], files["fast"]])
+    steps = [read(plans[name], Plan).prediction.step_ns for name in ("fast", "slow")]
+    assert [entry["answer"]["step"] for entry in data_of(page.read_bytes())["tried"]] == steps
+    assert "another" not in capsys.readouterr().err
+    show(plans["fast"], html=page, profile=[files["third"]])
+    assert "the plan was made from another a profile of chain" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from bapipe.errors import BapipeError
 from bapipe.explorer import document
 from bapipe.explorer.pages import plan_page, plans_page, profile_page, two_plans_page
 from bapipe.formats.certificate import CHANGED_BY_HAND
-from bapipe.formats.plan import Plan
 from bapipe.planner.plan import plan
 from bapipe.report import encode_trace
 from bapipe.report.chrome_trace import read_trace
@@ -113,18 +112,35 @@ def test_a_measured_step_without_its_profile_has_its_name_and_no_critical_path()
 
 def test_two_plans_stand_side_by_side() -> None:
     other = bapipe.make(PROFILE, PLAN.cluster, minibatch_size=12, cuts=[1, 2])
-    data = data_of(two_plans_page(("a.json", PLAN), ("b.json", other), OF_KIND))
+    data = data_of(two_plans_page(("a.json", PLAN, OF_KIND), ("b.json", other, OF_KIND)))
     assert [entry["name"] for entry in data["tried"]] == ["a.json", "b.json"]
     assert data["marked"]
     assert data["changes"][0].startswith("step: ")
     of_another = bapipe.make(chain([1, 2]), devices(2), minibatch_size=4)
     with pytest.raises(BapipeError, match="plans of different layers, of chain and chain"):
-        two_plans_page(("a", PLAN), ("b", of_another), OF_KIND)
+        two_plans_page(("a", PLAN, OF_KIND), ("b", of_another, OF_KIND))
+
+
+def test_two_plans_of_other_profiles_have_each_its_own_times() -> None:
+    slow = chain([10, 20, 30, 40, 20, 10, 50, 20], param_bytes=100, stash_bytes=10, output_bytes=1000)
+    other = bapipe.plan(slow, PLAN.cluster, minibatch_size=12, num_stages=3)
+    first, second = data_of(two_plans_page(("a", PLAN, OF_KIND), ("b", other, {"a": slow})))["tried"]
+    for entry, of in ((first, PLAN), (second, other)):
+        assert entry["answer"]["step"] == of.prediction.step_ns
+        assert entry["answer"]["bound"]["ns"] == of.certificate.lower_bound_ns
+    assert "layers" not in first
+    assert second["layers"]["F"] == [m.forward_ns for m in slow.measurements[0].layers]
+    data = data_of(two_plans_page(("a", PLAN, OF_KIND), ("b", other, {})))  # one has none: the figures of the files
+    assert [entry["answer"]["step"] for entry in data["tried"]] == [p.prediction.step_ns for p in (PLAN, other)]
+    assert all(entry["answer"]["orderOnly"] for entry in data["tried"])
+    backwards = replace(slow, layers=tuple(replace(one, name=f"l{7 - i}") for i, one in enumerate(slow.layers)))
+    with pytest.raises(BapipeError, match=r"have their layers in different orders: show each by itself"):
+        two_plans_page(("a", PLAN, OF_KIND), ("b", other, {"a": backwards}))
 
 
 def test_the_page_of_compared_strategies_has_the_plan_of_each() -> None:
     plans = [(name, plan(PROFILE, PLAN.cluster, minibatch_size=12, schedules=[name])) for name in ("1f1b", "gpipe")]
-    data = data_of(plans_page(plans, OF_KIND))
+    data = data_of(plans_page([(name, one, OF_KIND) for name, one in plans]))
     found = [(entry["name"], entry["answer"]["step"]) for entry in data["tried"]]
     assert found == [(name, one.prediction.step_ns) for name, one in plans]
 
@@ -138,5 +154,5 @@ def test_the_page_of_a_profile_has_its_layers() -> None:
 
 def test_steps_beyond_the_size_of_a_file_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "MAX_BYTES_OF_STEPS", 1)
-    plans: list[tuple[str, Plan]] = [("a", PLAN), ("b", PLAN)]
-    assert [entry["name"] for entry in data_of(plans_page(plans, OF_KIND))["tried"]] == ["a"]
+    plans = [("a", PLAN, OF_KIND), ("b", PLAN, OF_KIND)]
+    assert [entry["name"] for entry in data_of(plans_page(plans))["tried"]] == ["a"]

@@ -59,7 +59,7 @@ explorer.begin = async () => {
   };
 
   const draw = (detailed = true) => {
-    layerData = layersOf.get(String(state.microbatch_size)) || layerData;
+    layerData = (tried[shown] || {}).layers || layersOf.get(String(state.microbatch_size)) || layerData; // a plan of other profiles has its own
     if (layerData) views.layers.update(state, layerData, past.length ? past[past.length - 1] : null);
     if (layerData && layerData.isKnown !== false) views.layerTable.update(layerData, state);
     complain(answer.error);
