@@ -137,10 +137,15 @@ def _difference(wanted: Tensor | None, got: Tensor | None) -> float:
     if torch.equal(wanted, got):
         return 0.0
     a, b = comparable(wanted), comparable(got)
-    if not torch.equal(a.isfinite(), b.isfinite()):
+    if not torch.equal(_not_finite(a), _not_finite(b)):
         return float("inf")
     a, b = a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)
     return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-300))
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    """Returns 1 where a value is inf, -1 for -inf, 2 for NaN, and 0 for finite ones."""
+    return values.where(~values.isfinite(), 0.0).nan_to_num(nan=2, posinf=1, neginf=-1)
 
 
 def comparable(tensor: Tensor) -> Tensor:

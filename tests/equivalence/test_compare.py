@@ -1,14 +1,16 @@
 """Which differences are rounding."""
 
 from dataclasses import replace
+from itertools import combinations
+from math import inf, nan
 
 import pytest
 import torch
 from torch import nn
 
-from bapipe.equivalence.check import compare_split
+from bapipe.equivalence.check import compare_split, example_microbatches
 from bapipe.equivalence.compare import _shaken, mismatches, perturbed
-from bapipe.equivalence.outcome import TRAINING, Microbatch, run_original
+from bapipe.equivalence.outcome import TRAINING, Microbatch, Outcome, counters_in, run_original
 from bapipe.tracing import trace
 
 
@@ -34,6 +36,58 @@ def test_a_gradient_that_is_rounding_alone_may_be_another_one(dtype: torch.dtype
     assert mismatches(original, other_bias, noise) == []
     other_weight = replace(original, gradients={**original.gradients, "0.weight": -weight})
     assert [found.name for found in mismatches(original, other_weight, noise)] == ["0.weight"]
+
+
+def of_gradient(*values: complex, dtype: torch.dtype = torch.float64) -> Outcome:
+    return Outcome(losses=(), gradients={"w": torch.tensor(values, dtype=dtype)}, state={})
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_values_that_are_not_finite_in_one_model_only_differ(bad: float) -> None:
+    other = of_gradient(bad, 1.0)
+    assert mismatches(other, of_gradient(bad, 1.0)) == []
+    for value in {0.0, nan, inf, -inf} - {bad}:
+        another = of_gradient(value, 1.0)
+        for original, split in ((other, another), (another, other)):
+            assert [(found.name, found.size) for found in mismatches(original, split)] == [("w", inf)]
+
+
+def test_imaginary_parts_are_compared() -> None:
+    number, conjugate = (of_gradient(1 + sign * 2j, dtype=torch.complex128) for sign in (1, -1))
+    assert [(found.name, found.size) for found in mismatches(number, conjugate)] == [("w", 2.0)]  # |2 - -2| / 2
+    lazily = replace(number, gradients={"w": conjugate.gradients["w"].conj()})
+    assert mismatches(number, lazily) == []
+
+
+def test_a_gradient_of_another_type_differs() -> None:
+    found = mismatches(of_gradient(1.0), of_gradient(1.0, dtype=torch.float32))
+    assert [(one.name, one.size) for one in found] == [("w", inf)]
+
+
+def test_micro_batches_of_the_check_have_unlike_rows() -> None:
+    """Of one sample, so that a stage that mixes up samples or micro-batches is seen."""
+    batches = example_microbatches([torch.ones(1, 3)], torch.zeros(1), (2, 2), torch.device("cpu"))
+    rows = [row for batch in batches for row in batch.inputs[0]]
+    assert not any(torch.equal(a, b) for a, b in combinations(rows, 2))
+
+
+def test_numbers_that_grow_or_fall_with_every_micro_batch_are_counters() -> None:
+    assert counters_in([{"up": 1, "down": 3, "once": 3}, {"up": 2, "down": 2, "once": 2}]) == {
+        "up": 2,
+        "down": 2,
+        "once": 2,
+    }
+    assert counters_in([{"down": 3, "once": 3}, {"down": 2, "once": 2}, {"down": 1, "once": 2}]) == {"down": 1}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_original_runs_with_gradients_only_if_it_trains(trains: bool) -> None:
+    seen: list[bool] = []
+    module = nn.Linear(2, 1)
+    module.register_forward_hook(lambda *given: seen.append(given[2].requires_grad))
+    batches = [Microbatch(inputs=(torch.ones(3, 2),), target=torch.zeros(3, 1))]
+    run_original(module, nn.functional.mse_loss, batches, replace(TRAINING, trains=trains))
+    assert seen == [trains]
 
 
 class Adversarial(nn.Module):
