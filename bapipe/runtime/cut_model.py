@@ -84,7 +84,7 @@ class _Cutter:
     mode: Autocast | None
     traced_in: torch.dtype | None
 
-    def cut(self, inputs: Sequence[Tensor]) -> Split:
+    def cut(self, inputs: Sequence[Tensor], *, may_lack_layers: bool = False) -> Split:
         layers = [name for stage in self.plan.stages for name in stage.layers]
         leaf_modules, operator_layers = granularity(self.module, layers)
         model = trace(
@@ -95,7 +95,7 @@ class _Cutter:
             microbatch_size=self.plan.microbatch_size,
             autocast=self.traced_in,
         )
-        return split(model, self.plan, inputs, self.mode)
+        return split(model, self.plan, inputs, self.mode, may_lack_layers=may_lack_layers)
 
 
 def _cut_for_evaluation(cutter: _Cutter, inputs: Sequence[Tensor], training: Split) -> Split:
@@ -106,7 +106,7 @@ def _cut_for_evaluation(cutter: _Cutter, inputs: Sequence[Tensor], training: Spl
     """
     with evaluation_mode([cutter.module]):
         try:
-            parts = cutter.cut(inputs)
+            parts = cutter.cut(inputs, may_lack_layers=True)
         except InvalidModel as error:
             raise InvalidModel(f"in evaluation mode the model cannot be cut as the plan says: {error}") from error
     for s, (there, here) in enumerate(zip(training.stages, parts.stages, strict=True)):

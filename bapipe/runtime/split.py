@@ -17,16 +17,27 @@ from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split, cut_into_stages
 
 
-def split(model: TracedModel, plan: Plan, inputs: Sequence[Tensor], autocast: Autocast | None = None) -> Split:
+def split(
+    model: TracedModel,
+    plan: Plan,
+    inputs: Sequence[Tensor],
+    autocast: Autocast | None = None,
+    *,
+    may_lack_layers: bool = False,
+) -> Split:
     """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
 
-    Under `autocast` tensors between stages have the types that the model computes them in, which profiles count.
+    Under `autocast` tensors between stages have the types that the model computes them in, which profiles count. A
+    model in evaluation mode may lack layers, such as heads that are used in training only.
 
     Raises:
         InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, or as `cut_into_stages`.
     """
-    check_layers(model, plan)
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers}
+    if not may_lack_layers:
+        _check_has_layers_of(plan, model)
+    _check_has_no_other_layers(model, plan)
+    known = {LOSS, *(layer.name for layer in model.layers)}
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers if name in known}
     check_flow(model.layers, stage_of)
     return cut_into_stages(model, stage_of, inputs, plan.microbatch_size, autocast)
 
@@ -67,16 +78,20 @@ def _computation(stage: fx.GraphModule, root: nn.Module) -> Iterator[str]:
                 yield f"{node.target} = {tuple(value.shape) if value.is_meta else value.tolist()}"
 
 
-def check_layers(model: TracedModel, plan: Plan) -> None:
-    """Raises InvalidModel unless the plan's layers are the model's, with the loss on the last stage."""
-    planned = [name for stage in plan.stages for name in stage.layers]
+def _check_has_layers_of(plan: Plan, model: TracedModel) -> None:
+    """Raises InvalidModel unless the plan's layers are in the model."""
     known = {layer.name for layer in model.layers}
-    for name in planned:
+    for name in (name for stage in plan.stages for name in stage.layers):
         if name != LOSS and name not in known:
             raise InvalidModel(
                 f"the plan's layer '{name}' is not in the model: "
                 "run the model that the plan was made for, or plan again"
             )
+
+
+def _check_has_no_other_layers(model: TracedModel, plan: Plan) -> None:
+    """Raises InvalidModel unless the model's layers are in the plan, with the loss on the last stage."""
+    planned = [name for stage in plan.stages for name in stage.layers]
     for layer in model.layers:
         if layer.name not in set(planned):
             raise InvalidModel(

@@ -56,9 +56,37 @@ def test_evaluation_equals_the_whole_model(item: Case, outcomes: dict[str, list[
 @pytest.mark.usefixtures("alone")
 def test_a_model_that_differs_in_evaluation_mode_is_refused() -> None:
     assert refused() == (
-        "in evaluation mode the model cannot be cut as the plan says: the plan's layer 'b' is not in the model: run the "
-        "model that the plan was made for, or plan again"
+        "in evaluation mode the model cannot be cut as the plan says: the model's layer 'other' is in no stage of the "
+        "plan: run the model that the plan was made for, or plan again"
     )
+
+
+class Auxiliary(nn.Module):
+    """Has a head that it uses in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y: Tensor = self.b(x)
+        return y + self.head(x) if self.training else y
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "cut", [1, 2]
+)  # before the head, which is all of the last stage but the sum, or further before
+def test_layers_that_only_training_uses_are_left_out(cut: int) -> None:
+    module, x = Auxiliary(), torch.randn(6, 6)
+    layers = [layer.name for layer in trace(module, [x]).layers]
+    assert layers[:3] == ["a", "b", "head"]
+    plan = make_plan(layers, (cut,), (0, 0), [["0F0", "1F0", "1B0", "0B0"]], 6, 1)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True)
+    found = pipeline.evaluate(x)
+    assert found is not None
+    assert torch.equal(found.outputs[0], module.eval()(x))
 
 
 @pytest.mark.usefixtures("alone")
