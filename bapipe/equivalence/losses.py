@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,28 @@ from bapipe.tracing.python_random import all_generators_restored
 _IGNORED = -100
 """What torch's cross entropy ignores by default."""
 
-_DIVIDE = "divide by the number of samples instead"
 
-_REASONS_IN_LOSS = (
-    "as with a mean by a mask or by weights of your own, or losses that compare samples): return "
-    f"`bapipe.weighted_mean(losses, weights)`, or {_DIVIDE}"
+class _Advice(NamedTuple):
+    """Why a loss may depend on how a batch is cut, and what to do."""
+
+    reasons: str
+    remedy: str
+
+
+_OF_LOSS = _Advice(
+    "as with a mean by a mask or by weights of your own, or losses that compare samples",
+    "return `bapipe.weighted_mean(losses, weights)`, or the mean over all samples; or plan with one micro-batch",
 )
 
-_REASONS_OF_OBSTACLE = (
-    "it is a mean by weights, which must be known before the outputs are, but its code {}): let it use no values of "
-    "outputs, and only numbers, tensors and small objects beside"
+_OF_OBSTACLE = _Advice(
+    "it is a mean by weights, which must be known before the outputs are, but its code {}",
+    "let it use no values of outputs, and only numbers, tensors and small objects beside",
 )
 
-_REASONS_IN_MODEL = (
-    "as with a mean over labels of which some are ignored, the balance of experts, or losses that compare samples): if "
-    "it is a mean, let the model return what it is computed from, and compute it in the loss, with the labels as target"
+_OF_MODEL = _Advice(
+    "as with a mean over labels of which some are ignored, the balance of experts, or losses that compare samples",
+    "if it is a mean, let the model return what it is computed from, and compute it in the loss, with the labels as "
+    "target; or plan with one micro-batch",
 )
 
 
@@ -95,8 +102,8 @@ def _fault_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
     with torch.no_grad():
         whole = float(loss(output, target.clone()))  # which it may change
         parts, obstacle = _counted(loss, _halves(output), target.clone().chunk(2))
-    reasons = _REASONS_IN_LOSS if obstacle is None else _REASONS_OF_OBSTACLE.format(obstacle)
-    return _fault(whole, parts, _tolerance(output), reasons)
+    of_obstacle = _OF_OBSTACLE._replace(reasons=_OF_OBSTACLE.reasons.format(obstacle))
+    return _fault(whole, parts, _tolerance(output), _OF_LOSS if obstacle is None else of_obstacle)
 
 
 def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:
@@ -119,7 +126,7 @@ def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, toleranc
             parts = [value(half[:-1], half[-1]) for half in halves]
         except Exception:  # an input that the model does not take, or one that needs gradients
             continue
-        fault = _fault(whole, parts, tolerance, _REASONS_IN_MODEL)
+        fault = _fault(whole, parts, tolerance, _OF_MODEL)
         if fault is not None:
             return f"{condition}{fault}"
     return None
@@ -132,7 +139,7 @@ def _inputs_with_ignored(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Ten
     """
     for i, tensor in enumerate(inputs):
         for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if _holds_labels(tensor) else ()):
-            yield (*inputs[:i], other, *inputs[i + 1 :]), f"with labels of {value} among the inputs, "
+            yield (*inputs[:i], other, *inputs[i + 1 :]), f"if some labels among the inputs are {value}, "
 
 
 def check_scalar(loss: object) -> None:
@@ -201,15 +208,18 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
     return values, obstacle
 
 
-def _fault(whole: float, parts: list[float], tolerance: float, reasons: str) -> str | None:
+def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) -> str | None:
     mean, size = sum(parts) / 2, max(abs(whole), *map(abs, parts))
     if abs(whole - mean) <= tolerance * size or whole != whole:
         return None
     if abs(whole - sum(parts)) <= tolerance * size:
-        return f"the loss is a sum over the batch, so training by micro-batches divides it by their number: {_DIVIDE}"
+        return (
+            "the loss is a sum over the batch, so training by micro-batches divides it by their number: divide by the "
+            "number of samples instead"
+        )
     return (
         f"the loss of a batch is {whole:.4g}, and the mean of its halves {mean:.4g}, so training depends on which "
-        f"samples share a micro-batch ({reasons}"
+        f"samples share a micro-batch ({advice.reasons}): {advice.remedy}"
     )
 
 
@@ -246,7 +256,7 @@ def _targets(loss: Loss, target: Tensor) -> Iterator[tuple[Tensor, str]]:
     # -100 is what torch ignores by default, whether or not there is such an entry.
     values = (int(target.min()), 0, settings.get("ignore_index", _IGNORED), _IGNORED)
     for other, value in _with_ignored(target, values):
-        yield other, f"with targets of {_IGNORED}, " if value == _IGNORED else ""
+        yield other, f"if some targets are {_IGNORED}, " if value == _IGNORED else ""
 
 
 def _holds_labels(tensor: Tensor) -> bool:

@@ -107,7 +107,7 @@ def test_what_prevents_weights_by_targets_is_named(note: Callable[[Tensor], obje
         return value
 
     found = fault(loss, torch.tensor([0, 1, 2, 3])) or ""
-    assert found.startswith("with targets of -100, the loss of a batch is ")
+    assert found.startswith("if some targets are -100, the loss of a batch is ")
     assert words in found
     assert "weighted_mean" not in found
 
@@ -123,7 +123,7 @@ def test_a_mean_by_a_mask_is_noticed_where_all_outputs_are_equal(padding: int) -
     batch = Microbatch(inputs=(torch.zeros(4, 6),), target=torch.tensor([1, 2, 3, 1]))
     found = loss_over_parts(nn.Linear(6, 4), loss, batch)
     assert found is not None
-    assert found.startswith("with targets of -100, the loss of a batch is" if padding else "the loss of a batch is")
+    assert found.startswith("if some targets are -100, the loss of a batch is" if padding else "the loss of a batch is")
 
 
 class ComputesItsLoss(nn.Module):
@@ -145,8 +145,8 @@ class ComputesItsLoss(nn.Module):
 @pytest.mark.parametrize(
     ("ignored", "reduction", "words"),
     [
-        (-100, "mean", "with labels of -100 among the inputs, the loss of a batch is"),
-        (-1, "mean", "with labels of -1 among the inputs, the loss of a batch is"),
+        (-100, "mean", "if some labels among the inputs are -100, the loss of a batch is"),
+        (-1, "mean", "if some labels among the inputs are -1, the loss of a batch is"),
         (0, "mean", "the loss of a batch is"),
         (-100, "sum", "the loss is a sum over the batch"),
         (-100, "by word", None),
