@@ -47,13 +47,14 @@ from bapipe.cli.progress import (
     stops_on_interrupt,
 )
 from bapipe.errors import BapipeError
+from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.deadline import UNLIMITED, Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
-from bapipe.planner.inputs import by_kind
+from bapipe.planner.inputs import Profiles, by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
@@ -183,7 +184,11 @@ def plan(
             profiles = profiles_used_by(made, profiles_of_copies(made, measured))
         write_output(output, made)
         sentences = _explain(made, profiles, options, deadline.share(1 + pareto)) if explain else ()
-        front = _pareto_front(made, profiles, options, deadline) if pareto else ()
+        if pareto:
+            of_devices = profiles if devices_to_use is None else measured
+            front = _pareto_front(made, of_devices, devices_to_use or made.cluster, options, deadline)
+        else:
+            front = ()
     _say_what_more_time_could_do(made, first)
     for profile in profiles.values():
         if is_estimate(profile):
@@ -247,11 +252,11 @@ def _explain(
 
 
 def _pareto_front(
-    made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
+    made: Plan, profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline
 ) -> "tuple[ParetoPoint, ...]":
     with status("searching the Pareto front") as update:
 
         def show_next(num_devices: int, limit_bytes: int) -> None:
             update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
-        return pareto_front(profiles, made.cluster, options, deadline=deadline, progress=show_next, known=made)
+        return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next, known=made)

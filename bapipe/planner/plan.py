@@ -205,7 +205,7 @@ def explain(
 
 
 def pareto(
-    profiles: Mapping[str, ModelProfile],
+    profiles: Profiles,
     cluster: Cluster,
     options: PlanOptions,
     *,

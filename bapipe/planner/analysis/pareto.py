@@ -1,16 +1,16 @@
-"""The front of step time, peak memory and number of devices."""
+"""The front of step time, peak memory and number of devices, over the groupings of a cluster's devices."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
+from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.exact_search import solution_of, space_of_problems
+from bapipe.planner.inputs import Profiles
 from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.searched_space import ParetoSpace
 from bapipe.planner.solution import make_plan
@@ -30,7 +30,8 @@ MAX_ROUNDS = 8
 class ParetoPoint:
     """A plan on the front: no other plan found beats it in step time, peak memory and number of devices at once.
 
-    `gap` bounds how much faster a plan on as many devices within the memory it was searched for can be.
+    The members of a group count as a device each. `gap` bounds how much faster a plan on as many devices, or groups,
+    within the memory it was searched for can be.
     """
 
     step_ns: int
@@ -41,7 +42,7 @@ class ParetoPoint:
 
 
 def pareto(
-    profiles: Mapping[str, ModelProfile],
+    profiles: Profiles,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -51,28 +52,48 @@ def pareto(
 ) -> tuple[ParetoPoint, ...]:
     """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
 
-    The searches are along the profile's order of the layers, for the named schedules. A plan that is `known`, which
-    other searches may have found, is compared with what they find.
+    The searches are along the profile's order of the layers, for the named schedules, and for each grouping of the
+    devices that `profiles` allow, as in `plan`. A plan that is `known`, which other searches may have found, is
+    compared with what they find.
 
     Points between the memory limits of two rounds are not searched. The deadline ends it with the points found so far.
 
     Raises:
+        ConstraintsUnmet: no plan keeps the constraints.
         BapipeError: as the search for the shortest step; and another objective than the step.
     """
-    from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
-
     if options.objective != "step":
         raise BapipeError(f"the Pareto front is of steps: leave `objective` {options.objective} out")
-    check_inputs(profiles, cluster, options)
-    found = [] if known is None else [_point(known, len(known.used_devices))]
-    limit = max(options.limits(cluster))
+    possible = groupings(profiles, cluster, options.group)
+    found = [] if known is None else [_point(known)]
+    unmet: list[ConstraintsUnmet] = []
+    for number, grouping in enumerate(possible):
+        share = deadline if number == len(possible) - 1 else deadline.share(len(possible) - number)
+        try:
+            found += _points_of(grouping, options, share, progress)
+        except ConstraintsUnmet as error:
+            unmet.append(error)
     # A known plan may have another order of the layers, which alone keeps the constraints.
-    ending = (OutOfTime,) if known is None else (OutOfTime, ConstraintsUnmet)
+    if unmet and not found:
+        raise unmet[0]
+    return tuple(sorted(_front(found), key=lambda p: (p.step_ns, p.peak_bytes, p.num_devices)))
+
+
+def _points_of(
+    grouping: Grouping, options: PlanOptions, deadline: Deadline, progress: ParetoProgress | None
+) -> list[ParetoPoint]:
+    """Returns what is found for one grouping of the devices until a deadline."""
+    from bapipe.planner.branch_and_bound.search import best_first  # loads numpy
+
+    profiles, cluster = grouping.profiles, grouping.cluster
+    check_inputs(profiles, cluster, options)
+    found: list[ParetoPoint] = []
+    limit = max(options.limits(cluster))
     for _ in range(MAX_ROUNDS):
         # The limits have the margin in them already, so it must not be taken of them again.
         given = replace(options, memory_limit_bytes=limit_that_leaves(limit, options.memory_margin))
         best: list[ParetoPoint] = []
-        with suppress(*ending):
+        with suppress(OutOfTime):
             searched = search_space(profiles, cluster, given, deadline)
             problems, all_counts = searched.problems, space_of_problems(searched, profiles, cluster, given)
             for count in sorted({root.num_devices for problem in problems for root in problem.roots}):
@@ -85,7 +106,7 @@ def pareto(
                     answer = best_first(on_count, max_nodes=NODES_PER_POINT, deadline=deadline)
                 if answer is not None:
                     space = ParetoSpace(num_devices=count, limit_bytes=limit, all_counts=all_counts)
-                    best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space)), count))
+                    best.append(_point(make_plan(solution_of(profiles, answer, options.minibatch_size, space))))
         if not best:
             break
         found += best
@@ -93,14 +114,15 @@ def pareto(
         limit = int(min(limit, max(point.peak_bytes for point in best)) * MEMORY_SHARE_PER_ROUND)
         if limit <= 0:
             break
-    return tuple(sorted(_front(found), key=lambda p: (p.step_ns, p.peak_bytes, p.num_devices)))
+    return found
 
 
-def _point(plan: Plan, num_devices: int) -> ParetoPoint:
+def _point(plan: Plan) -> ParetoPoint:
+    cluster = plan.cluster
     return ParetoPoint(
         step_ns=plan.prediction.step_ns,
         peak_bytes=plan.prediction.peak_bytes,
-        num_devices=num_devices,
+        num_devices=sum(cluster.devices[cluster.index[name]].num_members for name in plan.used_devices),
         gap=plan.certificate.gap,
         plan=plan,
     )

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 import bapipe
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.certificate import NOT_CERTIFIED
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.options import PlanOptions
@@ -61,3 +61,35 @@ def test_only_steps_have_a_front() -> None:
     options = PlanOptions(minibatch_size=4, objective="throughput")
     with pytest.raises(BapipeError, match="the Pareto front is of steps: leave `objective` throughput out"):
         pareto({"a": chain([1, 2])}, devices(2), options)
+
+
+def test_groups_have_points_and_count_as_their_members() -> None:
+    """Groups of two take as long as a device, with a quarter of its memory for each member."""
+    single = PROFILES["a"]
+    (measured,) = single.measurements
+    grouped = replace(
+        single,
+        device=replace(single.device, members=2, split="filter"),
+        layers=tuple(replace(layer, param_bytes=layer.param_bytes // 4) for layer in single.layers),
+        measurements=(
+            replace(measured, layers=tuple(replace(m, stash_bytes=m.stash_bytes // 4) for m in measured.layers)),
+        ),
+    )
+    of_groups = pareto([grouped], devices(4), OPTIONS)
+    assert {point.num_devices for point in of_groups} == {2, 4}
+    of_both = pareto([single, grouped], devices(4), OPTIONS)
+    assert min(point.peak_bytes for point in of_both) == min(point.peak_bytes for point in of_groups)
+    of_single = pareto([single], devices(4), OPTIONS)
+    assert of_both[0] == of_single[0]
+    keys = {(point.step_ns, point.peak_bytes, point.num_devices) for point in of_both}
+    assert keys <= {(point.step_ns, point.peak_bytes, point.num_devices) for point in (*of_single, *of_groups)}
+
+
+def test_a_grouping_that_cannot_keep_a_constraint_is_left_out() -> None:
+    single = PROFILES["a"]
+    grouped = replace(single, device=replace(single.device, members=2, split="filter"))
+    options = PlanOptions(minibatch_size=4, schedules=("1f1b",), constraints=["l0 on d1"])
+    points = pareto([single, grouped], devices(2), options)
+    assert points == pareto([single], devices(2), options)
+    with pytest.raises(ConstraintsUnmet, match="names some members of groups"):
+        pareto([grouped], devices(2), options)
