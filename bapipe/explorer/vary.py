@@ -11,12 +11,12 @@ from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.sweep_processes import plan_chains
-from bapipe.formats.certificate import certify
-from bapipe.formats.plan import Plan, with_certificate
+from bapipe.formats.plan import Plan
 from bapipe.planner import nearby
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
+from bapipe.planner.solution import faster_of
 from bapipe.planner.validation import check_schedules
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
@@ -180,17 +180,8 @@ def _with_plans_of_neighbours(
             plan = best[number[(*values[:axis], before[axis][value], *values[axis + 1 :])]]
             state, here = states[i], best[i]
             if isinstance(plan, Plan) and isinstance(here, Plan) and isinstance(state, State):
-                best[i] = _faster_of(here, session.try_plan(plan, state))
+                best[i] = faster_of(here, session.try_plan(plan, state))
     return best
-
-
-def _faster_of(plan: Plan, other: Plan | None) -> Plan:
-    """Returns the faster of two plans of one space, with the bound of the first."""
-    if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
-        return plan
-    step_ns, proven = other.prediction.step_ns, plan.certificate
-    bound_ns = min(step_ns, proven.lower_bound_ns)
-    return with_certificate(other, certify(step_ns, bound_ns, proven.space, proven.memory))
 
 
 def _points(names: Sequence[str], grid: Sequence[tuple[float, ...]], found: Sequence[Plan | str | None]) -> list[Point]:

@@ -95,3 +95,12 @@ def make_plan(solution: Solution) -> Plan:
 def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
     """Returns the alternatives that fit first, then the others; the fastest first in each."""
     return tuple(sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns)))
+
+
+def faster_of(plan: Plan, other: Plan | None) -> Plan:
+    """Returns the faster of two plans of one space, with the bound of the first."""
+    if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
+        return plan
+    step_ns, proven = other.prediction.step_ns, plan.certificate
+    bound_ns = min(step_ns, proven.lower_bound_ns)
+    return with_certificate(other, certify(step_ns, bound_ns, proven.space, proven.memory))

@@ -16,6 +16,7 @@ from bapipe.estimates.split_layers import tightest_limit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, Split
+from bapipe.planner.analysis.pinned import reasons_outside
 from bapipe.planner.branch_and_bound.devices import fastest_first
 from bapipe.planner.deadline import Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by
@@ -24,6 +25,7 @@ from bapipe.planner.make import legal_cuts, make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan as plan_all_groupings
 from bapipe.planner.plan import plan_once
+from bapipe.planner.solution import faster_of
 from bapipe.planner.validation import check_inputs, microbatch_sizes
 
 BEST_PLAN = "best plan"
@@ -94,7 +96,8 @@ def compare_strategies(
         if progress:
             progress(name)
         found.append(replace(make_strategy(), name=name))
-    return tuple(found)
+    *others, best = found
+    return (*others, planner.fastest(best, others))
 
 
 class StrategyPlanner:
@@ -169,6 +172,16 @@ class StrategyPlanner:
         except BapipeError as error:
             return self._without(str(error), None)
         return Strategy(name="", plan=made, profiles=profiles_used_by(made, given))
+
+    def fastest(self, best: Strategy, others: Sequence[Strategy]) -> Strategy:
+        """Returns the best plan, or a faster one of another strategy in its space: a time limit may end its search."""
+        for other in others:
+            if other.plan is None or reasons_outside(other.plan, other.profiles, self.options):
+                continue
+            made = other.plan if best.plan is None else faster_of(best.plan, other.plan)
+            if made is not best.plan:
+                best = Strategy(name=best.name, plan=made, profiles=other.profiles, limit=best.limit)
+        return best
 
     def _grouped(self, split: Split, sizes: Sequence[int], limit: Limit | None) -> Strategy:
         """The fastest of one stage with replicas on groups of one of the sizes, or why there is none."""

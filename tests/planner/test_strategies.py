@@ -4,6 +4,8 @@ The layers and the links are those of `tests/estimates/test_estimate.py`: on a m
 140 and 120 ns, have 400, 200 and 800 bytes of parameters and as many ns of update; a link takes 100 ns, and a ns a byte.
 """
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
@@ -13,7 +15,7 @@ from bapipe.estimates import estimate
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.strategies import Strategy, compare_strategies
+from bapipe.planner.strategies import Strategy, StrategyPlanner, compare_strategies
 from bapipe.report.strategies import StrategyTable, strategies_page
 from tests.builders import MS, chain, devices
 from tests.estimates.test_estimate import hosts, network
@@ -146,6 +148,23 @@ def test_measured_profiles_of_groups_are_preferred() -> None:
     assert estimated["filter"].plan
     later_ns = found["filter"].plan.prediction.step_ns - estimated["filter"].plan.prediction.step_ns
     assert later_ns == 4 * 3 * 5
+
+
+def test_the_best_plan_is_no_slower_than_another_strategy_of_its_space() -> None:
+    """As if a time limit had ended the search for it at the pipeline, of 7,560 ns a step; data parallelism has 6,720."""
+    found = strategies(hosts(2))
+    slow, data = dataclasses.replace(found["pipeline"], name="best plan"), found["data"]
+    assert slow.plan
+    assert data.plan
+    planner = StrategyPlanner([network(2)], hosts(2), PlanOptions(minibatch_size=SAMPLES, schedules=["1f1b"]), ())
+    best = planner.fastest(slow, [data, found["spatial"]])
+    assert best.plan
+    assert (best.name, best.plan.stages, best.plan.prediction.step_ns) == ("best plan", data.plan.stages, 6720)
+    assert best.plan.certificate.space == slow.plan.certificate.space
+    assert best.plan.certificate.lower_bound_ns == min(6720, slow.plan.certificate.lower_bound_ns)
+    without = PlanOptions(minibatch_size=SAMPLES, schedules=["1f1b"], replicas=False)
+    assert StrategyPlanner([network(2)], hosts(2), without, ()).fastest(slow, [data]) is slow
+    assert planner.fastest(dataclasses.replace(slow, plan=None, why_not="no time"), [data]).plan == data.plan
 
 
 def test_wrong_input_is_refused() -> None:

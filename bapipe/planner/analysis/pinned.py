@@ -70,11 +70,11 @@ def certify_pinned(
     )
     # The pinned plan may lie outside the space and be faster: a bound above its step time would be false.
     bound_ns = min(timeline.step_ns, bound_ns)
-    words = pinned_beside(in_words(space), _reasons_outside(plan, profiles, options))
+    words = pinned_beside(in_words(space), reasons_outside(plan, profiles, options))
     return with_certificate(judged, certify(timeline.step_ns, bound_ns, words, memory_limit(space)))
 
 
-def _reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:
+def reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:
     """Returns what a plan decides otherwise than the options allow."""
     from bapipe.planner.constraints import parse_constraints  # loads numpy
 
