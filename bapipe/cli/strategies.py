@@ -39,7 +39,7 @@ def show_strategies(
             progress=lambda name: update(f"planning: {name}"),
         )
     table = StrategyTable(
-        strategies=tuple(replace(each, why_not=with_flags(each.why_not)) for each in found),
+        strategies={name: replace(each, why_not=with_flags(each.why_not)) for name, each in found.items()},
         cluster=devices,
         minibatch_size=options.minibatch_size,
     )

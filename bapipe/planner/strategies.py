@@ -52,7 +52,6 @@ class Strategy:
         limit: None if it is not known, or if there is none but the devices.
     """
 
-    name: str
     plan: Plan | None = None
     profiles: Mapping[str, ModelProfile]
     why_not: str = ""
@@ -67,8 +66,8 @@ def compare_strategies(
     whole: Sequence[str] = (),
     deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
-) -> tuple[Strategy, ...]:
-    """Returns every strategy with its fastest plan on all devices, or why it cannot be.
+) -> dict[str, Strategy]:
+    """Returns every strategy by its name, with its fastest plan on all devices, or why it cannot be.
 
     Args:
         profiles: of single devices, one for each kind; measured profiles of groups are taken instead of estimates.
@@ -81,23 +80,24 @@ def compare_strategies(
     deadline = deadline or deadline_of(options.time_limit_s)
     planner = StrategyPlanner(profiles, cluster, options, whole)
     makers: dict[str, Callable[[], Strategy]] = {
-        "data": lambda: planner.data(),
+        "data": planner.data,
         "spatial": lambda: planner.split_only("spatial"),
         "filter": lambda: planner.split_only("filter"),
         "channel": lambda: planner.split_only("channel"),
         "pipeline": lambda: planner.pipeline(deadline.share(2)),
         "data + spatial": lambda: planner.data_and_split("spatial"),
         "data + filter": lambda: planner.data_and_split("filter"),
-        "sharded data": lambda: planner.sharded_data(),
+        "sharded data": planner.sharded_data,
         BEST_PLAN: lambda: planner.best(deadline),
     }
-    found = []
+    found = {}
     for name, make_strategy in makers.items():
         if progress:
             progress(name)
-        found.append(replace(make_strategy(), name=name))
+        found[name] = make_strategy()
     *others, best = found
-    return (*others, planner.fastest(best, others))
+    found[best] = planner.fastest(found[best], [found[name] for name in others])
+    return found
 
 
 class StrategyPlanner:
@@ -156,7 +156,7 @@ class StrategyPlanner:
             made = plan_once(self.single, self.cluster, options, deadline=deadline)
         except BapipeError as error:
             return self._without(str(error), limit)
-        return Strategy(name="", plan=made, profiles=self.single, limit=limit)
+        return Strategy(plan=made, profiles=self.single, limit=limit)
 
     def best(self, deadline: Deadline) -> Strategy:
         """The fastest plan on single devices, or on groups of any size and split that the layers allow."""
@@ -171,7 +171,7 @@ class StrategyPlanner:
             made = plan_all_groupings(given, self.cluster, self.options, deadline=deadline)
         except BapipeError as error:
             return self._without(str(error), None)
-        return Strategy(name="", plan=made, profiles=profiles_used_by(made, given))
+        return Strategy(plan=made, profiles=profiles_used_by(made, given))
 
     def fastest(self, best: Strategy, others: Sequence[Strategy]) -> Strategy:
         """Returns the best plan, or a faster one of another strategy in its space: a time limit may end its search."""
@@ -180,7 +180,7 @@ class StrategyPlanner:
                 continue
             made = other.plan if best.plan is None else faster_of(best.plan, other.plan)
             if made is not best.plan:
-                best = Strategy(name=best.name, plan=made, profiles=other.profiles, limit=best.limit)
+                best = Strategy(plan=made, profiles=other.profiles, limit=best.limit)
         return best
 
     def _grouped(self, split: Split, sizes: Sequence[int], limit: Limit | None) -> Strategy:
@@ -202,7 +202,7 @@ class StrategyPlanner:
             made = self._one_stage(profiles, cluster)
         except BapipeError as error:
             return self._without(str(error), limit)
-        return Strategy(name="", plan=made, profiles=profiles, limit=limit)
+        return Strategy(plan=made, profiles=profiles, limit=limit)
 
     def _one_stage(self, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Plan:
         num_replicas, samples = len(cluster.devices), self.options.minibatch_size
@@ -306,7 +306,7 @@ class StrategyPlanner:
         return Limit(num_devices=num_devices, reason=f"{data.reason}; {split_limit.reason}")
 
     def _without(self, why_not: str, limit: Limit | None) -> Strategy:
-        return Strategy(name="", profiles=self.single, why_not=why_not, limit=limit)
+        return Strategy(profiles=self.single, why_not=why_not, limit=limit)
 
 
 _ONE_DEVICE = "there is one device, and nothing to share"

@@ -1,6 +1,6 @@
 """Strategies side by side: what their steps consist of, how far each goes, and why some cannot be."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -61,20 +61,20 @@ def _exchange_per_microbatch(strategy: Strategy, plan: Plan) -> dict[tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """Strategies for the same mini-batch on the same devices."""
+    """Strategies by name, for the same mini-batch on the same devices."""
 
-    strategies: tuple[Strategy, ...]
+    strategies: Mapping[str, Strategy]
     cluster: Cluster
     minibatch_size: int
 
     @property
     def title(self) -> str:
-        profile = next(iter(self.strategies[0].profiles.values()))
+        profile = next(iter(next(iter(self.strategies.values())).profiles.values()))
         return f"{profile.model}: mini-batches of {self.minibatch_size} on {len(self.cluster.devices)} devices"
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each strategy; those without a plan have no times, and the reason in `why_not`."""
-        return list(map(_row, self.strategies))
+        return [{"strategy": name, **_row(strategy)} for name, strategy in self.strategies.items()]
 
     def _repr_html_(self) -> str:
         """Returns the strategies side by side, for a notebook."""
@@ -89,7 +89,6 @@ def _row(strategy: Strategy) -> dict[str, object]:
     plan, limit = strategy.plan, strategy.limit
     parts = None if plan is None else step_parts(strategy, plan)
     return {
-        "strategy": strategy.name,
         "step_ns": None if plan is None else plan.prediction.step_ns,
         "compute_ns": None if parts is None else parts.compute_ns,
         "exchange_ns": None if parts is None else parts.exchange_ns,
