@@ -1,6 +1,6 @@
 """What a plan decides, apart from what follows from it; and the step that follows, by the simulator."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -90,6 +90,31 @@ def stage_plan(
     only_some = 0 < len(named) < len(layers)
     return StagePlan(
         layers=layers, devices=devices, recompute=recompute, recompute_layers=named if only_some else msgspec.UNSET
+    )
+
+
+def stage_plans(
+    layers: Sequence[str],
+    cuts: Sequence[int],
+    devices: Iterable[Sequence[int]],
+    recompute: Iterable[Collection[int]],
+    cluster: Cluster,
+) -> tuple[StagePlan, ...]:
+    """Returns the stages of a plan that a search has found.
+
+    Args:
+        cuts: stage s has the layers cuts[s] to cuts[s + 1], the last one left out. [stages + 1]
+        devices: the ranks of each stage. [stages]
+        recompute: the indices of the layers that each stage recomputes. [stages]
+    """
+    return tuple(
+        stage_plan(
+            tuple(layers[begin:end]),
+            tuple(cluster.devices[rank].name for rank in ranks),
+            recompute=bool(again),
+            recompute_layers={layers[i] for i in again},
+        )
+        for (begin, end), ranks, again in zip(pairwise(cuts), devices, recompute, strict=True)
     )
 
 

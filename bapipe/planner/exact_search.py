@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
@@ -11,7 +10,7 @@ from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import NothingFoundError, OutOfTime
-from bapipe.planner.decision import stage_plan
+from bapipe.planner.decision import stage_plans
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.layout_search import search_layouts
 from bapipe.planner.options import PlanOptions
@@ -112,17 +111,7 @@ def solution_of(
         microbatch_size=problem.microbatch_size,
         schedule=problem.schedule,
         table=table,
-        stages=tuple(
-            stage_plan(
-                tuple(names[begin:end]),
-                tuple(cluster.devices[rank].name for rank in of_stage),
-                recompute=bool(recompute),
-                recompute_layers=frozenset(names[i] for i in recompute),
-            )
-            for (begin, end), of_stage, recompute in zip(
-                pairwise(layout.cuts), table.devices, layout.recompute, strict=True
-            )
-        ),
+        stages=stage_plans(names, layout.cuts, table.devices, layout.recompute, cluster),
         prediction=prediction,
         lower_bound_ns=min(result.lower_bound_ns, prediction.step_ns),
         space=space,

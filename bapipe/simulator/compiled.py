@@ -16,7 +16,7 @@ side. Lanes 0 to R - 1 are those of the ranks; behind them come the backward lan
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, compress
 from operator import itemgetter
@@ -221,6 +221,23 @@ def compile_schedule(schedule: Schedule, side_by_side: tuple[int, ...] = ()) -> 
         num_messages=num_messages,
         side_by_side=tuple(backward_lanes),
         lanes_side_by_side=lanes if backward_lanes else (),
+    )
+
+
+def permute_compiled(compiled: CompiledSchedule, ranks: Sequence[int], num_ranks: int) -> CompiledSchedule:
+    """Returns the compiled form of `permute_ranks(schedule, ranks, num_ranks)` without compiling again.
+
+    Actions and their dependencies do not depend on the numbers of ranks; only ranks and the ends of channels do.
+    """
+    # The lists of actions, needs and products stay: only their ranks are renumbered.
+    return replace(
+        compiled,
+        ranks=tuple([ranks[rank] for rank in compiled.ranks]),
+        channels=tuple(
+            channel._replace(source=ranks[channel.source], target=ranks[channel.target])
+            for channel in compiled.channels
+        ),
+        num_ranks=num_ranks,
     )
 
 

@@ -1,10 +1,8 @@
 """Placing schedules on devices: hand cases."""
 
-from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas, merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule, check
-from bapipe.simulator.compiled import compile_schedule
 
 
 def lines(schedule: Schedule) -> list[str]:
@@ -39,16 +37,3 @@ def test_ranks_are_permuted() -> None:
     placed = permute_ranks(SCHEDULES["gpipe"](2, 1), [2, 0], 3)
     assert placed.devices == ((2,), (0,))
     assert lines(placed) == ["1F0 1B0", "", "0F0 0B0"]
-
-
-def test_a_permuted_compiled_schedule_is_that_of_the_permuted_schedule() -> None:
-    """Up to the order in which it lists actions: each action has the same rank, and each channel the same ends."""
-    for name in ("1f1b", "gpipe", "zb-h1"):
-        table = SCHEDULES[name](3, 4)
-        permuted = permute_compiled(compile_schedule(table), [3, 0, 2], 4)
-        direct = compile_schedule(permute_ranks(table, [3, 0, 2], 4))
-        assert dict(zip(permuted.actions, permuted.ranks, strict=True)) == dict(
-            zip(direct.actions, direct.ranks, strict=True)
-        )
-        assert set(permuted.channels) == set(direct.channels)
-        assert permuted.num_ranks == direct.num_ranks

@@ -3,8 +3,9 @@
 import pytest
 
 from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.schedules.placement import permute_ranks
 from bapipe.schedules.table import Action, Schedule, dependencies
-from bapipe.simulator.compiled import NUM_SPECIAL_MESSAGES, CompiledSchedule, compile_schedule
+from bapipe.simulator.compiled import NUM_SPECIAL_MESSAGES, CompiledSchedule, compile_schedule, permute_compiled
 
 ALL = {**SCHEDULES, **LOOPED}
 
@@ -47,3 +48,16 @@ def test_an_action_consumes_what_its_dependency_produces(name: str) -> None:
 def test_two_lanes_have_the_same_dependencies() -> None:
     schedule = SCHEDULES["fbp-as"](3, 4)
     check_compiled(compile_schedule(schedule, (0, 1, 2)), schedule)
+
+
+def test_a_permuted_compiled_schedule_is_that_of_the_permuted_schedule() -> None:
+    """Up to the order in which it lists actions: each action has the same rank, and each channel the same ends."""
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        table = SCHEDULES[name](3, 4)
+        permuted = permute_compiled(compile_schedule(table), [3, 0, 2], 4)
+        direct = compile_schedule(permute_ranks(table, [3, 0, 2], 4))
+        assert dict(zip(permuted.actions, permuted.ranks, strict=True)) == dict(
+            zip(direct.actions, direct.ranks, strict=True)
+        )
+        assert set(permuted.channels) == set(direct.channels)
+        assert permuted.num_ranks == direct.num_ranks

@@ -16,11 +16,10 @@ from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
 from bapipe.planner.branch_and_bound.shared_devices import SharedDevices
 from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets
-from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule, permute_compiled
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import finish_ns, longest_path_is_exact, simulate_columns
 from bapipe.simulator.stage import Stage

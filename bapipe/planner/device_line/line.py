@@ -16,18 +16,17 @@ from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
 from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.constraints import is_among, parse_constraints
-from bapipe.planner.decision import has_idle_replicas, stage_plan
+from bapipe.planner.decision import has_idle_replicas, stage_plans
 from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.schedule_placement import permute_compiled
 from bapipe.planner.searched_space import SearchedSpace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule
-from bapipe.simulator.compiled import CompiledSchedule, compile_schedule
+from bapipe.simulator.compiled import CompiledSchedule, compile_schedule, permute_compiled
 from bapipe.simulator.memory import RankMemory, rank_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
@@ -230,17 +229,7 @@ class DeviceLine:
             microbatch_size=plan.microbatch_size,
             schedule=plan.schedule,
             table=table,
-            stages=tuple(
-                stage_plan(
-                    tuple(self.names[begin:end]),
-                    tuple(self._given.devices[rank].name for rank in ranks),
-                    recompute=bool(recompute),
-                    recompute_layers=frozenset(self.names[i] for i in recompute),
-                )
-                for (begin, end), ranks, recompute in zip(
-                    pairwise(plan.cuts), table.devices, timed.recompute, strict=True
-                )
-            ),
+            stages=stage_plans(self.names, plan.cuts, table.devices, timed.recompute, self._given),
             prediction=prediction,
             lower_bound_ns=min(lower_bound_ns, prediction.step_ns),
             space=space,
