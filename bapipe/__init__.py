@@ -4,7 +4,7 @@
 
 Begin with three functions: `profile` measures a model's layers, `plan` chooses stages and a schedule and proves how
 good they are, `run` trains as planned. Their data are `ModelProfile`, `Cluster` and `Plan`, each a JSON file (`read`,
-`write`). Everything else is internal and may change.
+`write`). What is not exported here is internal and may change.
 
 Importing this loads nothing else: each public name is imported from its module when it is first used, and torch only
 when something measures or trains.
