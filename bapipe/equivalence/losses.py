@@ -31,16 +31,18 @@ _OF_LOSS = _Advice(
     "return `bapipe.weighted_mean(losses, weights)`, or the mean over all samples; or plan with one micro-batch",
 )
 
-_OF_OBSTACLE = _Advice(
-    "it is a mean by weights, which must be known before the outputs are, but its code {}",
-    "let it use no values of outputs, and only numbers, tensors and small objects beside",
-)
-
 _OF_MODEL = _Advice(
     "as with a mean over labels of which some are ignored, the balance of experts, or losses that compare samples",
     "if it is a mean, let the model return what it is computed from, and compute it in the loss, with the labels as "
     "target; or plan with one micro-batch",
 )
+
+
+def _of_obstacle(obstacle: str) -> _Advice:
+    return _Advice(
+        f"it is a mean by weights, which must be known before the outputs are, but its code {obstacle}",
+        "let it use no values of outputs, and only numbers, tensors and small objects beside",
+    )
 
 
 def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
@@ -102,8 +104,7 @@ def _fault_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
     with torch.no_grad():
         whole = float(loss(output, target.clone()))  # which it may change
         parts, obstacle = _counted(loss, _halves(output), target.clone().chunk(2))
-    of_obstacle = _OF_OBSTACLE._replace(reasons=_OF_OBSTACLE.reasons.format(obstacle))
-    return _fault(whole, parts, _tolerance(output), _OF_LOSS if obstacle is None else of_obstacle)
+    return _fault(whole, parts, _tolerance(output), _OF_LOSS if obstacle is None else _of_obstacle(obstacle))
 
 
 def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:
