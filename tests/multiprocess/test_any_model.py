@@ -109,6 +109,7 @@ def test_a_function_that_no_process_can_import_is_refused_in_one_line(monkeypatc
         ({"head.b": torch.zeros(9)}, "it has besides 'head.b'"),
         ({"scale": None, "a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1), "d": torch.zeros(1)},
          "it lacks 'scale' and has besides 'a', 'b', 'c' and 1 more"),
+        ({"scale": torch.zeros(4, dtype=torch.complex64)}, "'scale' is complex there"),
         ({"scale": torch.zeros(5)}, r"'scale' has shape \[5\] there and \[4\] here"),
     ],
 )  # fmt: skip
@@ -125,3 +126,5 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
         check_weights(tmp_path / "w.safetensors", Read())
     with pytest.raises(BapipeError, match=r"none\.safetensors: cannot be read: "):
         check_weights(tmp_path / "none.safetensors", Read())
+    with pytest.raises(BapipeError, match=r" is a folder; want a safetensors file, such as `bapipe export` makes"):
+        check_weights(tmp_path, Read())

@@ -24,6 +24,10 @@ def check_weights(path: Path, module: nn.Module) -> None:
     names: dict[int, set[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), set()).add(name)
+    if path.is_dir():
+        raise BapipeError(
+            f"{path} is a folder; want a safetensors file, such as `bapipe export` makes of a folder of checkpoints"
+        )
     with opened(path) as file:
         there = set(file.keys())
         missing = [name for name, tensor in state.items() if not names[id(tensor)] & there]
@@ -32,7 +36,10 @@ def check_weights(path: Path, module: nn.Module) -> None:
             found = [_shown(*what) for what in (("lacks", missing), ("has besides", unexpected)) if what[1]]
             raise BapipeError(f"{path} has other weights than the model: it {' and '.join(found)}")
         for name in sorted(there):
-            shape = list(file.get_slice(name).get_shape())
+            stored = file.get_slice(name)
+            shape = list(stored.get_shape())
+            if stored.get_dtype().startswith("C") and not state[name].is_complex():
+                raise BapipeError(f"{path} has other weights than the model: '{name}' is complex there")
             if shape != list(state[name].shape):
                 raise BapipeError(
                     f"{path} has other weights than the model: '{name}' has shape {shape} there and "
