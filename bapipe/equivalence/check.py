@@ -15,7 +15,7 @@ from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
-from bapipe.torch_device import dtype_name, is_out_of_memory
+from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
@@ -97,7 +97,7 @@ def _varied(tensor: Tensor, index: int) -> Tensor:
     rolled = tensor.roll(index, 0)
     if not tensor.is_floating_point():
         return rolled
-    factors = 1 - 0.25 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index))
+    factors = 1 - 0.25 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index), device=CPU)
     return rolled * factors.to(tensor)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
+from bapipe.torch_device import CPU
 
 _ROUNDING = 64
 """Differences of this many rounding units of a tensor's largest value are rounding, in any model."""
@@ -104,7 +105,7 @@ def perturbed(
 def _shaken(tensor: Tensor, generator: torch.Generator, conditions: Conditions) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+    signs = torch.randint(0, 2, tensor.shape, generator=generator, device=CPU).to(tensor.device) * 2 - 1
     # In float64: the factor would be 1 in float32, which integers become, if the tensor has more digits than that.
     factor = 1 + _PERTURBATION * _unit(tensor, conditions) * signs.double()
     return (tensor * factor).to(tensor.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.job.secret import digest
+from bapipe.torch_device import CPU
 
 _CODE_BYTES = 32
 
@@ -56,7 +57,7 @@ def _answer(secret: bytes, group: dist.ProcessGroup, source: int, target: int, c
 
 def _exchange(group: dist.ProcessGroup, sent: dict[int, bytes], timeout: timedelta) -> dict[int, bytes]:
     """Sends a code to each rank; returns what each has sent."""
-    received = {rank: torch.empty(_CODE_BYTES, dtype=torch.uint8) for rank in sent}
+    received = {rank: torch.empty(_CODE_BYTES, dtype=torch.uint8, device=CPU) for rank in sent}
     works = [dist.irecv(tensor, rank, group) for rank, tensor in received.items()]
     works += [dist.isend(_tensor(code), rank, group) for rank, code in sent.items()]
     for work in works:
@@ -66,4 +67,4 @@ def _exchange(group: dist.ProcessGroup, sent: dict[int, bytes], timeout: timedel
 
 
 def _tensor(code: bytes) -> Tensor:
-    return torch.tensor(list(code), dtype=torch.uint8)
+    return torch.tensor(list(code), dtype=torch.uint8, device=CPU)

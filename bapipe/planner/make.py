@@ -1,6 +1,6 @@
 """Plans made by hand: a decision, the step that the simulator predicts for it, and a bound on all other plans."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -41,7 +41,7 @@ def make(
     minibatch_size: int = 32,
     microbatch_size: int | None = None,
     schedule: str = "1f1b",
-    cuts: Sequence[str | int] | None = None,
+    cuts: Iterable[str | int] | None = None,
     num_stages: int | None = None,
     devices: Sequence[str | Sequence[str]] | None = None,
     recompute: Sequence[int] = (),
@@ -208,11 +208,12 @@ def check_memory(step: StepColumns, cluster: Cluster) -> None:
         )
 
 
-def _cut_positions(cuts: Sequence[str | int], names: Sequence[str]) -> tuple[int, ...]:
+def _cut_positions(cuts: Iterable[str | int], names: Sequence[str]) -> tuple[int, ...]:
     """Returns how many layers are before each cut."""
     if isinstance(cuts, str):
         raise BapipeError(f"`cuts` is the text '{cuts}': want a list of layers, such as ['{names[len(names) // 2]}']")
     index = {name: i for i, name in enumerate(names)}
+    cuts = tuple(cuts)
     for cut in cuts:
         if isinstance(cut, bool) or not isinstance(cut, str | int):
             raise BapipeError(f"`cuts` has {cut!r}: want the name of a layer, or how many layers are before the cut")

@@ -19,6 +19,7 @@ from bapipe.profiler.attention_heads import (
     queries,
 )
 from bapipe.profiler.instrument import TrainingPass
+from bapipe.torch_device import CPU
 from bapipe.tracing.model import TracedLayer, TracedModel
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.sizes import meta_values
@@ -190,16 +191,18 @@ def _is_elementwise(called: nn.Module) -> bool:
         return True
     if any(True for _ in (*called.parameters(), *called.buffers())):
         return False
-    values = torch.linspace(-2, 2, 24).reshape(2, 3, 4)
-    changed = values.repeat(24, 1, 1, 1) + torch.eye(24).reshape(24, 2, 3, 4)
+    values = torch.linspace(-2, 2, 24, device=CPU).reshape(2, 3, 4)
+    changed = values.repeat(24, 1, 1, 1) + torch.eye(24, device=CPU).reshape(24, 2, 3, 4)
     try:
         with torch.no_grad(), all_generators_restored():
             tried = deepcopy(called)
             before, after = tried(values), torch.stack([tried(one) for one in changed])
     except Exception:  # whatever a module raises that wants something else
         return False
-    same = after == before
-    return bool(before.shape == values.shape and same.reshape(24, 24).logical_or(torch.eye(24, dtype=torch.bool)).all())
+    if before.shape != values.shape:
+        return False
+    same = (after == before).reshape(24, 24)
+    return bool(same.logical_or(torch.eye(24, dtype=torch.bool, device=CPU)).all())
 
 
 def _first(value: int | tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.modes import enter_training_mode, idle_dropout
 from bapipe.tracing.python_random import all_generators_restored
+from bapipe.tracing.python_state import restore_value
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
         with torch.no_grad():
             for registry, name, buffer, value in buffers:
                 registry[name] = buffer  # a move, or a forward, may have put another one there
-                buffer.copy_(value)
+                restore_value(buffer, value)
         for parameter, stride in strides:
             if parameter.stride() != stride:
                 restored = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)

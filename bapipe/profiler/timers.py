@@ -199,7 +199,7 @@ def _kernels_ns(x: torch.Tensor, *, with_events: bool) -> float:
 
 
 def _forward_loop_ns(report: Callable[[int], None] | None) -> int:
-    x = torch.ones(_NUM_ELEMENTS)
+    x = torch.ones(_NUM_ELEMENTS, device=CPU)
     start = now_ns(CPU)
     for _ in range(_NUM_REPORTS):
         x = x * 1.0
@@ -209,7 +209,7 @@ def _forward_loop_ns(report: Callable[[int], None] | None) -> int:
 
 
 def _backward_loop_ns(report: Callable[[int], None] | None) -> int:
-    x = y = torch.ones(_NUM_ELEMENTS, requires_grad=True)
+    x = y = torch.ones(_NUM_ELEMENTS, device=CPU, requires_grad=True)
     for _ in range(_NUM_REPORTS):
         y = y * 1.0
         if report is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from bapipe.errors import BapipeError, did_you_mean
 from bapipe.optimizers import MOMENTUM, default_arguments
 from bapipe.runtime.clock import Clock
+from bapipe.torch_device import CPU
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -54,7 +55,7 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
             listed = ", ".join(f"{key}={value!r}" for key, value in keywords.items()) or "nothing else"
             raise BapipeError(f"{name} cannot be made with lr={learning_rate:g} and {listed}: {error}") from None
 
-    make([nn.Parameter(torch.zeros(1, 1))])  # wrong arguments fail here, not in every rank after it has started
+    make([nn.Parameter(torch.zeros(1, 1, device=CPU))])  # wrong arguments fail here, not in every rank that has started
     return make
 
 

@@ -46,10 +46,13 @@ from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
 from bapipe.tracing import (
     Inputs,
+    check_buckets,
     check_has_layers,
+    check_inputs,
     only_tensor_inputs,
     persistent_state,
     state_names,
+    tensor_inputs,
     unused_state,
 )
 from bapipe.tracing.changing_state import changing_buffers
@@ -136,6 +139,8 @@ class Pipeline:
         self._plan, self._device, self._autocast = plan, current_device(device), autocast
         self._layout = layout_of(plan, self._device, group)
         check_has_layers(module)
+        check_inputs(module, inputs)
+        check_buckets(buckets, len(tensor_inputs(inputs)))
         if not module.training:
             _log.warning(
                 "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "

@@ -14,7 +14,7 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
 """
 
 from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import granularity, trace
@@ -33,6 +33,7 @@ __all__ = [
     "TracedLayer",
     "TracedModel",
     "changes_buffers",
+    "check_buckets",
     "check_has_layers",
     "check_inputs",
     "extract",

@@ -21,12 +21,17 @@ def tensor_inputs(inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(value for _, value in _named(inputs) if isinstance(value, Tensor))
 
 
-def check_inputs(inputs: Inputs) -> None:
-    """Raises InvalidModel unless inputs are tensors, at least one, or constants."""
+def check_inputs(module: nn.Module, inputs: Inputs) -> None:
+    """Raises InvalidModel unless inputs are tensors, at least one, or constants, that the module's forward takes."""
     if isinstance(inputs, Tensor):
         raise InvalidModel(
             f"the example inputs are one tensor of shape {list(inputs.shape)}: put it in a tuple, as in (tensor,), or "
             "its first dimension would be taken for the inputs"
+        )
+    if not isinstance(inputs, Sequence | Mapping) or isinstance(inputs, str):
+        raise InvalidModel(
+            f"the example inputs are {shortened(repr(inputs))} ({type(inputs).__name__}): want a tuple of them, as in "
+            "(tensor,), or a dictionary by the names that the forward has for them"
         )
     for name, value in _named(inputs):
         if not isinstance(value, Tensor | Constant):
@@ -36,6 +41,23 @@ def check_inputs(inputs: Inputs) -> None:
             )
     if not tensor_inputs(inputs):
         raise InvalidModel("none of the example inputs is a tensor: give an example of what the model is trained on")
+    taken = signature(module.forward)
+    try:
+        taken.bind(**inputs) if isinstance(inputs, Mapping) else taken.bind(*inputs)
+    except TypeError as error:
+        arguments = ", ".join(taken.parameters)
+        raise InvalidModel(
+            f"the example inputs are not those of {type(module).__name__}, whose forward takes ({arguments}): {error}"
+        ) from None
+
+
+def check_buckets(buckets: Sequence[Sequence[Tensor]], num_tensors: int) -> None:
+    """Raises InvalidModel unless each bucket has an example of each input that is a tensor."""
+    for index, bucket in enumerate(buckets):
+        is_tuple = isinstance(bucket, Sequence) and all(isinstance(example, Tensor) for example in bucket)
+        if not is_tuple or len(bucket) != num_tensors:
+            found = f"{len(bucket)} tensors" if is_tuple else f"a {type(bucket).__name__}"
+            raise InvalidModel(f"bucket {index} is {found}: want a tuple of {num_tensors}, one for each input")
 
 
 @contextmanager

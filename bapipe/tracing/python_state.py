@@ -66,7 +66,7 @@ def state_restored(
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
-                    _restore(tensor, value)
+                    restore_value(tensor, value)
 
 
 def _has_value(tensor: Tensor) -> bool:
@@ -74,7 +74,8 @@ def _has_value(tensor: Tensor) -> bool:
     return is_dense and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _restore(tensor: Tensor, value: Tensor) -> None:
+def restore_value(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor back a value, also in another shape or type; without gradients."""
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value
     elif not torch.equal(tensor, value):  # a tensor that graphs hold counts its changes, so it is not changed in vain

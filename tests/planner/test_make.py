@@ -63,6 +63,14 @@ def test_a_made_plan_has_the_decisions_given_and_the_times_of_the_simulator() ->
     assert decoded(encode(plan)) == plan
 
 
+def test_cuts_may_be_an_iterator() -> None:
+    listed, iterated = (
+        bapipe.make(PROFILE, devices(2), minibatch_size=8, cuts=cuts) for cuts in (["l4"], iter(["l4"]))
+    )
+    assert [stage.layers[0] for stage in iterated.stages] == ["l0", "l4"]
+    assert iterated == listed
+
+
 def test_single_layers_recompute() -> None:
     """Four stashes of 8 layers at 10 bytes are in flight; recomputing l1, l2 and l5 keeps five, and 3 tensors."""
     profile = chain([1, 2, 3, 4, 2, 1, 5, 2], stash_bytes=10, output_bytes=7)

@@ -41,6 +41,35 @@ def test_a_module_and_the_global_generators_are_restored() -> None:
     assert (torch.rand(1).item(), random.random(), numpy.random.rand()) == expected
 
 
+class Growing(nn.Module):
+    """A buffer that the first forward makes larger, before another one."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.ones(1))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.resize_(2).fill_(3.0)
+        y: torch.Tensor = self.norm(x * self.weight * self.seen)
+        return y
+
+
+def test_a_buffer_that_a_forward_makes_larger_is_restored() -> None:
+    module = Growing().eval()
+    seen = module.seen
+    with prepare.prepared(module, CPU, Settings()):
+        module(torch.randn(4, 2))
+    assert module.seen is seen
+    assert seen.tolist() == [1.0]
+    assert module.norm.running_mean is not None
+    assert module.norm.running_mean.tolist() == [0.0, 0.0]
+    assert not module.training
+
+
 def test_embeddings_that_limit_their_norm_are_restored() -> None:
     module = nn.Embedding(3, 2, max_norm=0.1)
     before = module.weight.detach().clone()

@@ -234,6 +234,14 @@ def test_layers_that_no_gradient_reaches_have_no_backward(layer_by_layer: bool) 
     assert layer_by_layer or a.whole_backward_ns == 0  # though it is like b
 
 
+def test_a_default_device_is_for_the_users_code_only() -> None:
+    """`torch.set_default_device("cuda")` is common; on the meta device a tensor of bapipe's own would have no values."""
+    module, x = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(2, 2)
+    with torch.device("meta"):
+        made = bapipe.profile(module, (x,), x, functional.mse_loss, microbatch_sizes=(2,), settings=Settings(threads=1))
+    assert len(made.layers) == 4
+
+
 def test_a_profile_has_the_kind_of_device_that_it_is_given() -> None:
     def kind_of(kind: str | None) -> str:
         x = torch.ones(1, 2)

@@ -47,6 +47,23 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
 
 
 @pytest.mark.usefixtures("alone")
+def test_inputs_are_those_of_the_module() -> None:
+    module, plan = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), make_plan(["0", "1"], (), (0,), [["0F0", "0B0"]], 4, 1)
+    with pytest.raises(InvalidModel, match=r"^the example inputs are one tensor of shape \[4, 3\]: put it in a tuple"):
+        Pipeline(module, plan, loss=mse_loss, inputs=X)  # type: ignore[arg-type]
+    with pytest.raises(InvalidModel, match=r"^bucket 0 is a Tensor: want a tuple of 1"):
+        Pipeline(module, plan, loss=mse_loss, inputs=(X,), buckets=[X])  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_default_device_is_for_the_users_code_only() -> None:
+    with torch.device("meta"):
+        pipeline = pipelined()
+        loss = pipeline.step(X, target=Y)
+    assert loss is not None
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("of_all", "warns"), [(True, True), (False, False)])
 def test_a_module_in_evaluation_mode_is_warned_of(of_all: bool, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())

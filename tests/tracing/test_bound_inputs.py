@@ -1,6 +1,7 @@
 """Inputs by keyword, masks, None, numbers and flags: traced, profiled and trained as the module's own call of them."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bapipe.errors import InvalidModel
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import Inputs, check_inputs, only_tensor_inputs, tensor_inputs, trace
+from bapipe.tracing import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs, trace
 from tests.multiprocess.runtime_cases import make_plan
 
 
@@ -89,11 +90,34 @@ def test_a_module_with_inputs_by_keyword_is_profiled_and_trained() -> None:
 
 def test_inputs_without_a_tensor_are_refused() -> None:
     with pytest.raises(InvalidModel, match=r"^none of the example inputs is a tensor: give an example"):
-        check_inputs({"x": None, "gate": True})
+        check_inputs(Gated(), {"x": None, "gate": True})
     with pytest.raises(InvalidModel, match=r"^input 'x' is \[1, 2\] \(list\); examples must be tensors, batch first"):
         bapipe.profile(Gated(), {"x": [1, 2]}, TARGET, cross_entropy)
 
 
 def test_one_tensor_instead_of_a_tuple_is_refused() -> None:
     with pytest.raises(InvalidModel, match=r"one tensor of shape \[1, 8\]: put it in a tuple, as in \(tensor,\)"):
-        check_inputs(torch.zeros(1, 8))  # type: ignore[arg-type]
+        check_inputs(nn.Linear(8, 8), torch.zeros(1, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((X, X), r"those of Linear, whose forward takes \(input\): too many positional arguments"),
+        ({"nope": X}, r"those of Linear, whose forward takes \(input\): missing a required argument: 'input'"),
+        (None, r"^the example inputs are None \(NoneType\): want a tuple of them"),
+        (iter([X]), r"\(list_iterator\): want a tuple of them"),
+    ],
+)
+def test_inputs_that_the_forward_does_not_take_are_refused(inputs: Any, message: str) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        check_inputs(nn.Linear(8, 8), inputs)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "found"), [(X, "a Tensor"), ((X, X), "2 tensors"), ({"input": X}, "a dict"), ((None,), "a tuple")]
+)
+def test_buckets_have_an_example_of_each_input(bucket: Any, found: str) -> None:
+    check_buckets([(X,)], 1)
+    with pytest.raises(InvalidModel, match=f"^bucket 1 is {found}: want a tuple of 1, one for each input"):
+        check_buckets([(X,), bucket], 1)

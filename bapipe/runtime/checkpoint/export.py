@@ -13,7 +13,7 @@ from bapipe.formats.codec import write_bytes
 from bapipe.runtime.checkpoint.folder import newest_checkpoint
 from bapipe.runtime.checkpoint.manifest import MANIFEST
 from bapipe.runtime.checkpoint.writer import full_state_dict
-from bapipe.torch_device import dtype_name
+from bapipe.torch_device import CPU, dtype_name
 
 
 def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:
@@ -50,7 +50,7 @@ def _check_dtypes(state: Mapping[str, Tensor]) -> None:
 
 def _can_be_saved(dtype: torch.dtype) -> bool:
     try:
-        save({"": torch.empty(1, dtype=dtype)})
+        save({"": torch.empty(1, dtype=dtype, device=CPU)})
     except (KeyError, SafetensorError):  # the dtypes that it has grow with its versions, and are not listed
         return False
     return True

@@ -48,6 +48,7 @@ from bapipe.runtime.checkpoint.tensor_files import (
 )
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
+from bapipe.torch_device import CPU
 
 AGAIN_S = 30.0
 """How long after a failure a checkpoint is tried again: a network disk may be back by then, or a full one have room."""
@@ -302,6 +303,6 @@ def full_state_dict(path: Path) -> dict[str, Tensor]:
         BapipeError: a file is missing or damaged.
     """
     manifest = read_manifest(path)
-    tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype]) for n, s in manifest.tensors.items()}
+    tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype], device=CPU) for n, s in manifest.tensors.items()}
     load_tensors(path, manifest, tensors)
     return tensors

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapipe.torch_device import CPU
 from bapipe.zoo.data.dataset import BucketShape, PipelineDataset
 
 
@@ -45,5 +46,5 @@ def bucketed_order(
         num_full = len(remaining) // batch_size * batch_size
         batches += [remaining[start : start + batch_size] for start in range(0, num_full, batch_size)]
         remaining = remaining[num_full:]
-    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    shuffled = torch.randperm(len(batches), generator=generator, device=CPU).tolist()
     return [index for number in shuffled for index in batches[number]] + remaining

@@ -24,6 +24,7 @@ from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import derived_seed, seed_item
 from bapipe.stop_signals import ignore_signals
+from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
@@ -158,7 +159,7 @@ class MinibatchSampler(Sampler[BatchRequest]):
     def _order(self, epoch: int) -> list[int]:
         num = len(self._dataset)
         generator = torch.Generator().manual_seed(derived_seed(self._seed, f"epoch {epoch}"))
-        order: list[int] = torch.randperm(num, generator=generator).tolist()
+        order: list[int] = torch.randperm(num, generator=generator, device=CPU).tolist()
         if not self._dataset.bucket_shapes:
             return order
         buckets = [self._dataset.bucket_of(index) for index in range(num)]
@@ -288,4 +289,4 @@ def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
         raise BapipeError(f"a batch of the data is a {type(batch).__name__}, not a tensor")
     if len(rows) == num_samples:
         return batch
-    return batch.new_empty(num_samples, *batch.shape[1:]).index_copy_(0, torch.tensor(rows), batch)
+    return batch.new_empty(num_samples, *batch.shape[1:]).index_copy_(0, torch.tensor(rows, device=batch.device), batch)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bapipe.runtime.plan_digest import NUM_DIGITS
+from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
@@ -25,7 +26,7 @@ def _digest(data: PipelineDataset[Any], seed: int) -> str:
         seed_cpu_generators(seed)
         for index in (0, len(data) - 1):
             for part in item_parts(data[index]):
-                tensor = torch.as_tensor(part)
+                tensor = torch.as_tensor(part, device=CPU)
                 content.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
                 content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return content.hexdigest()[:NUM_DIGITS]

@@ -7,6 +7,7 @@ import torch
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.rng import derived_seed
+from bapipe.torch_device import CPU
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 
 _ITEMS_PER_HELD_OUT_ITEM = 10
@@ -45,5 +46,5 @@ def hold_out(
 
 def _shuffled(num: int, seed: int) -> Sequence[int]:
     generator = torch.Generator().manual_seed(derived_seed(seed, "held out"))
-    order: list[int] = torch.randperm(num, generator=generator).tolist()
+    order: list[int] = torch.randperm(num, generator=generator, device=CPU).tolist()
     return order

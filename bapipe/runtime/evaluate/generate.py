@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.torch_device import CPU
 from bapipe.zoo.example import GenerationConfig
 
 
@@ -23,9 +24,9 @@ def greedy_decode(
     end of a text comes padding.
     """
     num_samples, length = shape
-    prefix, words = torch.full(shape, config.pad), torch.full(shape, config.pad)  # the model's input; its output
+    prefix, words = (torch.full(shape, config.pad, device=CPU) for _ in range(2))  # the model's input; its output
     prefix[:, 0] = config.bos
-    unfinished = torch.ones(num_samples, dtype=torch.bool)
+    unfinished = torch.ones(num_samples, dtype=torch.bool, device=CPU)
     for position in range(length):
         # Ranks that do not load the words have None there.
         given = [prefix if i == config.input_index and x is not None else x for i, x in enumerate(inputs)]
