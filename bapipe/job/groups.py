@@ -133,45 +133,62 @@ def _make_proven(
 
     `make` gets a store of the attempt's own, and how long operations of the group may take.
     """
-    number, faults = next(job.numbers), [""]
+    number, fault = next(job.numbers), ""
     for attempt, patience in enumerate(PATIENCE):
         store, limit = dist.PrefixStore(f"group{number}.{attempt}", job.store), min(timeout, patience)
-        group, fault = _attempt(job, make, store, limit)
-        faults = _outcomes(job, store, fault, 3 * limit)
-        if group is not None and not any(faults):
+        group = _attempt(job, make, store, limit)
+        fault = _first_fault(job, store, 3 * limit)
+        if group is not None and not fault:
             if isinstance(group, dist.ProcessGroup):
                 set_group_timeout(group, timeout)
             return group
         _give_up(group)
-    raise BapipeError(faults[job.index] or next(fault for fault in faults if fault))
+    raise BapipeError(fault)
 
 
 def _attempt(
     job: _Job, make: Callable[[dist.Store, timedelta], dist.ProcessGroup], store: dist.Store, limit: timedelta
-) -> tuple[dist.ProcessGroup | None, str]:
-    """Returns a group that is proven from here, or None and what is wrong; closes its port."""
+) -> dist.ProcessGroup | None:
+    """Returns a group that is proven from here, else None; tells all ranks what is wrong, and closes its port."""
     before, group = open_sockets(), None
     try:
         group = make(store, limit)
         if isinstance(group, dist.ProcessGroup):
             prove_peers(group, job.names, job.secret, limit)
     except (BapipeError, RuntimeError) as error:
+        said = f"rank {job.index} ({job.names[job.index]}) cannot connect to the others: {first_line(error)}"
+        _tell(job, store, str(error) if isinstance(error, BapipeError) else said)
         _give_up(group)  # at once: others may wait for this rank
-        if isinstance(error, BapipeError):
-            return None, str(error)
-        return None, f"rank {job.index} ({job.names[job.index]}) cannot connect to the others: {first_line(error)}"
+        return None
     finally:
         refuse_newcomers(before)
-    return group, ""
+    _tell(job, store, "")
+    return group
 
 
-def _outcomes(job: _Job, store: dist.Store, fault: str, patience: timedelta) -> list[str]:
-    """Tells all ranks of the job what is wrong with an attempt here, if anything; returns that of each rank."""
-    store.set(f"outcome{job.index}", fault or _PROVEN)
+def _tell(job: _Job, store: dist.Store, fault: str) -> None:
+    """Tells all ranks of the job what is wrong with an attempt here, if anything, and after how many others."""
+    store.set(f"outcome{job.index}", f"{store.add('num_faults', 1)} {fault}" if fault else _PROVEN)
+
+
+def _first_fault(job: _Job, store: dist.Store, patience: timedelta) -> str:
+    """Returns what was wrong first with an attempt, on any rank, empty if nothing: later faults follow from that.
+
+    Raises:
+        BapipeError: a rank has told nothing.
+    """
     keys = [f"outcome{rank}" for rank in range(len(job.names))]
-    store.wait(keys, patience)
-    said = [store.get(key).decode() for key in keys]
-    return ["" if text == _PROVEN else text for text in said]
+    try:
+        store.wait(keys, patience)
+    except RuntimeError:
+        silent = [f"rank {rank} ({job.names[rank]})" for rank, key in enumerate(keys) if not store.check([key])]
+        raise BapipeError(
+            f"rank {job.index} ({job.names[job.index]}) has waited {patience.total_seconds():g} s for "
+            f"{', '.join(silent)} to connect to the others: see by which network interface it does so "
+            "(GLOO_SOCKET_IFNAME) and what firewalls let through"
+        ) from None
+    faults = [text.partition(" ") for text in (said.decode() for said in store.multi_get(keys)) if text != _PROVEN]
+    return min(faults, key=lambda fault: int(fault[0]), default=("", "", ""))[2]
 
 
 def _give_up(group: object) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -13,7 +14,8 @@ from threading import Thread
 import msgspec
 from torch.distributed import PrefixStore, TCPStore
 
-from bapipe.errors import BapipeError, RunFailed
+from bapipe.errors import BapipeError, RunFailed, first_line
+from bapipe.job.interfaces import is_loopback
 from bapipe.job.messages import NotOfTheJob
 from bapipe.job.secret import VARIABLE, job_secret, secret_path
 from bapipe.job.server import StoreServer
@@ -27,6 +29,9 @@ _ANSWER_S = 2.0
 
 _ASK_AGAIN_S = 0.05
 
+_OWN_S = 30.0
+"""How long rank 0 tries to reach its own store: the name of a host may become known only some time after its start."""
+
 REFUSED, HEARD = "refused", "heard"
 """Keys of the store: why a rank does not join, and, with a rank's number, that it knows."""
 
@@ -34,6 +39,8 @@ REFUSED, HEARD = "refused", "heard"
 class Refused(RunFailed):
     """A rank of the job was refused before it joined; `told` if another one of the same host says so."""
 
+
+_PORT = re.compile(r"[0-9]{1,5}")
 
 _num_opened: Counter[int] = Counter()
 """How many stores this process has opened by torchrun's agent, by rank."""
@@ -57,7 +64,7 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
         )
     (address, port), secret = _master(), job_secret()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + (min(timeout_s, _OWN_S) if index == 0 else timeout_s)
     title = f"rank {index} ({names[index]})"
     try:
         # Under torchrun its agent has the port.
@@ -74,10 +81,16 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
             f"another user's: choose another MASTER_PORT, or set {VARIABLE} to the same text for all ranks, or give "
             f"their hosts the same {secret_path()}"
         ) from None
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        if index == 0:
+            raise RunFailed(
+                f"{title} cannot reach its own store at MASTER_ADDR '{address}', port {port}: {reason}: set "
+                "MASTER_ADDR to a name or an address of the host of rank 0 for all ranks"
+            ) from None
         raise RunFailed(
-            f"{title} cannot reach rank 0 at {address}:{port} after {timeout_s:g} s: start all ranks, and let this one "
-            "through"
+            f"{title} cannot reach rank 0 at MASTER_ADDR '{address}', port {port}, after {timeout_s:g} s: {reason}: "
+            "start all ranks, and let this one through"
         ) from None
     if not store.join(index):
         raise BapipeError(
@@ -90,12 +103,20 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
 def _master() -> tuple[str, int]:
     """Returns MASTER_ADDR and MASTER_PORT, where the ranks of the job meet."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
+    if not _may_be_host(address) or not _PORT.fullmatch(port) or not 0 < int(port) < 2**16:
         raise BapipeError(
             f"RANK and WORLD_SIZE say that this process is a rank of a job, but MASTER_ADDR is '{address}' and "
-            f"MASTER_PORT '{port}': start the job with torchrun, which sets all four, or unset RANK to run alone"
+            f"MASTER_PORT '{port}', not a host and a port from 1 to 65535: start the job with torchrun, which sets all "
+            "four, or unset RANK to run alone"
         )
     return address, int(port)
+
+
+def _may_be_host(address: str) -> bool:
+    try:
+        return bool(address.encode("idna"))
+    except UnicodeError:  # as `getaddrinfo` would raise it: an empty part between dots, or one of 64 characters
+        return False
 
 
 def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | None, timeout_s: float) -> int:
@@ -147,7 +168,7 @@ def _connect(address: str, port: int, secret: bytes, timeout_s: float, end_s: fl
     """Returns a connection to the store; until `end_s` it tries again while rank 0 has not started."""
     while True:
         try:
-            return JobStore((address, port), secret, timeout_s)
+            return JobStore((address, port), secret, timeout_s, connect_s=max(1.0, end_s - time.monotonic()))
         except NotOfTheJob:
             raise
         except OSError:
@@ -168,22 +189,39 @@ def wait_for_all(store: JobStore, index: int, names: Sequence[str], timeout_s: f
     """
     store.set(f"here{index}", msgspec.json.encode(facts))
     end_s = time.monotonic() + timeout_s
-    while missing := [other for other in range(len(names)) if not store.check([f"here{other}"])]:
-        others = ", ".join(f"rank {other} ({names[other]})" for other in missing)
+    keys = [f"here{other}" for other in range(len(names))]
+    while not store.check(keys):  # all at once, as an answer over a slow link takes long
         if store.check([REFUSED]):
             store.set(f"{HEARD}{index}", "")
             raise Refused(store.get(REFUSED).decode(), told=os.environ.get("LOCAL_RANK", "0") != "0")
         if store.add("failed", 0):
-            raise RunFailed(f"{others} did not join the job, of which a rank failed")
+            raise RunFailed(f"{_missing(store, keys, names)} did not join the job, of which a rank failed")
         if time.monotonic() > end_s:
             raise RunFailed(
-                f"{others} did not join the job in {timeout_s:g} s: start all ranks, and see what ended them"
+                f"{_missing(store, keys, names)} did not join the job in {timeout_s:g} s: start all ranks, and see "
+                "what ended them"
             )
         time.sleep(_ASK_AGAIN_S)
-    known = [msgspec.json.decode(store.get(f"here{other}"), type=dict[str, str]) for other in range(len(names))]
+    known = [msgspec.json.decode(value, type=dict[str, str]) for value in store.multi_get(keys)]
     differences = _differences(names, known)
     if differences:
         raise BapipeError(f"the ranks differ, and would train something else: {'; '.join(differences)}")
+
+
+def outer_address(store: JobStore) -> str:
+    """Returns the address of this rank's host by which it is connected to other hosts; loopback if there are none.
+
+    All ranks call it when they have joined.
+    """
+    if store.server is not None:
+        store.set("outer address", store.server.outer_address())
+    # Only on the host of rank 0 does a connection to the store not leave the host.
+    address = store.own_address
+    return (store.get("outer address").decode() or address) if is_loopback(address) else address
+
+
+def _missing(store: JobStore, keys: Sequence[str], names: Sequence[str]) -> str:
+    return ", ".join(f"rank {i} ({names[i]})" for i, key in enumerate(keys) if not store.check([key]))
 
 
 def _differences(names: Sequence[str], known: Sequence[Mapping[str, str]]) -> list[str]:

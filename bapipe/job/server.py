@@ -6,10 +6,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from bapipe.job.interfaces import is_loopback, plain_address
 from bapipe.job.messages import Channel, greet_client
 
 _GREETING_S = 5.0
@@ -17,6 +19,23 @@ _GREETING_S = 5.0
 
 _MAX_GREETINGS = 64
 """Connections that may be doing so at a time; another one ends the oldest."""
+
+
+_QUIET_S = 1.0
+"""How long a rank has to ask for something when the job has failed, and then again: over any link it takes less."""
+
+_LEAVE_S = 10.0
+"""How long the server outlives its job at most."""
+
+_LOOK_AGAIN_S = 0.02
+
+
+@dataclass(slots=True)
+class _Joined:
+    """A rank that has joined: this host's address that it has connected to, and when it asked for something."""
+
+    address: str
+    asked_s: float
 
 
 class StoreServer:
@@ -28,7 +47,7 @@ class StoreServer:
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self._listener, self._secret = listener, secret
         self._values: dict[str, bytes] = {}
-        self._joined: set[int] = set()
+        self._joined: dict[int, _Joined] = {}
         self._lock = threading.Lock()
         self._greeted: OrderedDict[socket.socket, None] = OrderedDict()  # being greeted, the oldest first
         threading.Thread(target=self._accept, daemon=True).start()
@@ -37,6 +56,24 @@ class StoreServer:
     def port(self) -> int:
         number: int = self._listener.getsockname()[1]
         return number
+
+    def outer_address(self) -> str:
+        """Returns the address of this host by which ranks of other hosts have joined, empty if there are none."""
+        with self._lock:
+            addresses = {joined.address for joined in self._joined.values()}
+        return min((address for address in addresses if not is_loopback(address)), default="")
+
+    def wait_for_others(self, own: int | None) -> None:
+        """Returns when all other ranks have left, or ask for nothing any more, as one that hangs."""
+        begin_s = time.monotonic()
+        while time.monotonic() < begin_s + _LEAVE_S and self._any_asks(own, begin_s):
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _any_asks(self, own: int | None, begin_s: float) -> bool:
+        since_s = time.monotonic() - _QUIET_S
+        with self._lock:
+            others = [joined for rank, joined in self._joined.items() if rank != own]
+        return any(max(begin_s, joined.asked_s) > since_s for joined in others)
 
     def close(self) -> None:
         """Accepts no more connections."""
@@ -65,13 +102,15 @@ class StoreServer:
         try:
             with connection, suppress(OSError):
                 channel = self._greet(connection)
+                address = plain_address(connection.getsockname()[0])
                 while True:
                     request = msgspec.msgpack.decode(channel.receive(), type=list[Any])
-                    channel.send(msgspec.msgpack.encode(self._answer(request, rank)))
+                    channel.send(msgspec.msgpack.encode(self._answer(request, rank, address)))
         finally:  # whatever ended it, the rank may join again
             with self._lock:
                 self._greeted.pop(connection, None)
-                self._joined.difference_update(rank)
+                for one in rank:
+                    del self._joined[one]
 
     def _greet(self, connection: socket.socket) -> Channel:
         timer = threading.Timer(_GREETING_S, _shut_down, (connection,))  # in all: a byte now and then is no excuse
@@ -84,13 +123,15 @@ class StoreServer:
             with self._lock:
                 self._greeted.pop(connection, None)
 
-    def _answer(self, request: Sequence[Any], rank: list[int]) -> object:
+    def _answer(self, request: Sequence[Any], rank: list[int], address: str) -> object:
         name, *arguments = request
         with self._lock:
+            for one in rank:
+                self._joined[one].asked_s = time.monotonic()
             if name == "join":
                 if arguments[0] in self._joined:
                     return False
-                self._joined.add(arguments[0])
+                self._joined[arguments[0]] = _Joined(address, time.monotonic())
                 rank.append(arguments[0])
                 return True
             if name not in _EVALUATE:
@@ -102,8 +143,8 @@ def _set(values: dict[str, bytes], key: str, value: bytes) -> None:
     values[key] = value
 
 
-def _get(values: dict[str, bytes], key: str) -> bytes | None:
-    return values.get(key)
+def _multi_get(values: dict[str, bytes], keys: Sequence[str]) -> list[bytes | None]:
+    return [values.get(key) for key in keys]
 
 
 def _add(values: dict[str, bytes], key: str, number: int) -> int:
@@ -132,7 +173,7 @@ def _num_keys(values: dict[str, bytes]) -> int:
 
 _EVALUATE: dict[str, Callable[..., object]] = {
     "set": _set,
-    "get": _get,
+    "multi_get": _multi_get,
     "add": _add,
     "check": _check,
     "delete_key": _delete,

@@ -6,13 +6,15 @@ Not torch's TCPStore: whoever reaches its port can list, change and delete all k
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 from torch.distributed import Store
 
+from bapipe.job.interfaces import plain_address
 from bapipe.job.messages import Channel, greet_server
 from bapipe.job.server import StoreServer
 
@@ -22,20 +24,28 @@ _ASK_AGAIN_S = 0.02
 class JobStore(Store):
     """A rank's connection to the store's server.
 
+    `timeout_s` is how long an answer or a key is waited for, `connect_s` how long the connection, by default as long.
+
     Attributes:
         server: the server itself, on the rank that serves it.
+        own_address: this side's address of the connection.
 
     Raises:
         NotOfTheJob: the server does not know the secret.
         OSError: there is no connection, or it ends.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float) -> None:
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, timeout_s: float, connect_s: float | None = None
+    ) -> None:
         super().__init__()
         self.server: StoreServer | None = None
         self._timeout_s = timeout_s
+        self._rank: int | None = None
         self._lock = threading.Lock()
-        connection = socket.create_connection(address, timeout=timeout_s)
+        connection = socket.create_connection(address, timeout=timeout_s if connect_s is None else connect_s)
+        connection.settimeout(timeout_s)
+        self.own_address: str = plain_address(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._channel: Channel = greet_server(connection, secret)
@@ -48,20 +58,37 @@ class JobStore(Store):
         if self.server is not None:
             self.server.close()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Stops serving when the context is left; after an error not before the others have read what they wait for."""
+        try:
+            yield
+        except Exception:
+            if self.server is not None:
+                self.server.wait_for_others(self._rank)
+            raise
+        finally:
+            self.stop_serving()
+
     def join(self, rank: int) -> bool:
         """Returns whether this process is now the one of a rank; false if there is another."""
+        self._rank = rank
         return bool(self._ask("join", rank))
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        value: bytes | None = self._ask("get", key)
-        if value is None:  # asked first, as an answer over a slow link takes long
-            self.wait([key])
-            value = self._ask("get", key)
-        assert value is not None  # nothing deletes keys that others wait for
-        return value
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        values: list[bytes | None] = self._ask("multi_get", list(keys))
+        if None in values:  # asked first, as an answer over a slow link takes long
+            self.wait(keys)
+            values = self._ask("multi_get", list(keys))
+        there = [value for value in values if value is not None]
+        assert len(there) == len(keys)  # nothing deletes keys that others wait for
+        return there
 
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", key, value))

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
-from bapipe.job.groups import barrier, init_proven_group
-from bapipe.job.rendezvous import open_store
+from bapipe.job.groups import barrier, init_proven_group, meet
+from bapipe.job.interfaces import check_interface, choose_interface
+from bapipe.job.rendezvous import open_store, outer_address
 from bapipe.job.secret import job_secret
 from bapipe.profiler.cluster import device_here
 from bapipe.profiler.links import fit
@@ -70,20 +71,25 @@ def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
     """Returns the ranks of this process's torchrun job as a cluster; all ranks call it at the same time.
 
     Raises:
-        BapipeError: another process is in the place of a rank, or torch does not find the rank's device.
+        BapipeError: another process is in the place of a rank, torch does not find the rank's device, or a network
+            interface is named that is not there.
         RunFailed: the ranks do not find each other.
     """
     names = [f"{kind}{rank}" for rank in range(job.size)]
     torch.set_num_threads(1)
     if kind == "cuda":
         current_device(torch.device("cuda", visible_place(_local_rank(job.rank))))
+    check_interface()
     timeout = timedelta(seconds=_JOIN_S)
     store = open_store(job.rank, names, _JOIN_S)
-    init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
-    try:
-        return probe(kind, progress)
-    finally:
-        dist.destroy_process_group()
+    with store.in_use():
+        meet(store, job.rank, job.size, timeout)
+        choose_interface(outer_address(store))
+        init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
+        try:
+            return probe(kind, progress)
+        finally:
+            dist.destroy_process_group()
 
 
 def probe(kind: str, progress: PartsProgress) -> Cluster:

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from bapipe.errors import BapipeError, RunFailed
+from bapipe.job import rendezvous
 from bapipe.job import secret as secrets
+from bapipe.job import server as job_server
 from bapipe.job.refusal import refusals_told
 from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, serve, wait_for_all
 from bapipe.job.secret import job_secret
@@ -167,7 +170,13 @@ def test_every_run_of_a_job_finds_its_own_store(monkeypatch: pytest.MonkeyPatch)
     assert [store.add("failed", 1) for store in (*first, *early, late)] == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("address", "port"), [(None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "any")])
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        (None, "29500"), ("127.0.0.1", None), ("127.0.0.1", "any"), ("127.0.0.1", "0"), ("127.0.0.1", "99999"),
+        ("a..b", "29500"), ("x" * 70, "29500"),
+    ],
+)  # fmt: skip
 def test_a_job_without_an_address_is_refused_in_a_line(
     monkeypatch: pytest.MonkeyPatch, address: str | None, port: str | None
 ) -> None:
@@ -180,8 +189,8 @@ def test_a_job_without_an_address_is_refused_in_a_line(
         open_store(1, NAMES, 5.0)
     assert str(caught.value) == (
         "RANK and WORLD_SIZE say that this process is a rank of a job, but "
-        f"MASTER_ADDR is '{address or ''}' and MASTER_PORT '{port or ''}': start the job with torchrun, which sets all "
-        "four, or unset RANK to run alone"
+        f"MASTER_ADDR is '{address or ''}' and MASTER_PORT '{port or ''}', not a host and a port from 1 to 65535: start "
+        "the job with torchrun, which sets all four, or unset RANK to run alone"
     )
 
 
@@ -192,6 +201,76 @@ def test_a_rank_that_the_job_does_not_have_is_refused_in_a_line() -> None:
         "RANK is 5 and WORLD_SIZE 3: a job numbers its ranks from 0; start it with torchrun, which sets both, or unset "
         "RANK to run alone"
     )
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (
+            0,
+            "rank 0 (cpu0) cannot reach its own store at MASTER_ADDR 'no-such-host.invalid', port 29555: {}: set "
+            "MASTER_ADDR to a name or an address of the host of rank 0 for all ranks",
+        ),
+        (
+            1,
+            "rank 1 (gpu1) cannot reach rank 0 at MASTER_ADDR 'no-such-host.invalid', port 29555, after 0.2 s: {}: "
+            "start all ranks, and let this one through",
+        ),
+    ],
+)
+def test_an_address_that_nobody_has_is_named_with_the_systems_reason(
+    monkeypatch: pytest.MonkeyPatch, rank: int, said: str
+) -> None:
+    reason = "Name or service not known"
+    monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, reason)))
+    monkeypatch.setattr(rendezvous, "_OWN_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_listener_on_all", lambda port: socket.create_server(("127.0.0.1", 0)))
+    for name, value in (("MASTER_ADDR", "no-such-host.invalid"), ("MASTER_PORT", "29555"), (secrets.VARIABLE, "text")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RunFailed) as caught:
+        open_store(rank, NAMES, 0.2 if rank else 600.0)
+    assert str(caught.value) == said.format(reason)
+
+
+def test_the_store_is_there_until_all_ranks_have_read_why_the_job_ends(server: StoreServer) -> None:
+    """Over a slow link that takes longer than on the host of rank 0."""
+    stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(2)]
+    for rank, store in enumerate(stores):
+        assert store.join(rank)
+    stores[0].server = server
+    read: list[bytes] = []
+
+    def slowly() -> None:
+        for key in ("why", "when"):
+            time.sleep(0.3)
+            read.append(stores[1].get(key))
+        stores[1]._channel.connection.close()
+
+    def end() -> None:
+        stores[0].set("why", "ranks differ")
+        stores[0].set("when", "now")
+        with stores[0].in_use():
+            raise BapipeError("ranks differ")
+
+    other = threading.Thread(target=slowly)
+    other.start()
+    start_s = time.monotonic()
+    with pytest.raises(BapipeError, match="ranks differ"):
+        end()
+    assert read == [b"ranks differ", b"now"]
+    assert time.monotonic() - start_s < 5
+    other.join(20)
+
+
+def test_a_rank_that_no_longer_asks_is_not_waited_for(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs, or the link to it is cut."""
+    monkeypatch.setattr(job_server, "_QUIET_S", 0.1)
+    stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(2)]
+    for rank, store in enumerate(stores):
+        assert store.join(rank)
+    start_s = time.monotonic()
+    server.wait_for_others(0)
+    assert 0.05 < time.monotonic() - start_s < 5
 
 
 def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,12 @@ class Attacked(dist.Store):
     def get(self, key: str) -> bytes:
         return self._inner.get(key)
 
+    def add(self, key: str, value: int) -> int:
+        return self._inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
         self._inner.wait(keys, timeout)
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line, root_cause
 from bapipe.job.groups import init_proven_group, meet, use_loopback
-from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, wait_for_all
+from bapipe.job.interfaces import check_interface, choose_interface
+from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, outer_address, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
@@ -26,10 +27,8 @@ from bapipe.torch_device import CPU, current_device, is_out_of_memory, prepare_c
 from bapipe.torchrun import Job
 
 _START = timedelta(days=1)
-"""How long a rank on this machine waits for the others to start, whose parent notices one that does not."""
-
-_JOIN_S = 300.0
-"""The longest time that a rank of a job waits for others to start."""
+"""How long a rank waits for the others to start: on this machine, where the parent notices one that does not, so long;
+a rank of a job at most."""
 
 Result = TypeVar("Result")
 
@@ -235,7 +234,7 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
     """Runs the worker as a rank of the job of torchrun that this process is part of, `joined`; returns its result.
 
     Raises:
-        BapipeError: the job has another number of processes.
+        BapipeError: the job has another number of processes, or is to use a network interface that is not there.
         RunFailed: this process cannot join, the worker raised an error, or the job did not meet.
     """
     index, size, names = joined.rank, joined.size, job.names
@@ -244,7 +243,8 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
             f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, on "
             f"one host with nproc-per-node={len(names)} for torchrun, or plan for {size} devices"
         )
-    rendezvous_s = min(job.timeout_s, _JOIN_S)
+    check_interface()
+    rendezvous_s = min(job.timeout_s, _START.total_seconds())
     try:
         store = open_store(index, names, rendezvous_s)
     except BapipeError as error:
@@ -258,21 +258,21 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
             on_message(index, message.value)
 
     limit: WaitLimit | None = None
-    try:
-        wait_for_all(store, index, names, rendezvous_s, job.facts)
-        limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
-        result = _work(job, index, send, limit, store=store, secret=job_secret())
-        dist.destroy_process_group()
-        return result
-    except Refused:
-        raise
-    except Exception as error:
-        failure = _failure_of(error, job.timeout_s, limit)
-        at = f" at step {steps[0]}" if steps else ""
-        told = another_rank_reports(store, failure.lost_peer)
-        raise RunFailed(describe_failure(failure, job, index, at), told=told) from None
-    finally:
-        store.stop_serving()
+    with store.in_use():
+        try:
+            wait_for_all(store, index, names, rendezvous_s, job.facts)
+            choose_interface(outer_address(store))
+            limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
+            result = _work(job, index, send, limit, store=store, secret=job_secret())
+            dist.destroy_process_group()
+            return result
+        except Refused:
+            raise
+        except Exception as error:
+            failure = _failure_of(error, job.timeout_s, limit)
+            at = f" at step {steps[0]}" if steps else ""
+            told = another_rank_reports(store, failure.lost_peer)
+            raise RunFailed(describe_failure(failure, job, index, at), told=told) from None
 
 
 def describe_failure(failure: Failure, job: RankJob, index: int, at: str) -> str:
