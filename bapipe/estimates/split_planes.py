@@ -30,8 +30,10 @@ def by_planes(layer: LayerProfile, inputs: LayerInputs, num_members: int) -> Mem
     shape = layer.shape
     if shape is UNSET or shape.in_planes is UNSET or shape.out_planes is UNSET:
         return computed_whole(inputs)
-    _check_planes(layer.name, shape, shape.in_planes, shape.out_planes, num_members)
-    halo = Exchange(part="forward", how="halo", tensors=inputs.in_parts, halo=shape.halo, planes=shape.in_planes)
+    _check_number(layer.name, shape.in_planes, shape.out_planes, num_members)
+    planes = halo_of(shape, shape.in_planes, shape.out_planes, num_members)
+    _check_halo(layer.name, shape.window, max(planes), shape.in_planes, num_members)
+    halo = Exchange(part="forward", how="halo", tensors=inputs.in_parts, halo=planes, planes=shape.in_planes)
     back = replace(halo, part="input_grad", tensors=inputs.gradients_of(inputs.in_parts))
     gathered = Exchange(part="input_grad", how="gather", tensors=inputs.gradients_of(inputs.whole))
     statistics = _statistics(shape)
@@ -58,7 +60,22 @@ def _statistics(shape: LayerShape) -> tuple[Exchange, ...]:
     )
 
 
-def _check_planes(name: str, shape: LayerShape, in_planes: int, out_planes: int, num_members: int) -> None:
+def halo_of(shape: LayerShape, in_planes: int, out_planes: int, num_members: int) -> tuple[int, int]:
+    """Returns the most planes that a member needs of the one before it, and of the one after it.
+
+    Members hold blocks of planes as even as can be, in the order of the members, of the inputs as of the outputs.
+    """
+    before = after = 0
+    for member in range(num_members):
+        first, stop = member * in_planes // num_members, (member + 1) * in_planes // num_members
+        first_out, stop_out = member * out_planes // num_members, (member + 1) * out_planes // num_members
+        first_read = max(0, first_out * shape.stride - shape.padding)
+        stop_read = min(in_planes, (stop_out - 1) * shape.stride - shape.padding + shape.window)
+        before, after = max(before, first - first_read), max(after, stop_read - stop)
+    return before, after
+
+
+def _check_number(name: str, in_planes: int, out_planes: int, num_members: int) -> None:
     fewest = min(in_planes, out_planes)
     if fewest < num_members:
         raise CannotSplit(
@@ -67,11 +84,14 @@ def _check_planes(name: str, shape: LayerShape, in_planes: int, out_planes: int,
             limit=f"{fewest} planes of layer '{name}'",
             most=fewest,
         )
-    if max(shape.halo) > in_planes // num_members:
+
+
+def _check_halo(name: str, window: int, halo: int, in_planes: int, num_members: int) -> None:
+    if halo > in_planes // num_members:
         raise CannotSplit(
-            f"layer '{name}' has {in_planes} planes for {num_members} members, and its window of {shape.window} needs "
-            f"{max(shape.halo)} of a neighbour, which has {in_planes // num_members}: use fewer members, or let every "
+            f"layer '{name}' has {in_planes} planes for {num_members} members, and its window of {window} needs "
+            f"{halo} of a neighbour, which has {in_planes // num_members}: use fewer members, or let every "
             f"member compute it whole, with `whole` {name}",
-            limit=f"{in_planes} planes of layer '{name}', of which a window needs {max(shape.halo)} of a neighbour",
-            most=in_planes // max(shape.halo),
+            limit=f"{in_planes} planes of layer '{name}', of which a window needs {halo} of a neighbour",
+            most=in_planes // halo,
         )

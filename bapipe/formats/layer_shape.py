@@ -33,8 +33,3 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heads: Positive | msgspec.UnsetType = msgspec.UNSET
     attends: bool = False
     elementwise_inputs: tuple[str, ...] = ()
-
-    @property
-    def halo(self) -> tuple[int, int]:
-        """The planes that a member needs of its neighbour before it, and of the one after it."""
-        return self.padding, max(0, self.window - self.stride - self.padding)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate
+from bapipe.estimates.split_planes import halo_of
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.layer_shape import LayerShape
@@ -246,6 +247,27 @@ def test_members_between_two_others_send_to_one_after_the_other() -> None:
     # A plane of 16 bytes to either side: two members have one neighbour, those in the middle of four have two.
     assert two.measurements[0].layers[1].forward_exchange_ns == 116
     assert four.measurements[0].layers[1].forward_exchange_ns == 2 * 116
+
+
+@pytest.mark.parametrize(
+    ("shape", "members", "want"),
+    [
+        (LayerShape(in_planes=8, out_planes=8, window=3, padding=1), 4, (1, 1)),
+        (LayerShape(in_planes=8, out_planes=4, window=3, stride=2, padding=1), 4, (1, 0)),
+        (LayerShape(in_planes=8, out_planes=4, window=2, stride=2), 4, (0, 0)),
+        # Seven output planes are three and four: the second member reads from plane 6 on, or 5, and holds 7 to 13.
+        (LayerShape(in_planes=14, out_planes=7, window=2, stride=2), 2, (1, 0)),
+        (LayerShape(in_planes=14, out_planes=7, window=3, stride=2, padding=1), 2, (2, 0)),
+        # Without padding the outputs are fewer: three of six from planes 0 to 4, and from 3 to 7.
+        (LayerShape(in_planes=8, out_planes=6, window=3), 2, (1, 1)),
+    ],
+)
+def test_a_member_needs_the_planes_that_it_reads_and_does_not_hold(
+    shape: LayerShape, members: int, want: tuple[int, int]
+) -> None:
+    assert shape.in_planes
+    assert shape.out_planes
+    assert halo_of(shape, shape.in_planes, shape.out_planes, members) == want
 
 
 def test_a_batch_norm_sums_over_the_members() -> None:
