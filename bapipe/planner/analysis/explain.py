@@ -233,6 +233,10 @@ def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)
     named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or ("none" if num_tried else "not known")
     text = f"Step time saved by 10 % more of one resource: {named}{left_out}."
+    if any(plan.cluster.devices[plan.cluster.index[name]].num_members > 1 for name in plan.used_devices):
+        text += (
+            " What the members of a group exchange is part of its profile's times: its speed counts it, no link does."
+        )
     if not delaying:
         return text
     longer = ", ".join(and_others(delaying, "resources"))
