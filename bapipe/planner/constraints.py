@@ -4,6 +4,7 @@ Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: th
 devices only, or on a group of which all members are among them.
 """
 
+import re
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -145,15 +146,16 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
     separate: list[tuple[str, str]] = []
     on: list[tuple[str, tuple[str, ...]]] = []
     for text in texts:
-        words = text.split()
-        if len(words) != 3 or words[1] not in ("with", "without", "on"):
+        # Names may have spaces.
+        found = re.fullmatch(r"(.+?)\s+(with|without|on)\s+(.+)", text.strip())
+        if found is None:
             raise BapipeError(
                 f"'{text}' is not a constraint: want 'LAYER with LAYER', 'LAYER without LAYER' or "
                 "'LAYER on DEVICE,DEVICE'"
             )
-        layer, relation, other = words
+        layer, relation, other = found.groups()
         if relation == "on":
-            on.append((layer, tuple(other.split(","))))
+            on.append((layer, tuple(name.strip() for name in other.split(","))))
         else:
             (together if relation == "with" else separate).append((layer, other))
     return Constraints(together=tuple(together), separate=tuple(separate), on=tuple(on))

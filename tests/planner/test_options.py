@@ -22,6 +22,7 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.sensitivity import sensitivity
+from bapipe.planner.constraints import Constraints, parse_constraints
 from bapipe.planner.options import PlanOptions, limit_that_leaves
 from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
 from bapipe.report.plans import proof
@@ -221,6 +222,15 @@ def test_constraints_hold() -> None:
     assert [count for count, _ in stages("l0 without l1", "l1 with l4")] == [1, 4]
     assert stages("l0 without l4", "l4 on d0", "l0 on d2,d1")[-1][1] == ("d0",)
     assert set(stages("l0 without l4", "l4 on d0", "l0 on d2,d1")[0][1]) <= {"d1", "d2"}
+
+
+def test_names_in_constraints_may_have_spaces() -> None:
+    texts = ["Encoder layer 3 without head", "conv2 with 空白 1", "x on gpu 0, gpu 1,cuda"]
+    assert parse_constraints(texts) == Constraints(
+        together=(("conv2", "空白 1"),),
+        separate=(("Encoder layer 3", "head"),),
+        on=(("x", ("gpu 0", "gpu 1", "cuda")),),
+    )
 
 
 @pytest.mark.parametrize(
