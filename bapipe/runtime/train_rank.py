@@ -46,6 +46,14 @@ class EvaluationProgress:
     evaluation: Evaluation | None = None
 
 
+class _AskedToStop(Exception):
+    """A signal has asked a rank to stop during an evaluation, which all ranks leave; `number` is that of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 class _History:
     """What the result says of each step, in 25 bytes a step: a run may have millions."""
 
@@ -152,7 +160,9 @@ def _train_steps(
 ) -> tuple[_History, list[Evaluation]]:
     """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
 
-    An evaluation that is due at the position comes first: it follows a checkpoint, and may have been cut off.
+    An evaluation that is due at the position comes first: it follows a checkpoint, and may have been cut off. One that
+    a signal cuts off is left to the run that resumes, as it may take longer than the signal leaves time; but not the
+    last one, of a run that is at its end.
 
     Raises:
         Stopped: a signal has asked for it; the step is done, and its checkpoint written.
@@ -167,7 +177,10 @@ def _train_steps(
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
     history, evaluations, position = _History(), list[Evaluation](), start
     if validation is not None and start.step > 0 and config.evaluates_after(start.step):
-        evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step))
+        try:
+            evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step, may_stop=True))
+        except _AskedToStop as asked:
+            raise _stopped(asked.number, start.step, writer) from None
     for step in range(start.step, config.steps):
         rank.enter_step(step)
         seed_step(config.seed, rank.index, step)
@@ -193,7 +206,13 @@ def _train_steps(
         if stop_signal and step + 1 < config.steps:
             raise _stopped(stop_signal, step + 1, writer)
         if validation is not None and config.evaluates_after(step + 1):
-            evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1))
+            try:
+                is_last = step + 1 == config.steps
+                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1, may_stop=not is_last))
+            except _AskedToStop as asked:
+                if writer is not None and not config.checkpoint_after(step + 1):
+                    _save(pipeline, job, writer, batch.after, step)
+                raise _stopped(asked.number, step + 1, writer) from None
     return history, evaluations
 
 
@@ -225,19 +244,34 @@ def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) 
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length, seed=seed)
 
 
-def _evaluate(pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int) -> Evaluation:
+def _evaluate(
+    pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int, *, may_stop: bool
+) -> Evaluation:
+    """Returns the evaluation after some steps.
+
+    Raises:
+        _AskedToStop: if it `may_stop`, on all ranks.
+    """
     total = len(data.dataset)
 
     def on_progress(done: int) -> None:
         rank.enter_step(steps - 1)  # tells the launcher that this rank is alive
         if rank.index == 0:
             rank.report(EvaluationProgress(done, total))
+        if may_stop and (number := _stop_signal_of_any(rank)):
+            raise _AskedToStop(number)
 
     on_progress(0)
     evaluation = evaluate(pipeline, plan, data, rank.device, steps, on_progress)
     if rank.index == 0:
         rank.report(EvaluationProgress(total, total, evaluation))
     return evaluation
+
+
+def _stop_signal_of_any(rank: Rank) -> int:
+    asked = torch.tensor(rank.stop_signal, device=rank.device)
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return int(asked)
 
 
 def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
