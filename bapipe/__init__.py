@@ -11,6 +11,7 @@ when something measures or trains.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,14 +138,22 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used; `bapipe --help` would otherwise wait for the whole planner."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'bapipe' has no attribute '{name}'")
-    value = getattr(import_module(_MODULE_OF[name]), name)
-    globals()[name] = value  # later accesses find the name without this function
-    return value
+_NEEDS_TORCH = frozenset({"Example", "Pipeline", "PipelineDataset", "weighted_mean"})
+"""Names that cannot be imported without torch; other functions need it when they are called, if at all."""
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        """Imports a public name when it is first used; `bapipe --help` would otherwise wait for the whole planner."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'bapipe' has no attribute '{name}'")
+        if name in _NEEDS_TORCH:
+            import_module("bapipe._optional").require_torch()
+        value = getattr(import_module(_MODULE_OF[name]), name)
+        globals()[name] = value  # later accesses find the name without this function
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    missing = _NEEDS_TORCH if find_spec("torch") is None else frozenset()  # so that `help` works
+    return sorted({*globals(), *_MODULE_OF} - missing)

@@ -10,5 +10,5 @@ def require_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise BapipeError(f"profiling and running need torch ({error}): pip install 'bapipe[run]'") from None
+        raise BapipeError(f"profiling and running need torch ({error}): pip install torch safetensors pillow") from None
     return torch

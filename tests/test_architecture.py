@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -236,11 +237,23 @@ def test_type_checkers_see_the_annotations() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
+def test_without_torch_the_package_can_be_listed_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in bapipe._NEEDS_TORCH:
+        monkeypatch.delitem(vars(bapipe), name, raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    members = dict(inspect.getmembers(bapipe))
+    assert bapipe.__all__ == sorted({*members} & {*bapipe.__all__} | bapipe._NEEDS_TORCH)
+    assert not members.keys() & bapipe._NEEDS_TORCH
+    for name in bapipe._NEEDS_TORCH:
+        with pytest.raises(bapipe.BapipeError, match=r"need torch \(.*\): pip install torch safetensors pillow$"):
+            getattr(bapipe, name)
+
+
 def test_public_names() -> None:
     assert sorted(bapipe._MODULE_OF) == sorted(bapipe.__all__)
     assert set(bapipe.__all__) <= set(dir(bapipe))
     with pytest.raises(AttributeError):
-        bapipe.nothing  # noqa: B018
+        bapipe.nothing  # type: ignore[attr-defined]  # noqa: B018
     assert sorted(bapipe.__all__) == [
         "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "ConstraintsUnmet", "Device", "Example", "Goal",
         "Infeasible", "InvalidFile", "InvalidModel", "InvalidSchedule", "LayerFailed", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan",

@@ -88,7 +88,7 @@ def tensorboard_writer(folder: Path, minibatch_size: int) -> Iterator[TensorBoar
         import torch.utils.tensorboard  # noqa: F401
     except ImportError:
         raise BapipeError(
-            "`tensorboard` needs the package tensorboard, which is not installed: pip install 'bapipe[tensorboard]'"
+            "`tensorboard` needs the package tensorboard, which is not installed: pip install tensorboard"
         ) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)

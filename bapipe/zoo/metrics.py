@@ -22,7 +22,7 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
         import sacrebleu  # not needed for training
     except ImportError:
         raise BapipeError(
-            "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without "
+            "BLEU is computed with sacrebleu, which is not installed: pip install sacrebleu, or train without "
             "`evaluate_every`"
         ) from None
     score: float = sacrebleu.corpus_bleu(list(texts), [list(references)], force=True).score

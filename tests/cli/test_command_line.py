@@ -606,4 +606,6 @@ def test_measuring_without_torch_names_the_package_to_install(folder: Path) -> N
     path = f"{folder / 'block'}{os.pathsep}{ROOT}"
     done = bapipe(folder, "profile", "vgg16", PYTHONPATH=path)
     assert done.returncode == 1
-    assert done.stderr == "error: profiling and running need torch (no torch here): pip install 'bapipe[run]'\n"
+    assert (
+        done.stderr == "error: profiling and running need torch (no torch here): pip install torch safetensors pillow\n"
+    )

@@ -108,5 +108,5 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as error, tensorboard_writer(tmp_path, 32):
         pass
     assert str(error.value) == (
-        "`tensorboard` needs the package tensorboard, which is not installed: pip install 'bapipe[tensorboard]'"
+        "`tensorboard` needs the package tensorboard, which is not installed: pip install tensorboard"
     )

@@ -32,7 +32,7 @@ def test_bleu_without_sacrebleu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BapipeError) as error:
         check_scores(EvaluationData(dataset=as_pipeline_dataset([]), metrics={}, generation=example.generation))
     assert str(error.value) == (
-        "BLEU is computed with sacrebleu, which is not installed: pip install 'bapipe[text]', or train without `evaluate_every`"
+        "BLEU is computed with sacrebleu, which is not installed: pip install sacrebleu, or train without `evaluate_every`"
     )
 
 

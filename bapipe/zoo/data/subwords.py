@@ -90,7 +90,7 @@ def _sentencepiece() -> Any:
         import sentencepiece  # other data does not need it
     except ImportError:
         raise BapipeError(
-            "sentences are split into subwords with sentencepiece, which is not installed: pip install 'bapipe[text]'; "
+            "sentences are split into subwords with sentencepiece, which is not installed: pip install sentencepiece; "
             "or give the folder a vocabulary.txt, one word per line"
         ) from None
     return sentencepiece
