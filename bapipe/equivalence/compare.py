@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.torch_device import CPU
+from bapipe.tracing.python_state import values_restored
 
 _ROUNDING = 64
 """Differences of this many rounding units of a tensor's largest value are rounding, in any model."""
@@ -85,21 +86,16 @@ def perturbed(
 
     It shows how far apart two correct computations may be: the order of sums, and of kernels, is free.
     """
-    values = [(parameter, parameter.detach().clone()) for parameter in module.parameters()]
     generator = torch.Generator().manual_seed(0)
-    try:
+    with values_restored(module.parameters()):
         with torch.no_grad():
-            for parameter, _ in values:
+            for parameter in module.parameters():
                 parameter.copy_(_shaken(parameter, generator, conditions))
         shaken = [
             Microbatch(inputs=tuple(_shaken(tensor, generator, conditions) for tensor in one.inputs), target=one.target)
             for one in microbatches
         ]
         return run_original(module, loss, shaken, conditions)
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
 
 
 def _shaken(tensor: Tensor, generator: torch.Generator, conditions: Conditions) -> Tensor:

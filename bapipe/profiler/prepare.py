@@ -1,7 +1,7 @@
 """Prepares a module for measuring: checks, training mode and memory format, and batches of its examples."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.modes import enter_training_mode, idle_dropout
 from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import restore_value
+from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)
@@ -56,50 +56,43 @@ def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> 
 
 @contextmanager
 def prepared(module: nn.Module, device: torch.device, settings: Settings, *, move: bool = True) -> Iterator[None]:
-    """Puts the module in training mode without gradients; restores module, global generators and TF32 afterwards.
+    """Puts the module in training mode without gradients; restores its state, global generators and TF32 afterwards.
 
     If `move`, it also is on the device meanwhile.
     """
     home = next(module.parameters()).device
-    buffers = [
-        (vars(part)["_buffers"], name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
-    ]
     strides = [(parameter, parameter.stride()) for parameter in module.parameters()]
-    training = {submodule: submodule.training for submodule in module.modules()}
-    if move:
-        module.to(device)
-    enter_training_mode(module)
-    idle = idle_dropout(module)
-    if idle is not None:
-        _log.warning("%s", idle)
-    if settings.channels_last:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    module.zero_grad()
-    try:
-        with (
-            limited_embeddings_restored(module),
-            tf32(settings.tf32),
-            all_generators_restored(device),
-        ):
-            yield
-    finally:
-        module.zero_grad()
+    with (
+        state_restored(module),
+        limited_embeddings_restored(module),
+        tf32(settings.tf32),
+        all_generators_restored(device),
+    ):
         if move:
-            module.to(home)
-        with torch.no_grad():
-            for registry, name, buffer, value in buffers:
-                registry[name] = buffer  # a move, or a forward, may have put another one there
-                restore_value(buffer, value)
-        for parameter, stride in strides:
-            if parameter.stride() != stride:
-                restored = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
-                parameter.data = restored.copy_(parameter.data)
-        for submodule, mode in training.items():
-            submodule.training = mode
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
+            module.to(device)
+        enter_training_mode(module)
+        idle = idle_dropout(module)
+        if idle is not None:
+            _log.warning("%s", idle)
+        if settings.channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.zero_grad()
+        try:
+            yield
+        finally:
+            module.zero_grad()
+            if move:
+                module.to(home)
+            _restore_strides(strides)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
+
+
+def _restore_strides(strides: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> None:
+    for parameter, stride in strides:
+        if parameter.stride() != stride:
+            restored = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = restored.copy_(parameter.data)
 
 
 def batch_on_device(examples: Sequence[Tensor], size: int, device: torch.device) -> tuple[Tensor, ...]:

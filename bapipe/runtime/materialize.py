@@ -1,7 +1,6 @@
 """Real storage and initial values for the layers of some stages; all others stay on, or go to, the meta device."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private import give_storage, reset_method, without_weak_references
 from bapipe.tracing import layer_states, unused_state
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
+from bapipe.tracing.python_state import values_restored
 from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7
@@ -101,7 +101,9 @@ def _initialize_layer(
     with all_generators_restored(), torch.no_grad():
         seed_cpu_generators(derived_seed(seed, layer))
         for module in _owners(root, layer, unset):
-            with _unchanged(t for t in _may_be_reset(module, initialize) if id(t) not in written):
+            # A layer's reset also sets parameters that it shares with an earlier layer.
+            known = (t for t in _may_be_reset(module, initialize) if not (t.is_meta or id(t) in written))
+            with values_restored(known):
                 reset_layer(module, initialize)
     for name, tensor in unset.items():
         if _is_unset(tensor):
@@ -135,15 +137,6 @@ def _may_be_reset(module: nn.Module, initialize: Callable[[nn.Module], None] | N
     return _all_tensors(
         *(part for part in module.modules() if initialize is not None or reset_method(part) is not None)
     )
-
-
-@contextmanager
-def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restores values afterwards: a layer's reset also sets parameters that it shares with an earlier layer."""
-    values = [(tensor, tensor.clone()) for tensor in tensors if not tensor.is_meta]
-    yield
-    for tensor, value in values:
-        tensor.copy_(value)
 
 
 def _filled_with_marker(tensor: Tensor) -> Tensor:

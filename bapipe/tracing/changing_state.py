@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.model import TracedModel, attribute, layer_states, state_names
-from bapipe.tracing.python_state import generators_kept
+from bapipe.tracing.python_state import generators_kept, values_restored
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 """Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""
@@ -29,13 +29,8 @@ def limited_embeddings(module: nn.Module) -> list[Tensor]:
 def limited_embeddings_restored(*modules: nn.Module) -> Iterator[None]:
     """Forwards may run in this context; afterwards the weights of embeddings with `max_norm` are what they were."""
     limited = {id(weight): weight for module in modules for weight in limited_embeddings(module)}
-    before = [(weight, weight.detach().clone()) for weight in limited.values()]
-    try:
+    with values_restored(limited.values()):
         yield
-    finally:
-        with torch.no_grad():
-            for weight, value in before:
-                weight.copy_(value)
 
 
 def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> frozenset[str]:

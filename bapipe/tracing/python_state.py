@@ -66,7 +66,19 @@ def state_restored(
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
-                    restore_value(tensor, value)
+                    _restore_value(tensor, value)
+
+
+@contextmanager
+def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """The values of tensors may change in this context; afterwards they are what they were."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
 
 
 def _has_value(tensor: Tensor) -> bool:
@@ -74,7 +86,7 @@ def _has_value(tensor: Tensor) -> bool:
     return is_dense and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def restore_value(tensor: Tensor, value: Tensor) -> None:
+def _restore_value(tensor: Tensor, value: Tensor) -> None:
     """Gives a tensor back a value, also in another shape or type; without gradients."""
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value

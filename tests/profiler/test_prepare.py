@@ -70,6 +70,26 @@ def test_a_buffer_that_a_forward_makes_larger_is_restored() -> None:
     assert not module.training
 
 
+class Keeping(nn.Linear):
+    """A counter, a list and a generator in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls, self.seen, self.generator = 0, [1], torch.Generator().manual_seed(3)
+
+
+def test_what_a_module_keeps_in_attributes_is_restored() -> None:
+    module = Keeping()
+    seen, state = module.seen, module.generator.get_state()
+    with prepare.prepared(module, CPU, Settings()):
+        module.calls += 1
+        module.seen.append(2)
+        torch.rand(2, generator=module.generator)
+    assert (module.calls, module.seen) == (0, [1])
+    assert module.seen is seen
+    assert torch.equal(module.generator.get_state(), state)
+
+
 def test_embeddings_that_limit_their_norm_are_restored() -> None:
     module = nn.Embedding(3, 2, max_norm=0.1)
     before = module.weight.detach().clone()

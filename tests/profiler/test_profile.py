@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -159,10 +160,7 @@ class Looking(nn.Identity):
     """Notes how many parameters of the model have gradients when it runs."""
 
     model: nn.Module
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
+    found: ClassVar[list[int]] = []
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self.found.append(sum(p.grad is not None for p in self.model.parameters()))
