@@ -1,30 +1,39 @@
 """What code may change when it is called: modules and objects that it reaches, and numbers that it keeps."""
 
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sized
 from contextlib import ExitStack, contextmanager
+from datetime import date, timedelta
+from decimal import Decimal
+from enum import Enum
 from functools import partial
 from logging import Logger
+from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bapipe.torch_private import FakeTensor, version
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
 
 _CONSTANTS = (
-    int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, Tensor, type, ModuleType,
-    BuiltinFunctionType, MethodDescriptorType,
+    int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, Enum, Decimal, date, timedelta, PurePath,
+    re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType,
+    MethodDescriptorType,
 )  # fmt: skip
 
 
 _MAX_BYTES = 2**24
-"""Modules with tensors of more bytes are not copied before each call."""
+"""Modules and arrays of more bytes are not copied before each call; that larger tensors change is noticed."""
 
 _MAX_ITEMS = 1000
-"""Nor are those with a larger collection in an attribute, such as a vocabulary; nor more items of other collections."""
+"""Nor are modules with a larger collection in an attribute, such as a vocabulary; nor are more objects followed."""
 
 
 class _Plain:
@@ -34,9 +43,10 @@ class _Plain:
 class KeptState:
     """The state that code keeps, where all of it can be put back.
 
-    Followed are closures, defaults and globals of functions, owners of methods (to the attributes that these name), and
-    what `partial`, collections and objects hold, to modules, tensors and constants. Other objects, such as files, may
-    change in ways that nobody else can undo; and copying those that hold much would take too long.
+    Followed are closures, defaults and globals of functions, what `partial` and collections hold, and of owners of
+    methods and other objects those attributes and methods that the code names, to modules, tensors, arrays and
+    constants. Other objects, such as files, may change in ways that nobody else can undo; and copying those that hold
+    much would take too long.
 
     Attributes:
         obstacle: what it reaches of these, in words; None if nothing.
@@ -44,16 +54,23 @@ class KeptState:
 
     def __init__(self, code: object) -> None:
         self.obstacle: str | None = None
-        self._num_items = 0
+        self._names: set[str] = set()  # of attributes, in the code followed
+        self._objects: list[object] = []
         self._loggers: list[Logger] = []
         self._modules: list[nn.Module] = []
+        self._tensors: list[tuple[Tensor, int, Tensor | None]] = []  # (one, its version, its value if it is small)
         self._restores: list[Callable[[], object]] = []
         self._seen: set[int] = set()
+        self._num_followed = 0
         self._follow(code)
+        self._follow_attributes()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """In this context the code may be called; afterwards its state is as it was when this was made."""
+        """In this context the code may be called; afterwards its state is as it was when this was made.
+
+        A tensor that is too large to have been copied, and has changed, is an obstacle from then on.
+        """
         with ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(state_restored(module, compares=False))
@@ -63,69 +80,73 @@ class KeptState:
             yield
         for restore in self._restores:
             restore()
+        for tensor, before, value in self._tensors:
+            if version(tensor) != before and value is None:
+                self._meet(f"a tensor of shape {tuple(tensor.shape)} that it changes")
+            elif version(tensor) != before and value is not None:
+                with torch.no_grad():
+                    tensor.copy_(value)
+
+    def _meet(self, obstacle: str) -> None:
+        self.obstacle = self.obstacle or obstacle
 
     def _follow(self, one: Any) -> None:
-        if id(one) in self._seen or isinstance(one, _CONSTANTS):
+        if isinstance(one, _CONSTANTS) or id(one) in self._seen or self.obstacle is not None:
             return
         self._seen.add(id(one))
+        self._num_followed += 1
+        if self._num_followed > _MAX_ITEMS:
+            self._meet(f"more than {_MAX_ITEMS:,} objects")
+            return
         match one:
+            case Tensor():
+                self._follow_tensor(one)
             case nn.Module():
                 self._follow_module(one)
             case FunctionType():
                 self._follow_function(one)
             case MethodType():
-                self._follow_method(one)
+                self._follow_all((one.__self__, one.__func__))
             case partial():
-                self._follow_all(one.func, *one.args, *one.keywords.values())
+                self._follow_all((one.func, *one.args, *one.keywords.values()))
             case tuple() | frozenset():
-                self._follow_items(one, one)
-            case list():
-                self._restores.append(partial(one.__setitem__, slice(None), one.copy()))
-                self._follow_items(one, one)
+                self._follow_all(one)
+            case list() | deque():
+                self._restores.append(partial(_refill, one, list(one)))
+                self._follow_all(one)
             case set() | dict():
-                self._restore_filled(one)
-                self._follow_items(one, one.values() if isinstance(one, dict) else one)
+                self._restores.append(partial(_update, one, one.copy()))
+                self._follow_all(one.values() if isinstance(one, dict) else one)
+            case np.ndarray() if one.nbytes <= _MAX_BYTES and not one.dtype.hasobject:
+                self._restores.append(partial(np.copyto, one, one.copy()))
             case Logger():
                 self._loggers.append(one)
             case _ if _is_plain(one):
-                self._restore_filled(vars(one))
-                self._follow_items(vars(one), vars(one).values())
-                self._follow_all(*_methods(type(one)).values())
+                self._objects.append(one)
             case _:
                 self._meet(f"an object of type {type(one).__name__}")
 
-    def _meet(self, obstacle: str) -> None:
-        self.obstacle = self.obstacle or obstacle
-
-    def _follow_items(self, collection: Sized, values: Iterable[object]) -> None:
-        self._num_items += len(collection)
-        if self._num_items > _MAX_ITEMS:
-            self._meet(f"more than {_MAX_ITEMS:,} values in collections and objects")
-        else:
-            self._follow_all(*values)
-
-    def _restore_filled(self, one: dict[Any, Any] | set[Any]) -> None:
-        self._restores += one.clear, partial(one.update, one.copy())
-
-    def _follow_method(self, method: MethodType) -> None:
-        """Follows only what a method, and those of the same object that it names, name of the object."""
-        owner = method.__self__
-        if not _is_plain(owner):
-            self._follow_all(owner, method.__func__)
-            return
-        methods, named, left = _methods(type(owner)), set[str](), [method.__func__]
-        while left:
-            function = left.pop()
-            self._follow(function)
-            new = set(names_in(function)) - named
-            named |= new
-            left += [methods[name] for name in new if name in methods]
-        self._restore_filled(vars(owner))
-        self._follow_all(*(value for name, value in vars(owner).items() if name in named))
-
-    def _follow_all(self, *several: object) -> None:
+    def _follow_all(self, several: Iterable[object]) -> None:
         for one in several:
             self._follow(one)
+
+    def _follow_attributes(self) -> None:
+        """Follows what is named of objects, which may name more, and notes what to put back."""
+        known: tuple[int, int] | None = None
+        while known != (now := (len(self._names), len(self._objects))):
+            known = now
+            for one in list(self._objects):
+                named = {**_methods(type(one)), **vars(one)}
+                self._follow_all(value for name, value in named.items() if name in self._names)
+        for one in self._objects:
+            before = {name: value for name, value in vars(one).items() if name in self._names}
+            self._restores.append(partial(_reset, one, before, self._names))
+
+    def _follow_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_inference():
+            return
+        is_small = tensor.nbytes <= _MAX_BYTES
+        self._tensors.append((tensor, version(tensor), tensor.detach().clone() if is_small else None))
 
     def _follow_module(self, module: nn.Module) -> None:
         own = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
@@ -134,18 +155,48 @@ class KeptState:
             if not _holds_little(module):
                 self._meet(f"a module of type {type(module).__name__}, which holds much")
         for part in own:
-            self._follow_all(*_methods(type(part)).values())
+            self._follow_all(_methods(type(part)).values())
 
     def _follow_function(self, function: FunctionType) -> None:
         if _is_of_a_library(function.__module__):
             return
+        self._names.update(names_in(function))
         values = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
         self._restores.append(partial(function.__globals__.update, values))
         for cell in function.__closure__ or ():
             if _is_filled(cell):
                 self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 self._follow(cell.cell_contents)
-        self._follow_all(*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._follow_all((*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+
+def _refill(one: MutableSequence[Any], items: list[Any]) -> None:
+    if len(one) != len(items) or any(now is not before for now, before in zip(one, items, strict=True)):
+        one.clear()
+        one.extend(items)
+
+
+def _update(one: dict[Any, Any] | set[Any], before: Any) -> None:
+    """Sets and deletes what has changed alone: others may use the collection meanwhile."""
+    if isinstance(one, dict):
+        for key in one.keys() - before.keys():
+            del one[key]
+        for key, value in before.items():
+            if key not in one or one[key] is not value:
+                one[key] = value
+    else:
+        one &= before
+        one |= before
+
+
+def _reset(one: object, before: dict[str, object], names: Collection[str]) -> None:
+    """The same of those attributes of an object that are named."""
+    now = vars(one)
+    for name in [name for name in now if name in names and name not in before]:
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
 
 
 def _is_plain(one: object) -> bool:
@@ -153,7 +204,7 @@ def _is_plain(one: object) -> bool:
     return hasattr(one, "__dict__") and type(one).__basicsize__ == _Plain.__basicsize__
 
 
-def _methods(kind: type) -> dict[str, FunctionType]:
+def _methods(kind: type) -> dict[str, object]:
     """Returns the functions of a class and its bases, but for those of libraries, by name."""
     classes = (one for one in reversed(kind.__mro__) if not _is_of_a_library(one.__module__))
     found = (pair for one in classes for pair in vars(one).items())

@@ -2,11 +2,13 @@
 
 import logging
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from bapipe.equivalence.reached_state import KeptState
 
 CLASSES = 4
 NOTED: list[float] = []
-SETTINGS, OPTIONS, MANY = Namespace(smoothing=0.1), {"smoothing": 0.1}, dict.fromkeys(range(1001), 0)
+SETTINGS, OPTIONS, MANY = Namespace(smoothing=0.1), {"smoothing": 0.1}, {i: Namespace() for i in range(1001)}
 LOG, FILE = logging.getLogger("tests.losses"), StringIO()
 calls = 0
 
@@ -45,6 +47,7 @@ class Meter:
 class Trainer:
     num_steps = 0
     file: object = None
+    must_stop = False
 
     def step(self) -> None:
         self.count()
@@ -103,7 +106,7 @@ def test_code_that_reaches_other_objects_is_not_known(code: Callable[..., object
 
 def test_an_obstacle_is_named() -> None:
     assert KeptState(lambda: FILE.write("loss")).obstacle == "an object of type StringIO"
-    assert KeptState(lambda: MANY.get(1)).obstacle == "more than 1,000 values in collections and objects"
+    assert KeptState(lambda: MANY.get(1)).obstacle == "more than 1,000 objects"
 
 
 def test_numbers_and_modules_are_put_back() -> None:
@@ -149,11 +152,42 @@ def test_collections_and_objects_are_put_back(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == ["again"]
 
 
-def test_what_a_method_does_not_name_is_left_alone() -> None:
+@pytest.mark.parametrize("code_of", [lambda trainer: trainer.step, lambda trainer: lambda: trainer.step()])
+def test_what_code_does_not_name_is_left_alone(code_of: Callable[[Trainer], Callable[[], None]]) -> None:
     trainer = Trainer()
     trainer.file = FILE
-    state = KeptState(trainer.step)
+    code = code_of(trainer)
+    state = KeptState(code)
     assert state.obstacle is None
     with state.restored():
-        trainer.step()
+        code()
+        trainer.must_stop = True  # as the handler of a signal sets
     assert trainer.num_steps == 0
+    assert trainer.must_stop
+
+
+def test_tensors_and_arrays_are_put_back() -> None:
+    seen, array, last = torch.zeros(2), np.zeros(2), deque([1], maxlen=1)
+
+    def counting() -> None:
+        seen.add_(1)
+        array[0] += 1
+        last.append(2)
+
+    state = KeptState(counting)
+    assert state.obstacle is None
+    with state.restored():
+        counting()
+        assert (seen.tolist(), array.tolist(), list(last)) == ([1, 1], [1, 0], [2])
+    assert (seen.tolist(), array.tolist(), list(last)) == ([0, 0], [0, 0], [1])
+
+
+def test_a_large_tensor_that_changes_is_an_obstacle() -> None:
+    large = torch.zeros(2**22 + 1)
+    state = KeptState(lambda: large.add_(1))
+    with state.restored():
+        assert state.obstacle is None
+    assert state.obstacle is None
+    with state.restored():
+        large.add_(1)
+    assert state.obstacle == "a tensor of shape (4194305,) that it changes"
