@@ -121,6 +121,19 @@ def without_tensor_classes() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def is_in_transform() -> bool:
+    """Returns whether this runs in a function that `torch.func` transforms, such as by `vmap`."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def autograd_mode() -> tuple[bool, object]:
+    """Returns whether gradients are computed, and what tensors that autograd saves are replaced by.
+
+    Functions that a backward runs again are in another mode than what is around them.
+    """
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile` returns."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)

@@ -24,15 +24,25 @@ from bapipe.equivalence.losses import check_no_parameters, check_scalar, loss_ov
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
-from bapipe.equivalence.target_weights import MAX_MEANS, WeightedLoss, WeightsAhead, scaled_loss, weighted_loss
+from bapipe.equivalence.target_weights import (
+    Means,
+    MeanWeights,
+    WeightedLoss,
+    WeightsAhead,
+    mean_weights,
+    scaled_loss,
+    sums_of_weights,
+    weighted_loss,
+)
 
 __all__ = [
-    "MAX_MEANS",
     "Conditions",
     "Difference",
     "Equivalence",
     "FirstSamples",
     "Loss",
+    "MeanWeights",
+    "Means",
     "Microbatch",
     "Stage",
     "Unchecked",
@@ -45,9 +55,11 @@ __all__ = [
     "example_microbatches",
     "layers_that_read_earlier_forwards",
     "loss_over_parts",
+    "mean_weights",
     "outputs_over_parts",
     "run_original",
     "scaled_loss",
+    "sums_of_weights",
     "trace_checked",
     "weighted_loss",
 ]

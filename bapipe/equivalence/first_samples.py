@@ -1,12 +1,11 @@
 """Compares a loss over halves of the first samples that are trained on: what no example shows, real targets may."""
 
-from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bapipe.equivalence.losses import is_by_rows, loss_over_halves
+from bapipe.equivalence.losses import is_by_rows, loss_over_halves, uncounted
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.torch_private import tree_flatten, tree_unflatten
 
@@ -14,19 +13,26 @@ _MAX_BYTES = 2**25
 """Of outputs that are kept, so that a plan that just fits still does."""
 
 
+class _Samples(NamedTuple):
+    rows: list[Tensor]
+    target: Tensor
+    weights: list[Tensor]
+
+
 class FirstSamples:
     """The first samples of the first two micro-batches in which a loss is computed."""
 
     def __init__(self, ahead: WeightsAhead) -> None:
         self._ahead = ahead
-        self._first: tuple[list[Tensor], Tensor] | None = None
+        self._first: _Samples | None = None
         self._is_done = False
 
-    def fault(self, output: Any, target: Tensor) -> str | None:
+    def fault(self, output: Any, target: Tensor, weights: list[Tensor]) -> str | None:
         """Returns in which way the loss of samples is not the mean over their halves, see `loss_over_halves`.
 
-        These are the first ones of a micro-batch, and then as many of the first and of the second micro-batch. None
-        afterwards, or if it cannot be told. The state of the loss stays as it is.
+        These are the first ones of the first micro-batch, and then as many of the first and of the second one. If the
+        loss cannot be called once more, as its state could not be put back, the weights of its means are compared.
+        None afterwards, or if it cannot be told. The state of the loss stays as it is.
         """
         if self._is_done:
             return None
@@ -36,18 +42,31 @@ class FirstSamples:
         if num == 0 or not is_by_rows(output, len(target)):
             self._is_done = True
             return None
-        rows, labels = [tensor.detach()[:num].clone() for tensor in tensors], target[:num].clone()
+        here = _Samples([tensor.detach()[:num].clone() for tensor in tensors], target[:num].clone(), weights)
         if self._first is None:
-            self._first = rows, labels
-        else:
-            first, first_labels = self._first
-            num = min(num, len(first_labels))
-            pairs = zip((*first, first_labels), (*rows, labels), strict=True)
-            *rows, labels = starmap(lambda one, other: torch.cat([one[:num], other[:num]]), pairs)
-            self._first, self._is_done = None, True
+            self._first = here
+            return None
+        first, self._first, self._is_done = self._first, None, True
+        if any(
+            one.shape == other.shape and torch.equal(one, other)
+            for one, other in zip(first.rows, here.rows, strict=True)
+        ):
+            return None  # as a parameter that has as many entries as there are samples is
         with self._ahead.running():
             if self._ahead.obstacle is not None:
-                return None
-            found = loss_over_halves(self._ahead.computed, tree_unflatten(rows, spec), labels)
-        self._is_done = self._is_done or found is not None
-        return found
+                return uncounted(self._ahead.obstacle) if _are_unlike(first.weights, here.weights) else None
+            for samples in (first, _joined(first, here)):
+                found = loss_over_halves(self._ahead.computed, tree_unflatten(samples.rows, spec), samples.target)
+                if found is not None:
+                    return found
+        return None
+
+
+def _joined(one: _Samples, other: _Samples) -> _Samples:
+    num = min(len(one.target), len(other.target))
+    rows = [torch.cat([a[:num], b[:num]]) for a, b in zip(one.rows, other.rows, strict=True)]
+    return _Samples(rows, torch.cat([one.target[:num], other.target[:num]]), [])
+
+
+def _are_unlike(weights: list[Tensor], others: list[Tensor]) -> bool:
+    return len(weights) == len(others) and any(float(a) != float(b) for a, b in zip(weights, others, strict=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.target_weights import WeightsAhead, num_means, scaled_loss
+from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, scaled_loss, sums_of_weights
 from bapipe.errors import InvalidModel
 from bapipe.torch_private import tree_flatten, tree_map, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
@@ -36,6 +36,12 @@ _OF_MODEL = _Advice(
     "if it is a mean, let the model return what it is computed from, and compute it in the loss, with the labels as "
     "target; or plan with one micro-batch",
 )
+
+
+def uncounted(obstacle: str) -> str:
+    """Says that micro-batches count alike though the loss weights them, because its code has an obstacle."""
+    advice = _of_obstacle(obstacle)
+    return f"micro-batches count alike, but the loss weights them ({advice.reasons}): {advice.remedy}"
 
 
 def _of_obstacle(obstacle: str) -> _Advice:
@@ -112,21 +118,23 @@ def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, toleranc
     if any(len(tensor) != len(batch.target) for tensor in batch.inputs):
         return None
 
-    def value(inputs: Sequence[Tensor], target: Tensor) -> float:
+    def output(inputs: Sequence[Tensor], microbatch: int = 0) -> Any:
         with trial(module) as one, torch.no_grad(), evaluation_mode([module]):
-            one.begin_forward(0)
-            own = Microbatch(inputs=tuple(inputs), target=target).copy()
-            return float(loss(module(*own.inputs), own.target))
+            one.begin_forward(microbatch)
+            return module(*Microbatch(inputs=tuple(inputs), target=batch.target).copy().inputs)
 
     targets = ((batch.inputs, target, condition) for target, condition in _targets(loss, batch.target))
     labels = ((inputs, batch.target, condition) for inputs, condition in _inputs_with_ignored(batch.inputs))
     for inputs, target, condition in chain(targets, labels):
         try:
-            whole = value(inputs, target)
-            halves = zip(*(tensor.chunk(2) for tensor in (*inputs, target)), strict=True)
-            parts = [value(half[:-1], half[-1]) for half in halves]
+            with torch.no_grad():
+                whole, again = (float(loss(output(inputs, seed), target.clone())) for seed in (0, 1))
+                halves = [output(half) for half in zip(*(tensor.chunk(2) for tensor in inputs), strict=True)]
+                parts, _ = _counted(loss, halves, target.clone().chunk(2))
         except Exception:  # an input that the model does not take, or one that needs gradients
             continue
+        if whole != again:  # it draws, and halves draw other numbers
+            return None
         fault = _fault(whole, parts, tolerance, _OF_MODEL)
         if fault is not None:
             return f"{condition}{fault}"
@@ -139,7 +147,8 @@ def _inputs_with_ignored(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Ten
     With each comes what an answer for it begins with.
     """
     for i, tensor in enumerate(inputs):
-        for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if _holds_labels(tensor) else ()):
+        is_of_words = _holds_labels(tensor) and tensor.dim() > 1  # a sample whose only label is ignored is of no use
+        for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if is_of_words else ()):
             yield (*inputs[:i], other, *inputs[i + 1 :]), f"if some labels among the inputs are {value}, "
 
 
@@ -196,17 +205,11 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
 
     ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
     with ahead.running():
-        known = [weights for target in targets if (weights := ahead.of(target)) is not None]
-    obstacle, mean_weights = None, None
-    if len(known) < len(targets):
-        obstacle = ahead.obstacle if num_means(loss, outputs[0], targets[0].clone()) else None
-    elif len({len(weights) for weights in known if weights}) == 1:
-        # A micro-batch may compute none, where it has nothing to learn.
-        mean_weights = torch.stack([torch.stack(weights) for weights in known if weights]).sum(0) / len(targets)
-    values = [
-        float(scaled_loss(loss, output, target, mean_weights)) for output, target in zip(outputs, targets, strict=True)
-    ]
-    return values, obstacle
+        known = [ahead.of(target) for target in targets]
+    weights = mean_weights(sums_of_weights(known, targets[0].device), len(targets), known)
+    found = [scaled_loss(loss, output, target, weights) for output, target in zip(outputs, targets, strict=True)]
+    is_mean = any(one.weights for one in found)
+    return [float(one.value) for one in found], ahead.obstacle if is_mean and None in known else None
 
 
 def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) -> str | None:

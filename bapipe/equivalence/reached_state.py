@@ -9,6 +9,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import partial
+from itertools import islice
 from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -54,7 +55,7 @@ class KeptState:
 
     def __init__(self, code: object) -> None:
         self.obstacle: str | None = None
-        self._names: set[str] = set()  # of attributes, in the code followed
+        self._names = {"__call__"}  # of attributes, in the code followed
         self._objects: list[object] = []
         self._loggers: list[Logger] = []
         self._modules: list[nn.Module] = []
@@ -94,7 +95,7 @@ class KeptState:
         if isinstance(one, _CONSTANTS) or id(one) in self._seen or self.obstacle is not None:
             return
         self._seen.add(id(one))
-        self._num_followed += 1
+        self._num_followed += not isinstance(one, Tensor)
         if self._num_followed > _MAX_ITEMS:
             self._meet(f"more than {_MAX_ITEMS:,} objects")
             return
@@ -127,7 +128,7 @@ class KeptState:
                 self._meet(f"an object of type {type(one).__name__}")
 
     def _follow_all(self, several: Iterable[object]) -> None:
-        for one in several:
+        for one in islice(several, _MAX_ITEMS):  # those behind are noted in a list that grows
             self._follow(one)
 
     def _follow_attributes(self) -> None:

@@ -2,16 +2,18 @@
 
 The loss of a mini-batch is then no mean of its micro-batches' losses, but one by the weights of their targets. Which
 losses are such means is not asked of their type: it is seen when they run, so that a loss may be torch's cross entropy
-itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`. For training, each
-of these calls is scaled by itself, so a loss may be a sum of several, and of other terms.
+itself, or any code that reshapes, shifts or selects before it calls that, or `bapipe.weighted_mean`, and returns the
+result, perhaps in another type or times a number. Where it computes further with it, each of these calls is scaled by
+itself in training, so a loss may be a sum of several, and of other terms.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import BoundArguments, signature
-from typing import Any
+from math import nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,14 @@ from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.reached_state import KeptState
 from bapipe.errors import one_line
 from bapipe.losses import sum_of_weights, weighted_mean
-from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors, version
+from bapipe.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    autograd_mode,
+    is_in_transform,
+    quiet_fake_tensors,
+    version,
+)
 
 _CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
 
@@ -39,7 +48,7 @@ _TIMES_A_NUMBER = frozenset(
 
 
 MAX_MEANS = 16
-"""As many means of a loss are scaled; of those that compute more, all micro-batches count alike."""
+"""As many means are scaled of a loss that computes several; if there are more, all micro-batches count alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +76,88 @@ def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
     return WeightedLoss(value, means.weight_of(value))
 
 
-def scaled_loss(loss: Loss, output: Any, target: Tensor, mean_weights: Tensor | None) -> Tensor:
+class Means(NamedTuple):
+    """The means over targets that a loss computes of a micro-batch.
+
+    Attributes:
+        result: the weight of the one mean that the loss is, perhaps in another type or times a number; None if it is
+            none, such as a sum of several.
+        calls: the weights of all that it computes, in order.
+    """
+
+    result: Tensor | None
+    calls: list[Tensor]
+
+
+class MeanWeights(NamedTuple):
+    """The means of weights over the micro-batches of a mini-batch, in float64; NaN where these count alike.
+
+    Attributes:
+        result: of the mean that the loss is.
+        calls: of those that it computes, [MAX_MEANS]; None if it is a mean itself.
+    """
+
+    result: Tensor
+    calls: Tensor | None
+
+
+def sums_of_weights(means: Sequence[Means | None], device: torch.device) -> Tensor:
+    """Returns what `mean_weights` needs of micro-batches, None of which is not known: to be added up over replicas.
+
+    These are the numbers of micro-batches with means, of those that are one mean, of means, and of the squares of the
+    last; the weights of results; and those of calls. [5 + MAX_MEANS]
+    """
+    sums = torch.zeros(5 + MAX_MEANS, dtype=torch.float64, device=device)
+    known = [one for one in means if one is not None]
+    if len(known) < len(means):
+        return sums.fill_(nan)
+    numbers = [len(one.calls) for one in known]
+    squares = sum(number**2 for number in numbers) if max(numbers, default=0) <= MAX_MEANS else nan
+    one_mean = [one.result for one in known if one.result is not None]
+    for place, number in enumerate((sum(map(bool, numbers)), len(one_mean), sum(numbers), squares)):
+        sums[place].fill_(number)
+    for weight in one_mean:
+        sums[4] += weight
+    for one in known:
+        for place, weight in enumerate(one.calls[:MAX_MEANS], 5):
+            sums[place] += weight
+    return sums
+
+
+def mean_weights(sums: Tensor, num_microbatches: int, means: Iterable[Means | None]) -> MeanWeights:
+    """Returns the mean weights of a mini-batch, of the `sums` of all and the means of this process's micro-batches.
+
+    A micro-batch may compute no mean, where it has nothing to learn; else all must compute the same ones.
+    """
+    num, num_results, num_calls, squares = sums[:4]
+    result = torch.where(num == num_results, sums[4] / num_microbatches, nan)
+    if all(one is not None and (one.result is not None or not one.calls) for one in means):
+        return MeanWeights(result, None)
+    calls = torch.where(num_calls * num_calls == num * squares, sums[5:] / num_microbatches, nan)
+    return MeanWeights(result, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLoss:
+    """A loss as it counts in the mini-batch, and the weights of the means over targets that it has computed."""
+
+    value: Tensor
+    weights: list[Tensor]
+
+
+def scaled_loss(loss: Loss, output: Any, target: Tensor, means: MeanWeights | None) -> ScaledLoss:
     """Returns the loss of a micro-batch, such that the mean over micro-batches is the loss of the mini-batch.
 
-    Each mean over targets that it computes is multiplied by its weight in this micro-batch, divided by the mean one:
-    `mean_weights`, in the order of the calls, [at most MAX_MEANS] in float64; NaN where micro-batches count alike, as
-    if there is None. A mean without targets becomes zero.
+    If it is a mean over targets, it is multiplied by its weight in this micro-batch, divided by the mean one; else each
+    mean that it computes is, but in a function whose backward runs it again (`torch.utils.checkpoint`). A mean without
+    targets becomes zero.
     """
-    with _Means(mean_weights=mean_weights):
-        return loss(output, target)
-
-
-def num_means(loss: Loss, output: Any, target: Tensor) -> int:
-    """Returns how many means over targets a loss computes."""
-    with _Means() as means:
-        loss(output, target)
-    return len(means.weights)
+    with _Means(mean_weights=None if means is None else means.calls) as noted:
+        value = loss(output, target)
+    weight = noted.weight_of(value)
+    if means is not None and means.calls is None and weight is not None:
+        value = _scaled(value, weight, means.result)
+    return ScaledLoss(value, noted.weights)
 
 
 class WeightsAhead:
@@ -111,24 +186,42 @@ class WeightsAhead:
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
 
-    def of(self, target: Tensor) -> list[Tensor] | None:
-        """Returns the sum of weights of each mean that the loss will compute, in order; None if it cannot be told."""
+    def of(self, target: Tensor) -> Means | None:
+        """Returns the means over targets that the loss will compute; None if that cannot be told."""
         if self.obstacle is not None:
             return None
         try:
-            with _Means(self._stand_in) as means:
-                if self._is_torch_s_own:  # much faster than on outputs
-                    self._loss(self._stand_in, target)
-                else:
-                    self.computed(self._outputs, target.clone())  # it may change them
+            means = self._means(self._outputs, target)
         except Exception as error:  # whatever the code of the loss raises where a value of an output is missing
             self.obstacle = f"reads values of outputs, as `.item()` does ({one_line(error)[:80]})"
             return None
-        weights: list[Tensor] = means.weights
-        if any(isinstance(weight, FakeTensor) for weight in weights):
+        if any(isinstance(weight, FakeTensor) for weight in means.calls):
             self.obstacle = "weights by what the model returns"
             return None
-        return weights
+        return means if means.result is not None or not means.calls else self._of_all_samples(means, target)
+
+    def _means(self, outputs: Sequence[Tensor], target: Tensor) -> Means:
+        with _Means(self._stand_in) as noted:
+            if self._is_torch_s_own:  # much faster than on outputs
+                value = self._loss(self._stand_in, target)
+            else:
+                value = self.computed(outputs, target.clone())  # it may change them
+        return Means(noted.weight_of(value), noted.weights)
+
+    def _of_all_samples(self, means: Means, target: Tensor) -> Means:
+        """Returns of several means those over all samples: of twice the samples they have twice the weight.
+
+        A loss may compute means of single samples, too, which all count alike.
+        """
+        try:
+            twice = tuple(torch.cat([output, output]) if output.dim() else output for output in self._outputs)
+            doubled = self._means(twice, torch.cat([target, target])).calls
+        except Exception:  # whatever the code of the loss raises for another number of samples
+            doubled = []
+        if len(doubled) != len(means.calls):
+            return Means(None, [])
+        pairs = zip(means.calls, doubled, strict=True)
+        return Means(None, [torch.where(torch.isclose(two, 2 * one), one, nan) for one, two in pairs])
 
 
 def _is_torch_s_own(loss: Loss) -> bool:
@@ -146,6 +239,7 @@ class _Means(TorchFunctionMode):
     def __init__(self, stand_in: Tensor | None = None, mean_weights: Tensor | None = None) -> None:
         super().__init__()
         self._stand_in, self._mean_weights = stand_in, mean_weights
+        self._mode = autograd_mode()
         self.weights: list[Tensor] = []  # of each mean
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
 
@@ -156,6 +250,8 @@ class _Means(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if is_in_transform():  # of functions of single samples, as by `torch.vmap`
+            return function(*args, **given)
         if function is weighted_mean:
             return self._noted(partial(weighted_mean, *args), sum_of_weights(*args))
         if function in _CROSS_ENTROPIES:
@@ -190,8 +286,9 @@ class _Means(TorchFunctionMode):
         return self._noted(partial(function, *call.args, **call.kwargs), weights.sum(dtype=torch.float64))
 
     def _noted(self, compute: Callable[[], Tensor], weight: Tensor) -> Tensor:
-        result = compute() if self._stand_in is None else self._stand_in
-        if self._mean_weights is not None and len(self.weights) < len(self._mean_weights):
+        result = compute() if self._stand_in is None else self._stand_in.clone()
+        is_run_again = autograd_mode() != self._mode  # by the backward, outside of here
+        if self._mean_weights is not None and len(self.weights) < MAX_MEANS and not is_run_again:
             result = _scaled(result, weight, self._mean_weights[len(self.weights)])
         self.weights.append(weight)
         self._weights[id(result)] = result, weight

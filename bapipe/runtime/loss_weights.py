@@ -1,17 +1,27 @@
 """Weights of micro-batches in the loss of the mini-batch, for losses that are means over their targets."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from math import nan
+from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from bapipe.equivalence import MAX_MEANS, FirstSamples, Loss, WeightsAhead, scaled_loss
+from bapipe.equivalence import (
+    FirstSamples,
+    Loss,
+    Means,
+    MeanWeights,
+    WeightsAhead,
+    mean_weights,
+    scaled_loss,
+    sums_of_weights,
+)
 from bapipe.runtime.rng import PerOperatorRng
 
 _log = logging.getLogger(__name__)
+
+_MAX_WITHOUT = 10
+"""Steps without any mean after which none is looked for: running a loss ahead takes a millisecond or so."""
 
 
 class LossWeights:
@@ -27,61 +37,44 @@ class LossWeights:
         """`microbatches` are those of which this rank computes the loss."""
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
-        self._num_means: int | None = None  # None before the first step, in which it is found out
-        self._mean_weights: Tensor | None = None  # of this step, see `scaled_loss`
+        self._has_means, self._num_without = False, 0  # whether there were any, or else in how many steps
+        self._mean_weights: MeanWeights | None = None  # of this step
+        self._is_told = False
         self._first_samples = FirstSamples(ahead)
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
 
-        The class weights are those that the loss has now: they may be others in every step. After the first step
-        nothing waits for a GPU.
+        The class weights are those that the loss has now: they may be others in every step. Nothing waits for a GPU
+        once there was a mean; of a loss that computes none in its first steps none is looked for later.
         """
         self._mean_weights = None
-        if self._num_means == 0:
+        if self._num_without == _MAX_WITHOUT:
             return
         parts = target.chunk(num_microbatches)
         with self._ahead.running():
-            own = [self._weights_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
-        total = self._sum_over_replicas(_sums(own, target.device))
-        num, calls, squares = total[:3]
-        # A micro-batch may compute none, where it has nothing to learn; else they compute the same ones.
-        are_unlike = calls.isnan() | (calls * calls != num * squares)
-        if self._num_means is None:
-            self._num_means = 0 if bool(are_unlike) or not bool(calls) else int(calls / num)
-        if self._num_means:
-            count_alike = are_unlike | (calls != self._num_means * num)
-            self._mean_weights = torch.where(count_alike, nan, total[3 : 3 + self._num_means] / num_microbatches)
+            own = [self._means_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
+        sums = self._sum_over_replicas(sums_of_weights(own, target.device))
+        self._mean_weights = mean_weights(sums, num_microbatches, own)
+        if not self._has_means:
+            self._has_means = bool(sums[0] > 0)
+            self._num_without += not self._has_means
+        elif self._ahead.obstacle is not None and not self._is_told:
+            self._is_told = True
+            _log.warning("all micro-batches of a step count alike: the code of the loss %s", self._ahead.obstacle)
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
 
         The first times, warns if it is not that.
         """
-        value = scaled_loss(loss, output, target, self._mean_weights)
-        fault = self._first_samples.fault(output, target)
+        scaled = scaled_loss(loss, output, target, self._mean_weights)
+        fault = self._first_samples.fault(output, target, scaled.weights)
         if fault is not None:
             _log.warning("for the first samples, %s", fault)
-        return value
+        return scaled.value
 
-    def _weights_ahead(self, microbatch: int, target: Tensor) -> list[Tensor] | None:
+    def _means_ahead(self, microbatch: int, target: Tensor) -> Means | None:
         self._rng.microbatch = microbatch
         self._rng.enter_loss()  # it may draw which targets count
         return self._ahead.of(target)
-
-
-def _sums(weights: Sequence[list[Tensor] | None], device: torch.device) -> Tensor:
-    """Returns what replicas add up: [3 + MAX_MEANS], NaN in the first ones if weights are not known.
-
-    These are the numbers of micro-batches with means, of means, and of the squares of these; and the means' weights.
-    """
-    known = [one for one in weights if one is not None and len(one) <= MAX_MEANS]
-    sums = torch.zeros(3 + MAX_MEANS, dtype=torch.float64, device=device)
-    if len(known) < len(weights):
-        return sums.fill_(nan)
-    for place, power in enumerate((0, 1, 2)):
-        sums[place].fill_(sum(len(one) ** power for one in known if one))
-    for one in known:
-        for place, weight in enumerate(one, 3):
-            sums[place] += weight
-    return sums

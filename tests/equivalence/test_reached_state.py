@@ -182,6 +182,32 @@ def test_tensors_and_arrays_are_put_back() -> None:
     assert (seen.tolist(), array.tolist(), list(last)) == ([0, 0], [0, 0], [1])
 
 
+class Averaging:
+    def __init__(self) -> None:
+        self.mean = torch.ones(())
+
+    def __call__(self) -> None:
+        self.mean.mul_(0.9)
+
+
+def test_an_object_that_is_called_is_put_back() -> None:
+    code = Averaging()
+    state = KeptState(code)
+    with state.restored():
+        code()
+        assert code.mean < 1
+    assert code.mean == 1
+
+
+def test_a_list_of_figures_may_be_long() -> None:
+    noted = [torch.zeros(()) for _ in range(1200)]
+    state = KeptState(lambda: noted.append(torch.zeros(())))
+    assert state.obstacle is None
+    with state.restored():
+        noted.append(torch.ones(()))
+    assert len(noted) == 1200
+
+
 def test_a_large_tensor_that_changes_is_an_obstacle() -> None:
     large = torch.zeros(2**22 + 1)
     state = KeptState(lambda: large.add_(1))

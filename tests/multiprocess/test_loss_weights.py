@@ -355,7 +355,7 @@ def _with(sums: dict[int, float]) -> Callable[[Tensor], Tensor]:
 
 def test_replicas_count_together() -> None:
     target, loss = torch.tensor([0, IGNORED, 1, 2]), nn.CrossEntropyLoss(ignore_index=IGNORED)
-    first, second = (_weights(loss, [m], _with({0: 2.0, 1: 2.0, 2: 2.0, 3: 3.0})) for m in (0, 1))
+    first, second = (_weights(loss, [m], _with({0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 3.0})) for m in (0, 1))
     for weights in (first, second):
         weights.begin(target, 2)
     # Zeros have a mean of log 4, which counts by the targets of a micro-batch: one of three, or two.
