@@ -30,12 +30,16 @@ def outputs_over_parts(module: nn.Module, batch: Microbatch) -> str | None:
         (whole,) = _outputs(module, batch.inputs)
         (again,) = _outputs(module, batch.inputs, microbatch=1)  # where it draws, with other random numbers
         first, second = _outputs(module, *halves)
-        pairs = list(zip(first, second, strict=True))
+        found = list(zip(whole, first, second, strict=True))
     except Exception:  # whatever the model's own code raises; profiling it says more
         return None
-    if not is_by_rows(whole, num_rows) or not _are_close(whole, again):
+    # As many entries as samples may be those of something else, of which the halves have as many.
+    found = [(one, a, b) for one, a, b in found if not a.dim() or len(a) < num_rows]
+    if not is_by_rows([one for one, _, _ in found], num_rows) or not _are_close(whole, again):
         return None
-    if all(a.shape == b.shape for a, b in pairs) and _are_close(whole, [torch.cat(pair) for pair in pairs]):
+    pairs = [(a, b) for _, a, b in found]
+    joined = [torch.cat(pair) for pair in pairs if pair[0].shape == pair[1].shape]
+    if len(joined) == len(pairs) and _are_close([one for one, _, _ in found], joined):
         return None
     return (
         "the model's output for a sample depends on the samples that share its micro-batch or come before it, so "
@@ -59,7 +63,7 @@ def _are_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     """Returns whether floating-point values are equal but for rounding, or some are not finite."""
     for a, b in zip(expected, found, strict=True):
         if a.is_floating_point() and a.numel():
-            tolerance = _TOLERANCE.get(a.dtype, _TOLERANCE_ELSE) * float(a.abs().max())
+            tolerance = _TOLERANCE.get(a.dtype, _TOLERANCE_ELSE) * float(a.detach().abs().max())
             if a.shape != b.shape or float((a - b).abs().max()) > tolerance:
                 return False
     return True

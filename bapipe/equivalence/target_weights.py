@@ -69,9 +69,9 @@ def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
     """Returns the loss of a micro-batch with its weight, if it is the result of a function that is known as a mean.
 
     Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
-    weight, torch would divide zero by zero in the backward.
+    weight, torch would divide zero by zero in the backward. A mean without targets counts as zero in sums.
     """
-    with _Means() as means:
+    with _Means(mean_weights=torch.full((MAX_MEANS,), nan, device=target.device)) as means:
         value = loss(output, target)
     return WeightedLoss(value, means.weight_of(value))
 
@@ -297,11 +297,10 @@ class _Means(TorchFunctionMode):
 
 def _scaled(mean: Tensor, weight: Tensor, mean_weight: Tensor) -> Tensor:
     """Returns a mean over the targets of a micro-batch as it counts in the mini-batch; nothing waits for a GPU."""
-    counts_alike = mean_weight.isnan()
     # Without any target the mean may be no number; its gradients are zeros.
-    counts = counts_alike | (weight > 0)
+    counts = weight > 0
     exact = mean.to(torch.promote_types(mean.dtype, torch.float32))
-    factor = torch.where(counts_alike, 1, torch.where(counts, weight / mean_weight, 0)).to(exact.dtype)
+    factor = torch.where(mean_weight.isnan(), 1, torch.where(counts, weight / mean_weight, 0)).to(exact.dtype)
     return torch.where(counts, exact * factor, torch.zeros_like(exact))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from bapipe.errors import BapipeError, did_you_mean
 from bapipe.optimizers import MOMENTUM, default_arguments
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.other_ranks import is_on_another_rank
 from bapipe.torch_device import CPU
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -102,7 +103,7 @@ class StageOptimizers:
             taken |= {id(p) for p in trained}
             if trained:
                 self._optimizers[s] = make(trained)
-                _check_own(self._optimizers[s], trained)
+                _check_own(self._optimizers[s], trained, modules.values())
 
     @property
     def optimizers(self) -> tuple[optim.Optimizer, ...]:
@@ -176,10 +177,10 @@ class StageOptimizers:
             tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
             numbers={name: value for name, value in values.items() if isinstance(value, Number)},
             options={
-                f"{name}:{key}": value
+                f"{name}:{key}": value.item() if isinstance(value, Tensor) else value
                 for name, parameter in parameters.items()
                 for key, value in group_of.get(id(parameter), {}).items()
-                if isinstance(value, Number | tuple)
+                if isinstance(value, Number | tuple | Tensor)
             },
         )
 
@@ -204,22 +205,31 @@ class StageOptimizers:
             for index, values in by_index.items():
                 _restore_dtypes(optimizer.state[every[index]], values)
             for group in optimizer.param_groups:
-                for key in group:
-                    saved = {state.options.get(f"{name_of[id(p)]}:{key}") for p in group["params"]}
+                names = [name_of[id(p)] for p in group["params"]]
+                for key in {full_name.rpartition(":")[2] for full_name in state.options}:
+                    saved = {state.options.get(f"{name}:{key}") for name in names}
                     if len(saved) == 1 and None not in saved:
-                        group[key] = saved.pop()
+                        _set_option(group, key, saved.pop())
 
 
-def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter]) -> None:
-    """Raises BapipeError if an optimizer has parameters that it was not made for."""
-    own = {id(parameter) for parameter in given}
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:
+    """Raises BapipeError if an optimizer has parameters of other stages; it may have copies of its own."""
+    foreign = {id(p) for module in modules for p in module.parameters()} - {id(p) for p in given}
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [p for p in every if id(p) in foreign or is_on_another_rank(p)]
     if others:
         raise BapipeError(
-            f"`optimizer` made one that has {len(others)} parameters it was not given, such as one of shape "
+            f"`optimizer` made one that has {len(others)} parameters of other stages, such as one of shape "
             f"{tuple(others[0].shape)}: each stage has an optimizer of its own, so let it use those that it is called "
             "with; their names are in `{id(p): name for name, p in module.named_parameters()}`"
         )
+
+
+def _set_option(group: dict[str, Any], key: str, value: object) -> None:
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
 
 
 def _check_keys(

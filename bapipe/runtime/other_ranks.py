@@ -2,7 +2,7 @@
 
 Without values, torch takes them for zeros in place: an average of weights that adds them up would decay to nothing, and
 a file of all weights would lack them, without a word. So whatever mixes them with values, or stores them, is refused;
-names, shapes and types may be read.
+names, shapes and types may be read, and values copied into them are dropped, as of a file that all ranks load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,9 @@ class _OnAnotherRank(Tensor):
             leaves, _ = tree_flatten((tuple(args), dict(kwargs or {})))
             own = [leaf for leaf in leaves if isinstance(leaf, _OnAnotherRank)]
             others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, _OnAnotherRank)]
-            if any(not other.is_meta and not isinstance(other, FakeTensor) for other in others):
+            is_copied_into = function is Tensor.copy_ and args[0] is own[0]  # as by `load_state_dict`: nothing to keep
+            has_values = any(not other.is_meta and not isinstance(other, FakeTensor) for other in others)
+            if has_values and not is_copied_into:
                 _refuse(own[0])
             result = function(*args, **(kwargs or {}))
             if type(result) is Tensor and result.is_meta and not others:

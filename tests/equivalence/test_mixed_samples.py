@@ -31,6 +31,17 @@ class PaddedToTheLongest(nn.Module):
         return x[:, : int((x != 0).any(2).sum(1).max())].mean(1)
 
 
+class Weighs(nn.Module):
+    """Returns parameters, as many as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, self.weights
+
+
 class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
@@ -60,6 +71,7 @@ def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
     [
         Recurrent(),
         nn.Sequential(nn.Flatten(), nn.Linear(30, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)),
+        Weighs(),
         Draws(),  # of which nothing can be said
         nn.Flatten(0, 1),
     ],

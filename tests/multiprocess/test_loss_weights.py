@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import bapipe
 from bapipe.equivalence import WeightsAhead, weighted_loss
@@ -19,7 +20,7 @@ from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
-from tests.equivalence.test_losses import Focal
+from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan
 
 CPU = torch.device("cpu")
@@ -123,6 +124,75 @@ def test_evaluation_is_the_mean_over_all_targets(num_samples: int) -> None:
     assert nothing is not None
     assert nothing.loss is not None
     assert isnan(nothing.loss)
+
+
+def of_single_samples(scores: Tensor, target: Tensor) -> Tensor:
+    """Each sentence counts alike, however long it is."""
+    pairs = zip(scores, target, strict=True)
+    return sum(functional.cross_entropy(own, words) for own, words in pairs) / len(target)  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_means_of_single_samples_and_in_checkpoints_are_exact(size: int, reentrant: bool | None) -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        if reentrant is None:
+            return of_single_samples(scores, target)
+        words: Tensor = checkpoint(of_words, scores, target, use_reentrant=reentrant)
+        return words * 2
+
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)).double()
+    part, x = copy.deepcopy(whole), torch.randn(4, 3, 6, dtype=torch.float64)
+    target = torch.tensor([[0, 1, 2], [3, -100, 1], [-100, -100, 2], [1, 1, 0]])
+    num = 4 // size
+    forwards = [f"{s}F{m}" for m in range(num) for s in (0, 1)]
+    backwards = [f"{s}B{m}" for m in range(num) for s in (1, 0)]
+    plan = make_plan(["0", "1"], (1,), (0, 0), [[*forwards, *backwards]], size, num)
+    pipeline = Pipeline(part, plan, loss=loss, inputs=[x], optimizer=sgd(0.1))
+    got, want = pipeline.step(x, target=target), loss(whole(x), target)
+    want.backward()
+    assert got == pytest.approx(want.item(), abs=1e-6)
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, atol=1e-12, rtol=0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_step_decides_for_later_ones() -> None:
+    """Two means, one or none: as each mini-batch has targets for them."""
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = scores.sum() * 0.0
+        for one in (0, 1):
+            known = (target != IGNORED) if one == 0 else (target == 1)
+            if known.any():
+                value = value + functional.cross_entropy(scores[known], target[known])
+        return value
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    for labels in ([3, 3, 3, 3], [1, 1, 2, 1], [0, 3, 2, 0], [1, 3, 2, 1]):
+        target = torch.tensor(labels)
+        assert pipeline.step(x, target=target) == pytest.approx(loss(module(x), target).item(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sum_of_means_of_which_one_has_no_targets_is_evaluated() -> None:
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        rare = target.masked_fill(target != 1, -100)
+        return functional.cross_entropy(scores, target) + functional.cross_entropy(-scores, rare)
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), evaluates=True)
+    found = pipeline.evaluate(x, target=torch.tensor([0, 1, 2, 0]))
+    assert found is not None
+    assert found.loss is not None
+    assert not isnan(found.loss)
 
 
 @pytest.mark.usefixtures("alone")

@@ -249,6 +249,29 @@ def test_a_scheduler_goes_on_with_the_rate_that_was_saved(kind: Any) -> None:
     assert train(optimizers, scheduler, named, 3) == pytest.approx(rates[3:])
 
 
+def test_an_optimizer_may_have_copies_of_its_own() -> None:
+    """As those of mixed precision have."""
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    StageOptimizers({0: module}, lambda p: optim.SGD([one.detach().float() for one in p], lr=0.1), CpuClock())
+
+
+def test_rates_that_are_tensors_and_options_of_schedulers_are_restored() -> None:
+    module = nn.Linear(2, 2)
+    named = dict(module.named_parameters())
+
+    def made() -> StageOptimizers:
+        return StageOptimizers({0: module}, lambda p: optim.Adam(p, lr=torch.tensor(0.1)), CpuClock())
+
+    optimizers = made()
+    optim.lr_scheduler.StepLR(optimizers.optimizers[0], 1)
+    optimizers.optimizers[0].param_groups[0]["lr"].fill_(0.01)
+    state, again = optimizers.state(named), made()
+    again.load_state(state, named)
+    (group,) = again.optimizers[0].param_groups
+    assert (float(group["lr"]), float(group["initial_lr"])) == pytest.approx((0.01, 0.1))
+    assert isinstance(group["lr"], torch.Tensor)
+
+
 def test_options_of_which_a_group_has_several_stay_as_they_are() -> None:
     module = nn.Linear(2, 2)
     named = dict(module.named_parameters())
@@ -263,5 +286,5 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """It would step all of them once for each stage of its rank."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     stages: dict[int, nn.Module] = {0: module[0], 1: module[1]}
-    with pytest.raises(BapipeError, match=r"has 2 parameters it was not given, such as one of shape \(2, 3\): each"):
+    with pytest.raises(BapipeError, match=r"has 2 parameters of other stages, such as one of shape \(2, 3\): each"):
         StageOptimizers(stages, lambda _: optim.SGD(module.parameters(), lr=0.1), CpuClock())

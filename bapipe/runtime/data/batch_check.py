@@ -94,21 +94,23 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
         BapipeError: two processes were given other samples of the same name.
     """
     digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(digests, {name: _digest(tensor) for name, tensor in given.items()}, group=group)
+    ends = {name: torch.cat([tensor[:1], tensor[-1:]]).detach().cpu() for name, tensor in given.items()}
+    own = {name: _digest(tensor) for name, tensor in ends.items() if tensor.any()}  # zeros may stand for no samples
+    dist.all_gather_object(digests, own, group=group)
     first: dict[str, tuple[int, str]] = {}
-    for process, own in enumerate(digests):
-        for name, digest in own.items():
+    for process, others in enumerate(digests):
+        for name, digest in others.items():
             earlier, expected = first.setdefault(name, (process, digest))
             if digest != expected:
                 raise BapipeError(
                     f"process {process} was given other samples of '{name}' than process {earlier}: all processes take "
-                    "the same mini-batch, so seed shuffling and augmentation alike, and use no DistributedSampler"
+                    "the same mini-batch, so seed shuffling and augmentation alike, and use no DistributedSampler; "
+                    "None may stand for what a process does not need (`needs`, `needs_target`)"
                 )
 
 
 def _digest(tensor: Tensor) -> str:
-    ends = tensor[[0, -1]].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(ends.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _describe(tensor: Tensor) -> str:

@@ -26,13 +26,18 @@ def checked(monkeypatch: pytest.MonkeyPatch, *given: dict[str, Tensor]) -> None:
 
 
 def test_what_all_that_give_it_have_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, target = torch.randn(4, 2, dtype=torch.bfloat16), torch.arange(4)
+    x, target = torch.randn(4, 2, dtype=torch.bfloat16), torch.arange(1, 5)
     checked(monkeypatch, {"input": x}, {"input": x.clone(), "the target": target}, {"the target": target})
+
+
+def test_zeros_may_stand_for_what_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 2)
+    checked(monkeypatch, {"input": x}, {"input": torch.zeros_like(x), "the target": torch.zeros(0)})
 
 
 @pytest.mark.parametrize("row", [0, 3])
 def test_other_samples_are_refused(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
-    target = torch.arange(4)
+    target = torch.arange(1, 5)
     other = target.clone()
     other[row] = 7
     with pytest.raises(BapipeError, match=r"^process 2 was given other samples of 'the target' than process 1: all"):
