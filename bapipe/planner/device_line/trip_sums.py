@@ -181,25 +181,29 @@ def first_begins(
     sums: Sums,
     window: Window,
     starts: Ints,
+    is_full: bool,
 ) -> tuple[int, bool]:
-    """Finds for each end the first begin with which a stage keeps the limits by trips alone.
+    """Finds for each end the first begin with which a stage keeps all limits, or those by trips alone.
 
     Args:
         columns: see `_note_sums`.
         of_class, known, rest: see `excess`.
         starts: see `Scratch`.
+        is_full: whether all limits count; else those by trips alone, which `_note_sums` adds up.
 
     Returns:
         How many begins and ends were tried, and whether there are any such stages.
     """
-    num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
+    num_plain = num = 0
+    if not is_full:
+        num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
     at, num_tried, has_any = window.first_begin, 0, False
     for j in range(window.first_end, window.last_end + 1):
         starts[j], last = j, min(j - 1, window.last_begin)
         if rest[FLAT_AROUND, j] == np.inf:
             continue
         while at <= last and _is_beyond(
-            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, at, j
+            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, at, j, is_full
         ):
             at += 1
             num_tried += 1
@@ -221,16 +225,19 @@ def last_ends(
     sums: Sums,
     window: Window,
     starts: Ints,
+    is_full: bool,
 ) -> tuple[int, bool]:
     """The same for each begin, of its last end."""
-    num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
+    num_plain = num = 0
+    if not is_full:
+        num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
     at, num_tried, has_any = window.last_end, 0, False
     for i in range(window.last_begin, window.first_begin - 1, -1):
         starts[i], first = i, max(i + 1, window.first_end)
         if known[ARRIVAL, i] == np.inf:
             continue
         while at >= first and _is_beyond(
-            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, i, at
+            problem, columns, own, stage, of_class, known, rest, sums, num_plain, num, i, at, is_full
         ):
             at -= 1
             num_tried += 1
@@ -254,14 +261,19 @@ def _is_beyond(
     num: int,
     i: int,
     j: int,
+    is_full: bool,
 ) -> bool:
-    """Whether the stage of the layers [i, j) exceeds a limit by trips alone; see `_note_sums`."""
+    """Whether the stage of the layers [i, j) exceeds a limit: any, or if not `is_full` one by trips alone."""
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    is_beyond = _are_above(columns, own, max_bucket, sums, num_plain, num, i, j)
-    if not is_beyond and not _fits(columns, own, i, j):
-        is_beyond = _are_above_again(problem, columns, own, sums, num_plain, num, i, j)
-    if not is_beyond and stage.is_in_turn and j == columns.shape[1] - 1:
-        # The last stage has fewer micro-batches in flight then, of which the sums know nothing.
+    is_beyond: bool
+    if is_full:
+        is_beyond = known[ARRIVAL, i] == np.inf or rest[FLAT_AROUND, j] == np.inf
+    else:
+        is_beyond = _are_above(columns, own, max_bucket, sums, num_plain, num, i, j)
+        if not is_beyond and not _fits(columns, own, i, j):
+            is_beyond = _are_above_again(problem, columns, own, sums, num_plain, num, i, j)
+    # The last stage may have fewer micro-batches in flight, of which the sums know nothing.
+    if not is_beyond and (is_full or (stage.is_in_turn and j == columns.shape[1] - 1)):
         is_beyond = excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, j) > 0
     return is_beyond
 

@@ -24,11 +24,11 @@ from bapipe.planner.device_line.around_stages import (
 )
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Ints, Problem
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Problem
 from bapipe.planner.device_line.tracked_arrays import Tracked
-from bapipe.planner.device_line.trip_limits import ARRIVAL, OfClass, Stage, excess, of_class_behind, stage_of
+from bapipe.planner.device_line.trip_limits import of_class_behind, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins
-from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, FLAT_AROUND, Scratch, Tables, Window
+from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, Scratch, Tables, Window
 from bapipe.planner.device_line.trip_windows import least_of_begins
 from bapipe.planner.device_line.trips_apart import note_apart, note_found, note_later, rings_of
 
@@ -84,10 +84,9 @@ def fill_before(
         known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, known)
         of_class = of_class_behind(tracked, late, p, g)
         window = Window(low, min(high - 1, last_low), first, high)
-        if is_full:
-            tried, has_any = _first_begins(problem, own, stage, of_class, known, rest, window, starts)
-        else:
-            tried, has_any = first_begins(problem, columns, own, stage, of_class, known, rest, sums, window, starts)
+        tried, has_any = first_begins(
+            problem, columns, own, stage, of_class, known, rest, sums, window, starts, is_full
+        )
         num_tried += tried
         if has_any and is_full and tracked.is_rough:
             note_apart(problem, tracked, tables, scratch, num_behind, p, g, most, window)
@@ -97,44 +96,6 @@ def fill_before(
         elif has_any:
             _note_trips(columns, tracked, own, tables, scratch, p, most, window)
     return num_tried
-
-
-@inlined
-def _first_begins(
-    problem: Problem,
-    own: Any,
-    stage: Stage,
-    of_class: OfClass,
-    known: Floats,
-    rest: Floats,
-    window: Window,
-    starts: Ints,
-) -> tuple[int, bool]:
-    """Finds for each end the first begin with which a stage keeps the limits.
-
-    Args:
-        of_class, known, rest: see `excess`.
-        starts: see `Scratch`.
-
-    Returns:
-        How many begins and ends were tried, and whether there are any such stages.
-    """
-    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    at, num_tried, has_any = window.first_begin, 0, False
-    for j in range(window.first_end, window.last_end + 1):
-        starts[j], last = j, min(j - 1, window.last_begin)
-        if rest[FLAT_AROUND, j] == np.inf:
-            continue
-        while at <= last and (
-            known[ARRIVAL, at] == np.inf
-            or excess(layers, savings, max_bucket, own, stage, of_class, known, rest, at, j) > 0
-        ):
-            at += 1
-            num_tried += 1
-        num_tried += 1
-        if at <= last:
-            starts[j], has_any = at, True
-    return num_tried, has_any
 
 
 @inlined

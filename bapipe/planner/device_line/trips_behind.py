@@ -19,15 +19,13 @@ from bapipe.planner.device_line.around_stages import (
 )
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints, Problem
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Problem
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
     BEFORE_ANY,
     BEFORE_FIRST,
-    OfClass,
     Stage,
-    excess,
     of_class_behind,
     stage_of,
 )
@@ -94,10 +92,7 @@ def fill_behind(
         limit_known(columns, own, stage, of_class, low, last_low, scratch.slopes, known)
         begin = min(high - 1, last_low)
         window = Window(low, begin, first, high)
-        if is_full:
-            tried, has_any = _last_ends(problem, own, stage, of_class, known, rest, window, starts)
-        else:
-            tried, has_any = last_ends(problem, columns, own, stage, of_class, known, rest, sums, window, starts)
+        tried, has_any = last_ends(problem, columns, own, stage, of_class, known, rest, sums, window, starts, is_full)
         num_tried += tried
         if not has_any:
             continue
@@ -117,44 +112,6 @@ def fill_behind(
             num_speeds = note_row_ns(tracked, own, p, g, num_speeds, scratch)
             _note_late(columns, tracked, stage, g, scratch, window, tables.gradient_begins[p, here])
     return num_tried
-
-
-@inlined
-def _last_ends(
-    problem: Problem,
-    own: Any,
-    stage: Stage,
-    of_class: OfClass,
-    known: Floats,
-    rest: Floats,
-    window: Window,
-    starts: Ints,
-) -> tuple[int, bool]:
-    """Finds for each begin the last end with which a stage keeps the limits.
-
-    Args:
-        of_class, known, rest: see `excess`.
-        starts: see `Scratch`.
-
-    Returns:
-        How many begins and ends were tried, and whether there are any such stages.
-    """
-    layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
-    at, num_tried, has_any = window.last_end, 0, False
-    for i in range(window.last_begin, window.first_begin - 1, -1):
-        first, starts[i] = max(i + 1, window.first_end), i
-        if known[ARRIVAL, i] == np.inf:
-            continue
-        while at >= first and (
-            rest[FLAT_AROUND, at] == np.inf
-            or excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, at) > 0
-        ):
-            at -= 1
-            num_tried += 1
-        num_tried += 1
-        if at >= first:
-            starts[i], has_any = at, True
-    return num_tried, has_any
 
 
 @inlined

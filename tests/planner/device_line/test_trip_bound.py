@@ -185,8 +185,8 @@ def of_class_of(rows: Any, late: Any, p: int, g: int) -> OfClass:
 
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(schedule: str, is_tight: bool) -> None:
-    """Of random tables. With less memory some layers of GPipe's stages run again, and longer stages do not fit."""
+def test_stages_begin_and_end_where_the_limits_one_by_one_say(schedule: str, is_tight: bool) -> None:
+    """By all limits or trips alone, of random tables. With less memory some layers of GPipe run again, or do not fit."""
     num_stages = num_again = 0
     for seed in range(40):
         line = (alike_line if seed % 3 == 0 else unlike_line)(seed, schedule, buckets=seed % 4 > 0)
@@ -219,14 +219,14 @@ def test_by_trips_alone_stages_begin_and_end_where_the_limits_one_by_one_say(sch
             num_again += sum(0 < again < inf for again in agains)
             asked = problem, columns, own, stage, of_class, known, rest, sums, Window(0, end - 1, 1, end)
             starts = np.empty(end + 1, dtype=np.int64)
-            _, has_any = first_begins(*asked, starts)
             firsts = [next((i for i in range(j) if within[i, j]), j) for j in range(1, end + 1)]
-            assert starts[1:].tolist() == firsts, (seed, p, g)
-            assert has_any == any(i < j for j, i in enumerate(firsts, 1))
-            last_ends(*asked, starts)
-            assert starts[:end].tolist() == [
-                next((j for j in range(end, i, -1) if within[i, j]), i) for i in range(end)
-            ], (seed, p, g)
+            lasts = [next((j for j in range(end, i, -1) if within[i, j]), i) for i in range(end)]
+            for is_full in (False, True):
+                _, has_any = first_begins(*asked, starts, is_full)
+                assert starts[1:].tolist() == firsts, (seed, p, g)
+                assert has_any == any(i < j for j, i in enumerate(firsts, 1))
+                last_ends(*asked, starts, is_full)
+                assert starts[:end].tolist() == lasts, (seed, p, g)
             num_stages += int(np.triu(within, 1).sum())
     assert num_stages > 1000
     assert (num_again > 100) == (is_tight and schedule == "gpipe")
