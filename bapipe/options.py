@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from bapipe.errors import did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -25,7 +26,6 @@ def options_from(cls: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
     known = [field.name for field in fields(cls)]
     for name in keywords:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"did you mean '{close[0]}'?" if close else f"choose from {', '.join(known)}"
-            raise TypeError(f"unknown option '{name}': {hint}")
+            hint = did_you_mean(name, known) or f"; choose from {', '.join(known)}"
+            raise TypeError(f"unknown option '{name}'{hint}")
     return cls(**keywords)

@@ -24,8 +24,8 @@ def test_both_spellings_give_the_same_options() -> None:
 @pytest.mark.parametrize(
     ("given", "keywords", "message"),
     [
-        (None, {"size": 1, "verbos": True}, "unknown option 'verbos': did you mean 'verbose'?"),
-        (None, {"size": 1, "x": 1}, "unknown option 'x': choose from size, verbose"),
+        (None, {"size": 1, "verbos": True}, "unknown option 'verbos'; did you mean 'verbose'?"),
+        (None, {"size": 1, "x": 1}, "unknown option 'x'; choose from size, verbose"),
         (Options(size=1), {"size": 1}, "give either Options(...) or keyword arguments, not both: size"),
     ],
 )
@@ -44,5 +44,5 @@ def test_plan_takes_both_spellings() -> None:
     profile = chain([1, 2])
     by_object = bapipe.plan(profile, devices(2), PlanOptions(minibatch_size=4, num_stages=2))
     assert bapipe.plan(profile, devices(2), minibatch_size=4, num_stages=2) == by_object
-    with pytest.raises(TypeError, match="unknown option 'num_stage': did you mean 'num_stages'"):
+    with pytest.raises(TypeError, match="unknown option 'num_stage'; did you mean 'num_stages'"):
         bapipe.plan(profile, devices(2), minibatch_size=4, num_stage=2)

@@ -52,13 +52,14 @@ from bapipe.formats.codec import read
 from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
+from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.deadline import UNLIMITED, Deadline, deadline_of
 from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
 from bapipe.planner.inputs import Profiles, by_kind
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import evaluate_pinned, plan_cached
 from bapipe.planner.plan import explain as explain_plan
 from bapipe.planner.plan import pareto as pareto_front
+from bapipe.planner.plan import plan_cached
 from bapipe.planner.repeat_block import profiles_of_copies
 from bapipe.planner.validation import check_schedules, named_schedules
 from bapipe.report.remarks import plan_remarks
@@ -240,7 +241,7 @@ def _evaluate(
     profiles = by_kind(measured)
     same_minibatch = replace(options, minibatch_size=pinned.minibatch_size)
     with planning_status() as progress:
-        evaluated = evaluate_pinned(pinned, profiles, same_minibatch, deadline=deadline, progress=progress)
+        evaluated = certify_pinned(pinned, profiles, same_minibatch, deadline=deadline, progress=progress)
         return evaluated, profiles, same_minibatch
 
 

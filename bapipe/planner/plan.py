@@ -171,21 +171,6 @@ def cached_plan_path(profiles: Profiles, cluster: Cluster, options: PlanOptions,
     )
 
 
-def evaluate_pinned(
-    pinned: Plan,
-    profiles: Mapping[str, ModelProfile],
-    options: PlanOptions,
-    *,
-    deadline: Deadline | None = None,
-    progress: SearchProgress | None = None,
-) -> Plan:
-    """Returns a hand-made plan with its prediction and a bound on all plans; see `planner.analysis.pinned`."""
-    from bapipe.planner.analysis.pinned import certify_pinned
-
-    deadline = deadline or deadline_of(options.time_limit_s)
-    return certify_pinned(pinned, profiles, options, deadline=deadline, progress=progress)
-
-
 def explain(
     plan: Plan,
     profiles: Mapping[str, ModelProfile],

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidFile
+from bapipe.errors import BapipeError, InvalidFile, did_you_mean
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.measurement import LayerMeasurement
@@ -24,8 +24,8 @@ MAX_DEVICES = 4096
 MAX_LAYERS = 20_000
 """Maximum number of layers of a model."""
 
-MAX_ACTIONS = 2**21
-"""Maximum number of stages times micro-batches in a step."""
+MAX_FORWARDS = 2**21
+"""Maximum number of forwards in a step: stages times micro-batches."""
 
 MAX_SAMPLES = 2**31
 """Maximum number of samples in a step."""
@@ -46,7 +46,7 @@ def names_looped(options: PlanOptions) -> bool:
 
 def unknown_schedule(name: str, known: Collection[str]) -> BapipeError:
     """Returns the error for a schedule that is not among those known."""
-    hint = f"; did you mean '{name.lower()}'?" if name.lower() in known else ""
+    hint = did_you_mean(name.lower(), known)
     return BapipeError(f"unknown schedule '{name}'; choose from {', '.join(known)}{hint}")
 
 
@@ -252,9 +252,9 @@ def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
 
 def check_num_forwards(num_stages: int, num_microbatches: int) -> None:
     """Raises BapipeError for a step of more actions than are ordered and simulated."""
-    if num_stages * num_microbatches > MAX_ACTIONS:
+    if num_stages * num_microbatches > MAX_FORWARDS:
         raise BapipeError(
-            f"{num_stages:,} stages of {num_microbatches:,} micro-batches: want at most {MAX_ACTIONS:,} forwards in a "
+            f"{num_stages:,} stages of {num_microbatches:,} micro-batches: want at most {MAX_FORWARDS:,} forwards in a "
             "step; choose fewer stages, or larger micro-batches"
         )
 

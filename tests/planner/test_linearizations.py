@@ -15,13 +15,14 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets
+from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import Decision, simulate_decision
 from bapipe.planner.goal import Goal
 from bapipe.planner.lightest_cuts import lightest_cuts
 from bapipe.planner.linearizations import solve_over_linearizations
 from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import evaluate_pinned, explain
+from bapipe.planner.plan import explain
 from bapipe.planner.plan_step import solve_step_time
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.searched_space import PartitionSpace
@@ -208,7 +209,7 @@ def test_a_plan_that_fits_along_one_order_only_is_pinned_and_explained() -> None
     options = PlanOptions(minibatch_size=2, memory_limit_bytes=least.prediction.peak_bytes)
     with pytest.raises(Infeasible):
         plan_step_time({"a": profile}, least.cluster, options)
-    pinned = evaluate_pinned(least, {"a": profile}, options)
+    pinned = certify_pinned(least, {"a": profile}, options)
     assert 0 < pinned.certificate.lower_bound_ns <= pinned.prediction.step_ns
     assert explain(least, {"a": profile}, options)
 

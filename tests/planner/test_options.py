@@ -21,10 +21,11 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
 from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.constraints import Constraints, parse_constraints
 from bapipe.planner.options import PlanOptions, limit_that_leaves
-from bapipe.planner.plan import evaluate_pinned, explain, plan_cached
+from bapipe.planner.plan import explain, plan_cached
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from tests.builders import MS, chain, devices
@@ -177,7 +178,7 @@ def test_pinning_and_explaining_name_the_memory_limit() -> None:
     said = explain(plan, profiles, options)
     assert "of its limit, 1,600 bytes" in said[4]
     assert said[-1].endswith("proven optimal in the searched space, with at most 1,600 bytes on each device.")
-    pinned = evaluate_pinned(plan, profiles, options)
+    pinned = certify_pinned(plan, profiles, options)
     assert pinned.certificate.memory == options.memory
     assert pinned.certificate.space.endswith("; with at most 1,600 bytes on each device")
 
@@ -281,7 +282,7 @@ def test_a_pinned_plan_is_simulated_and_bounded() -> None:
         StagePlan(layers=("l0", "l1"), devices=("d0",)),
         StagePlan(layers=("l2", "l3"), devices=("d1",)),
     )
-    pinned = evaluate_pinned(replace(best, stages=worse), profiles, PlanOptions(minibatch_size=4, replicas=False))
+    pinned = certify_pinned(replace(best, stages=worse), profiles, PlanOptions(minibatch_size=4, replicas=False))
     assert pinned.stages == worse
     assert pinned.prediction.step_ns == simulate(pinned, profiles).step_ns > best.prediction.step_ns
     assert pinned.certificate.lower_bound_ns == best.prediction.step_ns
@@ -291,7 +292,7 @@ def test_a_pinned_plan_is_simulated_and_bounded() -> None:
     assert held == 0
     heavy = {"a": chain([3, 1, 1, 1], stash_bytes=100)}
     with pytest.raises(Infeasible) as caught:
-        evaluate_pinned(replace(best, stages=worse), heavy, PlanOptions(minibatch_size=4, memory_limit_bytes=300))
+        certify_pinned(replace(best, stages=worse), heavy, PlanOptions(minibatch_size=4, memory_limit_bytes=300))
     assert str(caught.value) == (
         "the pinned plan does not fit: d0 needs 400 bytes and has 300 (100 bytes short). Plan without `pin` for one "
         "that does"

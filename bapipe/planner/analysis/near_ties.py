@@ -16,7 +16,7 @@ MAX_SLOWDOWN = 0.02
 MAX_MEMORY = 0.8
 """Share of the plan's peak memory that a near-tie may need at most, unless it needs fewer devices."""
 
-MAX_ACTIONS = 2**15
+MAX_FORWARDS = 2**15
 """Stages times micro-batches up to which schedules are tried: each takes up to half a second there."""
 
 
@@ -61,7 +61,7 @@ def _rescheduled(plan: Plan, profiles: Profiles, options: PlanOptions, deadline:
     found = []
     limits = dict(zip(plan.cluster.index, options.limits(plan.cluster), strict=True))
     for name in options.schedules:
-        if name == plan.schedule or name not in ALL or plan.num_microbatches * len(plan.stages) > MAX_ACTIONS:
+        if name == plan.schedule or name not in ALL or plan.num_microbatches * len(plan.stages) > MAX_FORWARDS:
             continue
         if deadline.is_over:
             break
