@@ -25,7 +25,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_grouping import Grouping, groupings
 from bapipe.planner.goal import Goal
 from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, proven_ns, space_without_memory
-from bapipe.planner.inputs import Profiles, listed
+from bapipe.planner.inputs import Profiles, by_kind, listed
 from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
 from bapipe.planner.repeat_block import block_layers, repeat_block
 from bapipe.planner.searched_space import is_of_stages, on_chosen_devices
@@ -181,8 +181,7 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
     from bapipe.planner.branch_and_bound.devices import ns_per_sample  # loads numpy
 
-    grouping = groupings(setting.profiles, setting.cluster, setting.options.group)[0]
-    times_ns = ns_per_sample(grouping.profiles, setting.cluster)
+    times_ns = ns_per_sample(by_kind(setting.profiles), setting.cluster)
     num_devices = len(setting.cluster.devices)
     in_order = not _any_order_counts(setting, setting.cluster)
     choices = cache(partial(sub_clusters, setting.cluster, ns_per_sample=times_ns, in_order=in_order))
@@ -222,8 +221,7 @@ def _any_order_counts(setting: Setting, cluster: Cluster) -> bool:
     if is_homogeneous(cluster, setting.options.limits(cluster)):
         return True
     # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
-    profiles = groupings(setting.profiles, setting.cluster, setting.options.group)[0].profiles
-    return setting.options.objective == "step" and tries_all_orders(profiles, cluster, setting.options)
+    return setting.options.objective == "step" and tries_all_orders(by_kind(setting.profiles), cluster, setting.options)
 
 
 def _covers_fewer(setting: Setting, clusters: Sequence[Cluster]) -> bool:

@@ -82,17 +82,14 @@ def build_space(
         sizes: micro-batch sizes that divide the mini-batch.
         deadline: ends the making of the space, and later of its tables, with OutOfTime.
     """
-    constraints = parse_constraints(options.constraints)
-    classes = device_classes(
-        cluster, options.limits(cluster), constraints.allowed_layers(cluster), ns_per_sample(profiles, cluster)
-    )
+    classes = _classes_of(profiles, cluster, options)
     orders = () if _allows_any_order(profiles, cluster, options, classes) else device_orders(profiles, cluster, options)
     class_of = {rank: c for c, cls in enumerate(classes) for rank in cls.ranks}
     builder = ProblemBuilder(
         profiles={cls.device.kind: profiles[cls.device.kind] for cls in classes},
         cluster=cluster,
         options=options,
-        constraints=constraints,
+        constraints=parse_constraints(options.constraints),
         classes=classes,
         links=ClassLinks(cluster, classes),
         lines=tuple(tuple(class_of[rank] for rank in order.ranks) for order in orders),

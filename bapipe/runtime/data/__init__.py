@@ -1,7 +1,8 @@
 """Data on its way to the ranks: which items a mini-batch has, which parts of them a rank loads, and when.
 
-Begin with `loader`, which yields mini-batches in an order drawn from a seed, with torch's DataLoader. `buckets` orders
-items of similar sizes together, `validation_split` holds out data to evaluate on, `workers` chooses the number of
-processes that load data, and `batch_check` checks a batch against the model's example inputs. The type of data sets is
+Begin with `loader`, which yields mini-batches in an order drawn from a seed, with torch's DataLoader. `training_data`
+finds the data set that a run asks for, `samples_digest` tells whether two have the same samples. `buckets` orders items
+of similar sizes together, `validation_split` holds out data to evaluate on, `workers` chooses the number of processes
+that load data, and `batch_check` checks a batch against the model's example inputs. The type of data sets is
 `bapipe.zoo.data.dataset.PipelineDataset`.
 """
