@@ -6,15 +6,14 @@ GNMT-8 as two stages on two ranks, Adam, mini-batches of 32 in micro-batches of 
 over the steps after the first ones.
 """
 
-import argparse
-
 import bapipe
 from bapipe.formats.settings import Settings
 from bapipe.profiler.profile import profile_model_cached
+from benchmarks import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8])

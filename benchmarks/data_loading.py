@@ -8,7 +8,6 @@ random crops; a training step is a pause of fixed length, during which a GPU wou
 per step after the first ones, in which workers start.
 """
 
-import argparse
 import tempfile
 import time
 from contextlib import closing
@@ -24,6 +23,7 @@ from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import batches
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
+from benchmarks import parser_of
 
 WARM_UP_STEPS = 3
 
@@ -41,7 +41,7 @@ class FirstStage:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--size", type=int, default=224)

@@ -8,7 +8,6 @@ CPU seconds of its process, the second time, when its modules are compiled. `--s
 8 devices.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -35,6 +34,7 @@ from bapipe.explorer.state import State
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import write
 from bapipe.formats.profile import ModelProfile
+from benchmarks import parser_of
 from tests import ROOT
 from tests.builders import chain
 from tests.explorer.chromium import PATH, Browser
@@ -198,7 +198,7 @@ def show_sweep(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sweep", action="store_true", help="only plan 98 points for ResNet-50")
     with tempfile.TemporaryDirectory() as folder:
         if parser.parse_args().sweep:

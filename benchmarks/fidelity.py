@@ -19,7 +19,6 @@ For each model and micro-batch size, with one thread on a CPU, or on CUDA if ask
 - time to measure all sizes, tracing and memory included.
 """  # fmt: skip
 
-import argparse
 import json
 import sys
 import time
@@ -43,6 +42,7 @@ from bapipe.tracing.bound_inputs import only_tensor_inputs
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
+from benchmarks import parser_of
 
 MODELS: dict[str, tuple[dict[str, object], str]] = {
     "vgg16": ({}, "1,2,4,8,16"),
@@ -158,7 +158,7 @@ def _models(name: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--microbatch-size")
     parser.add_argument("--device", default="cpu")

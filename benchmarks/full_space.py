@@ -7,7 +7,6 @@ Links within hosts and between them: `equal`, 10 Gb/s and 50 us everywhere; `slo
 are CPU seconds of the search, without reading the profile.
 """
 
-import argparse
 import time
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ import bapipe
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import read
 from bapipe.formats.profile import ModelProfile
+from benchmarks import parser_of
 
 PROFILES = Path(__file__).parent.parent / "profiles" / "v100"
 EQUAL = Bandwidth(bytes_per_s=1_250_000_000, latency_ns=50_000)
@@ -42,7 +42,7 @@ def cluster(within: Bandwidth, between: Bandwidth) -> Cluster:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minibatch-sizes", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--models", nargs="+", default=["vgg16", "resnet50", "gnmt8"])
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))

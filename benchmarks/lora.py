@@ -10,7 +10,6 @@ FOLDER already contains are not measured again. The measured memory is what the 
 step, with parameters, gradients, optimizer state and receive buffers.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.zoo.factory import build
+from benchmarks import parser_of
 from benchmarks.fidelity import allocated
 
 MODEL, MINIBATCH_SIZE, SIZES = "examples.lora:llama", 32, (2, 4, 8, 16)
@@ -169,7 +169,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--first", type=int, nargs="+", default=[0, 5])
     parser.add_argument("--steps", type=int, default=20)

@@ -7,7 +7,6 @@ changes, shortens, lengthens, empties or removes a random file of the newest che
 from the one before. It fails at the first run whose weights differ in a bit.
 """
 
-import argparse
 import logging
 import os
 import random
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from bapipe.runtime.checkpoint.folder import list_checkpoints
 from bapipe.runtime.checkpoint.writer import full_state_dict
+from benchmarks import parser_of
 from tests.multiprocess.fault_cases import killed
 from tests.runtime.checkpoint.cases import go
 
@@ -96,7 +96,7 @@ def damage_and_resume(count: int, seed: int, folder: Path) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--damages", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

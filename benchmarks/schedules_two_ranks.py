@@ -8,7 +8,6 @@ and prints the results of all calls. Figures are medians over a schedule's runs 
 Kendall's tau is 1 if both orders agree, -1 if they are opposite.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from bapipe.planner.inputs import local_cluster
 from bapipe.planner.options import SEARCH
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
+from benchmarks import parser_of
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -63,7 +63,7 @@ def report(plans: dict[str, bapipe.Plan], measured: dict[str, list[int]]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--microbatch-size", type=int, default=8)

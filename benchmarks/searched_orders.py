@@ -9,7 +9,6 @@ takes 0.7 to 1.3 and W 0.4 to 1.3 times as long, and the transfers of a cut take
 All times are simulated; no process runs.
 """
 
-import argparse
 import time
 from random import Random
 from statistics import mean
@@ -24,6 +23,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.memory import peak_memory
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
+from benchmarks import parser_of
 
 MS = 10**6
 
@@ -67,7 +67,7 @@ def in_a_row(num_ranks: int, link: Bandwidth) -> Cluster:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--instances", type=int, default=10)

@@ -8,7 +8,6 @@ compiles it. Stages are uneven, and transfers take 5 to 15 % of an action. The f
 seconds allow.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from random import Random
@@ -24,6 +23,7 @@ from bapipe.schedules.table import Schedule
 from bapipe.simulator.compiled import compile_schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
+from benchmarks import parser_of
 
 MS = 10**6
 
@@ -76,7 +76,7 @@ def measure(schedule: Schedule, stages: list[Stage], cluster: Cluster, seconds: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds spent on each figure")

@@ -7,7 +7,6 @@ the run by SIGTERM, after which nothing may be left running. It fails if in the 
 more files or threads than in the second, or more memory than 2 % and 8 MB above.
 """
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from bapipe.report.formatting import mib
+from benchmarks import parser_of
 
 CLI = [sys.executable, "-m", "bapipe"]
 
@@ -115,7 +115,7 @@ def growth(name: str, samples: list[Sample]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=10, help="seconds between two samples")

@@ -32,6 +32,7 @@ import msgspec
 import bapipe
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.planner.deadline import OutOfTime
+from benchmarks import parser_of
 from benchmarks.certificates.challenger import Challenger
 from benchmarks.certificates.every_plan import least_step_ns
 from benchmarks.certificates.judge import Judge
@@ -173,7 +174,7 @@ def known_outcomes(path: Path | None) -> dict[tuple[str, int], Outcome]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--large", type=int, default=20, help="how many large problems")
     parser.add_argument("--small", type=int, default=100, help="how many small problems")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first problem of each kind")

@@ -8,7 +8,6 @@ cc23ef0), ANALYSIS one of TruongThaoNguyen/paraDL-analysis (commit ce36803). doc
 predictions.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bapipe.errors import BapipeError
+from benchmarks import parser_of
 from benchmarks.clusters.deepspeed import Step, predict
 from benchmarks.clusters.paradl import paradl_table
 from benchmarks.clusters.runs import Run, left_out, read_runs
@@ -35,7 +35,7 @@ def groups_of(runs: Iterable[Run]) -> Mapping[str, Sequence[Run]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="a checkout of eth-easl/sailor, or its data")
     parser.add_argument("--paradl", type=Path, nargs=2, metavar=("LOGS", "ANALYSIS"), help="checkouts of ParaDL")
     arguments = parser.parse_args()

@@ -6,7 +6,6 @@ Files are made from seeds, so each can be made again: `--kind trace --seed 1234 
 processes with limits: 5 s of processor time for a file, and 500 MB more memory than before the batch.
 """
 
-import argparse
 import os
 import resource
 import signal
@@ -23,6 +22,7 @@ from types import FrameType
 import msgspec
 
 from bapipe.errors import BapipeError
+from benchmarks import parser_of
 from benchmarks.fuzz.group_kinds import group_kinds
 from benchmarks.fuzz.kinds import Kind, WrongSuccess, kinds
 from benchmarks.fuzz.mutate import mutated
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def _main(known: tuple[Kind, ...]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", choices=[kind.name for kind in known])

@@ -5,7 +5,6 @@
 The options and their order come from the command line itself. Every call is a process of its own, forked from this one.
 """
 
-import argparse
 import gc
 import io
 import os
@@ -27,6 +26,7 @@ from bapipe.cli.lazy_group import COMMANDS
 from bapipe.formats.codec import write
 from bapipe.planner.inputs import homogeneous_cluster
 from bapipe.planner.plan import plan
+from benchmarks import parser_of
 from benchmarks.fuzz.group_kinds import small_profile
 
 NUMBERS = ("0", "-1", "nan", "inf", "-inf", "1e30", "1" + "0" * 30, "9" * 5000, "1e-320", "0x10", "١٢")
@@ -144,7 +144,7 @@ def check(command: str, folder: Path, limit_s: int) -> tuple[int, list[str]]:
 
 def run_all() -> int:
     """Prints a line for each command and each fault; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--command", choices=[*COMMANDS])
     parser.add_argument("--limit", type=int, default=5, help="seconds of processor time for a call")
     given = parser.parse_args()

@@ -13,16 +13,17 @@ tables. `--device cpu --small` does all of it with tiny models, to see that it w
 of bapipe, but no installation: a checkout as PYTHONPATH will do.
 """  # fmt: skip
 
-import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from benchmarks import parser_of
 
 NEEDED = ("torch", "numpy", "msgspec", "networkx", "rich")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where results are and go")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no part after this time, and end then")

@@ -14,7 +14,6 @@ seconds from the file to the plan, after a first search that loads numpy. LayerG
 compute in milliseconds: they are here for their size only.
 """
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -29,6 +28,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import parser_of
 from benchmarks.planner import dnn_partitioning, pipedream, piper, placement_workload
 
 EXACT_DP, LINEAR_DP = "dnnp DP (exact over contiguous splits)", "dnnp DPL (linearized DP)"
@@ -178,7 +178,7 @@ def tensor_parallel(folder: Path, evaluate: ModuleType, baselines: list[dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="where the workloads are")
     folder = parser.parse_args().folder
     if not (folder / "baselines.json").is_file():

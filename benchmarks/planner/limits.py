@@ -8,7 +8,6 @@ is not counted. Each line has the seconds beyond the limit, and the gap of the p
 are within a tenth of the limit and 0.3 seconds.
 """
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +21,7 @@ from bapipe.errors import BapipeError
 from bapipe.planner.deadline import COMPILING
 from bapipe.planner.options import SEARCH
 from bapipe.schedules import ALL
+from benchmarks import parser_of
 from benchmarks.planner import scale
 
 PART, SECONDS = 0.1, 0.3
@@ -47,7 +47,7 @@ def cases(num_cases: int, seed: int) -> Iterator[tuple[scale.Case, bool, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -18,7 +18,6 @@ Regret is step time / best known step time - 1; the best known is the minimum of
 gap to its bound is in the table, and of every rule. The rules cut the layers in the order of the file.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import transfer_ns
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
+from benchmarks import parser_of
 from benchmarks.planner.as_profiles import NUM_MICROBATCHES, workloads
 
 MICROBATCHES = NUM_MICROBATCHES
@@ -175,7 +175,7 @@ RULES: Mapping[str, Callable[[Line, int], Edges]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="where the workloads are")
     folder = parser.parse_args().folder
     regrets: dict[str, list[float]] = {rule: [] for rule in [*RULES, "bapipe"]}

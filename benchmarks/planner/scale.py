@@ -7,7 +7,6 @@ Every case is a random graph: F and B of a node lie within a factor of four, ten
 cuts of the graph. Seconds are of compute; memory is the most that this process has had so far.
 """
 
-import argparse
 import resource
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from bapipe.formats.plan import Objective
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import contract, of_layers
+from benchmarks import parser_of
 
 MB = 10**6
 GIB = 2**30
@@ -192,7 +192,7 @@ def row(name: str, case: Case, seed: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help="see --list")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")

@@ -45,6 +45,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.inputs import by_kind
 from bapipe.planner.options import PlanOptions
 from bapipe.schedules import LOOPED
+from benchmarks import parser_of
 from benchmarks.certificates import __main__ as certificates
 from benchmarks.certificates.challenger import Challenger
 from benchmarks.certificates.judge import Judge
@@ -243,7 +244,7 @@ def table(outcomes: list[Outcome]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="where the workloads are")
     parser.add_argument(
         "--results", type=Path, help="file of results, one line of JSON per case; not needed for --list"

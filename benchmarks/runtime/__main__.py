@@ -7,7 +7,6 @@ several rounds of a few steps; the first step of a round does not count. The tab
 the maximum of all others. The layers are profiled first; profiles that FOLDER already contains are not measured again.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import parser_of
 from benchmarks.runtime.compare import NUM_RANKS, Comparison, Outcome, compare
 from benchmarks.runtime.models import MODELS, Workload
 from benchmarks.runtime.plans import PlannedWorkload, describe, make_plans
@@ -67,7 +67,7 @@ def figures(planned: PlannedWorkload, outcome: Outcome) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=4)

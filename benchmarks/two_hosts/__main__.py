@@ -31,6 +31,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
+from benchmarks import parser_of
 from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
 
 BURST = {"1gbit": "128kb", "100mbit": "32kb"}
@@ -143,7 +144,7 @@ def row(config: Configuration, best: Configuration) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--links", nargs="+", choices=list(BURST), default=list(BURST))
     parser.add_argument("--width", type=int, default=24)
