@@ -99,6 +99,12 @@ class Browser:
             assert time.monotonic() < deadline, f"still false: {condition}; {self.problems}"
             time.sleep(0.05)
 
+    def click(self, text: str) -> None:
+        """Clicks the first button with this text."""
+        self.value(
+            f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(text)}).click()"
+        )
+
     def mouse(self, kind: str, x: float, y: float) -> None:
         """Sends a mouse event: mousePressed, mouseMoved or mouseReleased, with the left button."""
         button = {"button": "left", "clickCount": 1, "buttons": 1}

@@ -48,10 +48,6 @@ def opened(session: Session) -> Iterator[Browser]:
         server.shutdown()
 
 
-def click(browser: Browser, text: str) -> None:
-    browser.value(f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(text)}).click()")
-
-
 def record(browser: Browser, path: Path) -> None:
     """Writes a picture of the window with few colours."""
     browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -75,10 +71,10 @@ def walk(browser: Browser, folder: Path) -> None:
     browser.mouse("mouseReleased", x, y + 42)
     browser.mouse("mouseMoved", 4, 4)
     browser.wait(f"{tried} === 2")
-    click(browser, "Idle time")
+    browser.click("Idle time")
     browser.value("window.scrollTo(0, 120)")
     record(browser, folder / "walk-2-idle.png")
-    click(browser, "best")
+    browser.click("best")
     browser.wait(f"{tried} === 3")
     browser.value("window.scrollTo(0, 0)")
     record(browser, folder / "walk-3-best.png")
@@ -86,15 +82,15 @@ def walk(browser: Browser, folder: Path) -> None:
         ("Front", "compute the front", "#front", "walk-4-front"),
         ("What if", "compute this curve", "#whatif", "walk-5-what-if"),
     ):
-        click(browser, tab)
-        click(browser, button)
+        browser.click(tab)
+        browser.click(button)
         browser.wait(
             f"document.querySelectorAll('{rows} tbody tr').length && {json.dumps(button)} === "
             f"document.querySelector('{rows} button:not(.quiet)').textContent"
         )
         browser.value("document.querySelector('#tabs').scrollIntoView()")
         record(browser, folder / f"{name}.png")
-    click(browser, "Plans tried")
+    browser.click("Plans tried")
     for index in (0, 2):
         browser.value(f"document.querySelectorAll('#tried input')[{index}].click()")
     browser.wait("!document.querySelector('#compared').hidden")

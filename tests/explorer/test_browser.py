@@ -50,10 +50,6 @@ def opened(folder: Path, session: Session, width: int = 1400) -> Iterator[Browse
             thread.join()
 
 
-def click(browser: Browser, text: str) -> None:
-    browser.value(f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(text)}).click()")
-
-
 def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -> None:
     cluster = devices(3, bytes_per_s=10**6)
     session = Session({"a": PROFILE}, cluster, 12)
@@ -86,14 +82,14 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
             for kind in ("keyDown", "keyUp"):
                 browser.call("Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key})
             browser.wait(f"{SHOWN_STEP} === {step_ns}")
-        click(browser, "undo")
+        browser.click("undo")
         browser.wait(f"{SHOWN_STEP} === {begun}")
-        click(browser, "redo")
+        browser.click("redo")
         browser.wait(f"{SHOWN_STEP} === {expected}")
         browser.value(
             "document.querySelector('#toolbar input[type=number]').value = 1000"
         )  # seconds: it may be slow here
-        click(browser, "best")
+        browser.click("best")
         best = bapipe.plan(PROFILE, cluster, minibatch_size=12)
         browser.wait(f"{SHOWN_STEP} === {best.prediction.step_ns}")
         # The bound is one of the schedules that were searched, which the line names where it can be seen.
@@ -107,7 +103,7 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
             "URL.createObjectURL = (blob) => { blob.text().then((text) => (document.body.dataset.saved = text)); "
             "return 'data:,' }"
         )
-        click(browser, "plan.json")
+        browser.click("plan.json")
         browser.wait("document.body.dataset.saved")
         plan = decode(browser.value("document.body.dataset.saved").encode())
         assert isinstance(plan, Plan)
@@ -130,15 +126,15 @@ def test_a_plan_that_cannot_run_is_explained_on_the_page(tmp_path: Path) -> None
         browser.wait("!document.getElementById('error').hidden")
         assert "no device 'nowhere'" in browser.value("document.getElementById('error').textContent")
         assert browser.value("document.documentElement.scrollWidth") <= 390
-        click(browser, "undo")
+        browser.click("undo")
         browser.wait("document.getElementById('error').hidden")
         # A layer is pinned in the table of layers; the box that was clicked keeps the focus.
-        click(browser, "Layers")
+        browser.click("Layers")
         pinned = "document.querySelectorAll('#layer-table input[type=checkbox]')[1]"
         browser.value(f"({pinned}.focus(), {pinned}.click())")
         browser.wait("document.querySelectorAll('#tried tbody tr').length === 3")
         assert browser.value(f"{pinned}.checked && document.activeElement === {pinned}")
-        click(browser, "undo")
+        browser.click("undo")
         browser.wait(f"!{pinned}.checked")
         assert browser.problems == []
 
@@ -223,8 +219,8 @@ def test_the_front_is_computed_and_saved_with_the_page(tmp_path: Path) -> None:
         browser.value(
             "document.querySelector('#toolbar input[type=number]').value = 1000"
         )  # seconds: it may be slow here
-        click(browser, "Front")
-        click(browser, "compute the front")
+        browser.click("Front")
+        browser.click("compute the front")
         browser.wait(points)
         steps = ",".join(browser.value(f"explorer.ms({point.step_ns})") for point in front)
         assert browser.value(cells) == steps
@@ -232,14 +228,14 @@ def test_the_front_is_computed_and_saved_with_the_page(tmp_path: Path) -> None:
             "URL.createObjectURL = (blob) => { blob.text().then((text) => (document.body.dataset.saved = text)); "
             "return 'data:,' }"
         )
-        click(browser, "page")
+        browser.click("page")
         browser.wait("document.body.dataset.saved")
         page = tmp_path / "page.html"
         page.write_text(browser.value("document.body.dataset.saved"))
         assert browser.problems == []
     with Browser(tmp_path / "again", allowed=page.as_uri()) as browser:
         browser.open(page.as_uri())
-        click(browser, "Front")
+        browser.click("Front")
         assert browser.value(points)
         assert browser.value(cells) == steps
         browser.value("document.querySelector('#front tbody button').click()")
@@ -273,7 +269,7 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
         browser.open(page.as_uri())
         steps = [session.plan(state).prediction.step_ns for state in (session.first, other)]
         assert browser.value(SHOWN_STEP) == steps[0]
-        click(browser, "other")
+        browser.click("other")
         assert browser.value(SHOWN_STEP) == steps[1]
         assert browser.value("[...document.querySelectorAll('canvas')].filter((c) => c.offsetWidth).length") == 3
         # Ctrl and the wheel zoom in: fewer actions are seen.
@@ -289,7 +285,7 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
         browser.call("Input.dispatchMouseEvent", wheel)
         browser.wait(f"{rows} < {whole}")
         # The computed curve is there, and the plans of its points.
-        click(browser, "What if")
+        browser.click("What if")
         assert (
             browser.value("[...document.querySelectorAll('#whatif option')].map((o) => o.value).join()") == "minibatch"
         )

@@ -53,10 +53,6 @@ def bapipe(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def click(browser: Browser, text: str) -> None:
-    browser.value(f"[...document.querySelectorAll('button')].find((b) => b.textContent === {json.dumps(text)}).click()")
-
-
 def drag_first_cut(browser: Browser, num_rows: int) -> None:
     """Moves the first cut down by so many layers, with the mouse."""
     x, y, row = browser.value(
@@ -77,12 +73,12 @@ def explore_and_save(address: str, folder: Path, path: Path) -> int:
         drag_first_cut(browser, -1)
         browser.wait(f"{FIRST_CUT} === {cut - 1} && {STEP} !== {begun} && {TRIED} === 2")
         dragged: int = browser.value(STEP)
-        click(browser, "best")
+        browser.click("best")
         browser.wait(f"{TRIED} === 3 && {STEP} < {dragged}")
-        click(browser, "undo")
+        browser.click("undo")
         browser.wait(f"{STEP} === {dragged}")
         browser.value(KEEP_FILES)
-        click(browser, "plan.json")
+        browser.click("plan.json")
         browser.wait(SAVED)
         path.write_text(browser.value(SAVED))
         assert browser.problems == []
