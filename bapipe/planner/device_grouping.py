@@ -1,6 +1,7 @@
 """Groupings of a cluster's devices: each by itself, several cores merged into one device, or groups."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import UNSET
@@ -11,7 +12,7 @@ from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, have_common_settings, is_estimate
-from bapipe.planner.device_groups import with_groups
+from bapipe.planner.device_groups import consecutive_devices, with_groups
 from bapipe.planner.inputs import Profiles, listed, two_of_a_kind
 from bapipe.planner.sub_clusters import links_among
 
@@ -126,8 +127,7 @@ def _with_devices_of(cluster: Cluster, kind: str, profile: ModelProfile, finest:
 def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) -> Cluster:
     """Returns the cluster with devices of a kind merged, host by host, into devices of this many threads."""
     num, rest = divmod(threads, own_threads)
-    hosts = {device.host for device in cluster.devices if device.kind == kind}
-    cores = {host: sum(d.kind == kind and d.host == host for d in cluster.devices) for host in hosts}
+    cores = Counter(device.host for device in cluster.devices if device.kind == kind)
     if rest or any(count % num for count in cores.values()):
         counted = ", ".join(f"{host} has {cores[host]}" for host in sorted(cores)) or "there is none"
         raise BapipeError(
@@ -135,22 +135,11 @@ def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) 
             f"{threads / own_threads:g} of the cluster's taken together; {counted}: leave it out, or measure with a "
             "number of threads that divides them"
         )
-    devices = tuple(_merged(cluster, kind, num))
+    devices = tuple(map(_merged, consecutive_devices(cluster, kind, num)))
     return replace(cluster, devices=devices, links=links_among(cluster, devices))
 
 
-def _merged(cluster: Cluster, kind: str, num: int) -> Iterator[Device]:
-    groups: dict[str, tuple[Device, ...]] = {}
-    for host in dict.fromkeys(device.host for device in cluster.devices):
-        devices_of_host = [device for device in cluster.devices if device.kind == kind and device.host == host]
-        groups |= {
-            devices_of_host[i].name: tuple(devices_of_host[i : i + num]) for i in range(0, len(devices_of_host), num)
-        }
-    for device in cluster.devices:
-        if device.kind != kind:
-            yield device
-        elif device.name in groups:
-            group = groups[device.name]
-            yield replace(
-                device, memory_bytes=sum(d.memory_bytes for d in group), speed=min(one.speed for one in group)
-            )
+def _merged(devices: Sequence[Device]) -> Device:
+    """Some devices as one, which has the memory of all."""
+    memory_bytes = sum(device.memory_bytes for device in devices)
+    return replace(devices[0], memory_bytes=memory_bytes, speed=min(device.speed for device in devices))

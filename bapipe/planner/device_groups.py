@@ -1,5 +1,6 @@
 """A cluster of single devices, seen as one of groups: consecutive devices of a host are the members of a group."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
@@ -18,32 +19,38 @@ def with_groups(cluster: Cluster, kind: str, num_members: int) -> Cluster:
     Raises:
         BapipeError: a host has another number of devices of the kind than groups need, or its devices are groups.
     """
-    parts = _parts(cluster, kind, num_members)
+    _check_tiles(cluster, kind, num_members)
+    parts = consecutive_devices(cluster, kind, num_members)
     devices = tuple(_group(part) if len(part) > 1 else part[0] for part in parts)
     return replace(cluster, devices=devices, links=tuple(_links(cluster, parts, devices)))
 
 
-def _parts(cluster: Cluster, kind: str, num_members: int) -> list[tuple[Device, ...]]:
-    """The devices of each group, and each device of another kind, in the cluster's order."""
+def _check_tiles(cluster: Cluster, kind: str, num_members: int) -> None:
+    of_kind = [device for device in cluster.devices if device.kind == kind]
+    for device in of_kind:
+        if device.num_members > 1:
+            raise BapipeError(
+                f"device '{device.name}' is a group of {device.num_members} already: give the profile of such "
+                f"groups alone, or a cluster of single devices, to plan for groups of {num_members}"
+            )
+    for host, num_devices in Counter(device.host for device in of_kind).items():
+        if num_devices % num_members:
+            raise BapipeError(
+                f"groups of {num_members} do not tile the host '{host}', which has {num_devices} devices of kind "
+                f"'{kind}': leave the profile of {num_members} members out, or write the groups into the cluster file"
+            )
+
+
+def consecutive_devices(cluster: Cluster, kind: str, num: int) -> list[tuple[Device, ...]]:
+    """Returns the devices of a kind, `num` of a host together, and each of another kind, in the cluster's order."""
     on_host: dict[str, list[Device]] = {}
     for device in cluster.devices:
         if device.kind == kind:
             on_host.setdefault(device.host, []).append(device)
-            if device.num_members > 1:
-                raise BapipeError(
-                    f"device '{device.name}' is a group of {device.num_members} already: give the profile of such "
-                    f"groups alone, or a cluster of single devices, to plan for groups of {num_members}"
-                )
-    for host, devices in on_host.items():
-        if len(devices) % num_members:
-            raise BapipeError(
-                f"groups of {num_members} do not tile the host '{host}', which has {len(devices)} devices of kind "
-                f"'{kind}': leave the profile of {num_members} members out, or write the groups into the cluster file"
-            )
     starts = {
-        devices[begin].name: tuple(devices[begin : begin + num_members])
+        devices[begin].name: tuple(devices[begin : begin + num])
         for devices in on_host.values()
-        for begin in range(0, len(devices), num_members)
+        for begin in range(0, len(devices), num)
     }
     first = [device for device in cluster.devices if device.kind != kind or device.name in starts]
     return [starts.get(device.name, (device,)) for device in first]
