@@ -91,7 +91,7 @@ class Transitions:
 
     @property
     def busy_link_ns(self) -> IntArray:
-        """The same while all micro-batches cross the link in one direction. [N * C, B]"""
+        """As `beyond_ns`, while all micro-batches cross the link in one direction. [N * C, B]"""
         one_way = np.maximum(self.busy_send_ns + self.grad_ns, self.send_ns + self.busy_grad_ns)
         busy_link_ns: IntArray = self.cost_to_go.round_trip + one_way
         return busy_link_ns

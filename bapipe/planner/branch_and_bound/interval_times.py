@@ -107,7 +107,7 @@ class IntervalTimes:
 
     @cached_property
     def on_device(self) -> "IntervalTimes":
-        """The same without the host's times.
+        """Times of the same intervals without the host's.
 
         An action takes the longer of what device and host need, so what actions of stages take does not add up over
         layers, or with the F that is recomputed. What the device needs does, and bounds it from below.

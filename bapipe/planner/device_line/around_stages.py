@@ -83,7 +83,7 @@ def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
 
 @inlined
 def join_levels(num_rows: int, num_levels: int, levels: Floats) -> None:
-    """The same where the first level is known."""
+    """Notes in each level but the first the least of 2, 4 and so on of the rows of the first; see `note_levels`."""
     for level in range(1, num_levels):
         below, here, half = (level - 1) * num_rows, level * num_rows, 1 << (level - 1)
         for x in range(levels.shape[0]):
@@ -241,14 +241,14 @@ def note_least(times: Floats, known: Floats) -> None:
 
 @inlined
 def _note_behind(times: Floats, over_cut: Floats, known: Floats) -> None:
-    """The same, with the transfer over each cut."""
+    """Notes times behind a cut, with the transfer over it, where they are less than known before."""
     for x in range(known.size):
         known[x] = least(times[x] + over_cut[x], known[x])
 
 
 @inlined
 def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
-    """The same of gradients, by their rows, the first level of what is known."""
+    """Notes when gradients are there behind a cut, by rows, where that is less than the first level of `known`."""
     for x in range(times.shape[0]):
         for row in range(times.shape[1]):
             known[x, row] = least(times[x, row] + over_cut[x], known[x, row])

@@ -48,7 +48,7 @@ class Behind(NamedTuple):
         return np.minimum.reduce(tables) if or_more else tables[0]
 
     def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
-        """Returns the same of gradients of micro-batches from each of some numbers up to the next."""
+        """Returns what is known of gradients of micro-batches from each of some numbers up to the next."""
         begin = min(num_stages, len(self.tables) - 1)
         if self.numbers.size * numbers.size == 0:
             of_any = self.behind_stages(num_stages, or_more=or_more)[ANY]
@@ -67,7 +67,7 @@ class Behind(NamedTuple):
 
 
 def in_band(known: Behind) -> Behind:
-    """The same in tables from the first boundary that any stages reach to the last one, behind every device."""
+    """Returns what is known, in tables from the first boundary any stages reach to the last, behind every device."""
     is_reached = np.any([np.isfinite(table[0]) for table in known.tables], axis=0)
     first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), 0)
     last = np.where(is_reached.any(axis=1), is_reached.shape[1] - 1 - is_reached[:, ::-1].argmax(axis=1), 0)

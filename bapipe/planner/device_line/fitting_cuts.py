@@ -86,7 +86,7 @@ class _Packing:
         return all(self._fits(stage, *ends) for stage, ends in enumerate(pairwise([0, *ends])))
 
     def _packed(self) -> tuple[int, ...] | None:
-        """The same, if more layers never need less memory, and each layer alone fits on each stage."""
+        """Returns such boundaries if more layers never need less memory, and each layer alone fits on each stage."""
         lowest = [self._num - 1] * (self._num_stages + 1)  # the boundaries from which on the stages behind fit. [cuts]
         for stage in reversed(range(self._num_stages)):
             lowest[stage] = self._lowest_begin(stage, lowest[stage + 1])

@@ -183,7 +183,7 @@ def _of_last(whole: PlanRange) -> float:
 
 
 def _of_first(whole: PlanRange) -> float:
-    """The same of the replicas of the first stage, of 1F1B: see `early_waits.py`."""
+    """What the replicas of the first stage can make a difference, of 1F1B: see `early_waits.py`."""
     fewest, most = whole.first_replicas
     return OF_REPLICAS * (most - fewest) / most if whole.problem.prefix.has_cycles else 0.0
 

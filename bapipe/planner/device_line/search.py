@@ -193,7 +193,7 @@ class LineSearch:
                 self._raise_by_rings(problems, self.deadline)
 
     def _climb_and_raise(self, problems: list[Relaxation]) -> None:
-        """The same of other schedules and of stages on single devices."""
+        """Climbs, and raises the bound without rings: of other schedules, and of stages on single devices."""
         if self.rival is None:
             self._climb(self.deadline.share(3), may_simulate=False)
         # Several orders have too many ranges for that.

@@ -68,8 +68,8 @@ WIDE, NUM_ROUGH = 128, 1
 the first passes, up to so many."""
 
 TRIED_EACH = 3
-"""So many ends and begins of stages are tried by trips alone for each boundary that prefixes reach and class: of 512
-devices 2.6 to 3.2, of 100 to 2,000 layers."""
+"""Ends and begins of stages tried by trips alone, for each boundary that prefixes reach and each class: of 512 devices
+2.6 to 3.2, of 100 to 2,000 layers."""
 
 POSITIONS_AT_ONCE = 16
 """Devices between two looks at the deadline."""

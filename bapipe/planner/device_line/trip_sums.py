@@ -227,7 +227,7 @@ def last_ends(
     starts: Ints,
     is_full: bool,
 ) -> tuple[int, bool]:
-    """The same for each begin, of its last end."""
+    """Finds for each begin the last end with which a stage keeps the limits; see `first_begins`."""
     num_plain = num = 0
     if not is_full:
         num_plain, num = _note_sums(columns, own, stage, known, rest, window, sums)
@@ -305,7 +305,7 @@ def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> floa
 def _are_above_again(
     problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:
-    """The same where some layers run again, so that the stage fits; also where it does not fit."""
+    """Whether a stage is above a limit, some layers of which run again so that it fits; true if it never fits."""
     again = least_again(problem.layers, problem.savings, own, i, j)
     if again == np.inf:
         return True

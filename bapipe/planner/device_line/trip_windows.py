@@ -26,7 +26,7 @@ def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
 
 @inlined
 def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
-    """The same for each begin, of the ends of the stages there."""
+    """Finds for each begin of stages the least of `costs` at the ends of those, infinite if there are none."""
     starts, values = scratch.starts, scratch.values
     head = tail = 0
     pushed = window.last_end + 1

@@ -118,7 +118,7 @@ def _join_behind(
 def _join_before(
     here: tuple[Floats, Floats], there: tuple[Floats, Floats], more: Floats, f: float, found: Floats
 ) -> None:
-    """The same of micro-batches from a number on, with F of the layers before the end."""
+    """Notes the longest of the sums of micro-batches from a number on, with F of the layers before the end."""
     first, behind = here
     first_then, behind_then = there
     for row in range(found.size):

@@ -60,7 +60,7 @@ def fill_behind(
     end_class: int,
     p: int,
 ) -> int:
-    """Adds stages on the devices from `p` on, in front of what is known; returns how many were tried, as above."""
+    """Adds stages on the devices from `p` on, in front of what is known; returns how many begins and ends it tried."""
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, behind = tables.lows, tables.before_begins, tables.behind_begins
     width, num_tried = behind.shape[2], 0
