@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.models.small_zoo import SMALL, small, without_dropout
 from tests.models.transformers_models import MODELS as HUGGING_FACE
 from tests.multiprocess.architecture_cases import ReplicaCase, train_with_replicas
 from tests.multiprocess.runtime_cases import make_plan_of, named_order
+from tests.multiprocess.whole_model import distance, largest_gradient_error, pipelined_step, run_each, whole_step
 
 Trained = tuple[nn.Module, tuple[Tensor, ...], Tensor, Callable[[Any, Tensor], Tensor]]
 
@@ -61,11 +63,7 @@ def three_ranks(
 
 def _run_models(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
     torch.set_num_threads(1)
-    outcomes = []
-    for index, item in enumerate(cases):
-        rank.enter_step(index)
-        outcomes.append(_run(item, rank.size))
-    return outcomes
+    return run_each(rank, cases, partial(_run, num_ranks=rank.size))
 
 
 def _made(name: str) -> Trained:
@@ -96,15 +94,12 @@ def _run(item: Case, num_ranks: int) -> Outcome:
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     errors = [0.0, 0.0, 0.0]
     for _ in range(2):
-        given = [x if name in pipeline.needs else None for name, x in zip(pipeline.input_names, inputs, strict=True)]
-        got = pipeline.step(*given, target=target if pipeline.needs_target else None)
-        want = _whole_step(whole, optimizer, inputs, target, loss, num)
-        grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
-        own = {name: p.grad for name, p in pipeline.named_parameters().items()}
+        got = pipelined_step(pipeline, inputs, target)
+        want = whole_step(whole, optimizer, inputs, target, loss, num)
         state = pipeline.state_dict()
         errors[0] = max(errors[0], abs(got - want) if got is not None else 0.0)
-        errors[1] = max(errors[1], *(_distance(grad, grads[name]) for name, grad in own.items()), 0.0)
-        errors[2] = max(errors[2], *(_distance(state[name], whole.state_dict()[name]) for name in state), 0.0)
+        errors[1] = max(errors[1], largest_gradient_error(pipeline, whole))
+        errors[2] = max(errors[2], *(distance(state[name], whole.state_dict()[name]) for name in state), 0.0)
     loss_error, gradient_error, parameter_error = errors
     return Outcome(
         loss=loss_error,
@@ -113,30 +108,6 @@ def _run(item: Case, num_ranks: int) -> Outcome:
         keys=tuple(state),
         all_keys=tuple(whole.state_dict()),
     )
-
-
-def _whole_step(
-    whole: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    inputs: tuple[Tensor, ...],
-    target: Tensor,
-    loss: Callable[[Any, Tensor], Tensor],
-    num: int,
-) -> float:
-    optimizer.zero_grad()
-    total = 0.0
-    for m in range(num):
-        value = loss(whole(*(x.chunk(num)[m] for x in inputs)), target.chunk(num)[m]) / num
-        value.backward()
-        total += value.item()
-    optimizer.step()
-    return total
-
-
-def _distance(a: Tensor | None, b: Tensor | None) -> float:
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
 class Dropping(nn.Module):

@@ -13,6 +13,7 @@ from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing import trace
 from tests.multiprocess.runtime_cases import looped_order, loss, make_plan, named_order, random_order
+from tests.multiprocess.whole_model import run_each
 
 SIZE, NUM = 3, 5
 
@@ -78,11 +79,7 @@ class Outcome:
 
 
 def run_cases(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
-    outcomes = []
-    for index, item in enumerate(cases):
-        rank.enter_step(index)
-        outcomes.append(_run(item))
-    return outcomes
+    return run_each(rank, cases, _run)
 
 
 def _run(item: Case) -> Outcome:

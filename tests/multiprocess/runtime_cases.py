@@ -27,6 +27,7 @@ from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost
 from bapipe.tracing import trace
+from tests.multiprocess.whole_model import distance, largest_gradient_error, pipelined_step, run_each, whole_step
 
 
 def make_plan(
@@ -337,11 +338,7 @@ def case(
 
 
 def run_cases(rank: Rank, cases: Sequence[Case]) -> list[Outcome]:
-    outcomes = []
-    for index, item in enumerate(cases):
-        rank.enter_step(index)
-        outcomes.append(_run(item))
-    return outcomes
+    return run_each(rank, cases, _run)
 
 
 def _run(item: Case) -> Outcome:
@@ -367,16 +364,15 @@ def _trained(item: Case, sent: "_SentTensors") -> Outcome:
     optimizer = torch.optim.SGD([p for p in whole.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     loss_error = gradient_error = parameter_error = 0.0
     for inputs, target in batches:
-        given = [x if name in pipeline.needs else None for name, x in zip(pipeline.input_names, inputs, strict=True)]
-        got = pipeline.step(*given, target=target if pipeline.needs_target else None)
+        got = pipelined_step(pipeline, inputs, target)
         of_replicas = _buffers_of_replicas(plan, whole, inputs)
-        want = _whole_step(whole, optimizer, inputs, target, item.num_microbatches)
+        want = whole_step(whole, optimizer, inputs, target, loss, item.num_microbatches)
         whole.load_state_dict(of_replicas, strict=False)
         loss_error = max(loss_error, abs(got - want) if got is not None else 0.0)
-        gradient_error = max(gradient_error, _gradient_error(pipeline, whole))
+        gradient_error = max(gradient_error, largest_gradient_error(pipeline, whole))
         state = whole.state_dict()
         own = {k: v for k, v in pipeline.state_dict().items() if _in_order(item) or "running" not in k}
-        parameter_error = max(parameter_error, *(_distance(own[name], state[name]) for name in own), 0.0)
+        parameter_error = max(parameter_error, *(distance(own[name], state[name]) for name in own), 0.0)
     order = tuple(map(str, pipeline.order))
     timeline = pipeline.timeline()
     return Outcome(
@@ -443,35 +439,6 @@ def _replicas_equal(pipeline: Pipeline) -> bool:
     dist.all_gather_object(everyone, pipeline.state_dict() | pipeline.optimizer_state().tensors)
     first: dict[str, Tensor] = {}
     return all(torch.equal(first.setdefault(name, value), value) for own in everyone for name, value in own.items())
-
-
-def _whole_step(
-    whole: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], target: Tensor, num: int
-) -> float:
-    optimizer.zero_grad()
-    total = 0.0
-    for m in range(num):
-        value = loss(whole(*(x.chunk(num)[m].clone() for x in inputs)), target.chunk(num)[m]) / num
-        value.backward()
-        total += value.item()
-    optimizer.step()
-    return total
-
-
-def _gradient_error(pipeline: Pipeline, whole: nn.Module) -> float:
-    error = 0.0
-    reference = dict(whole.named_parameters(remove_duplicate=False))
-    for name, parameter in pipeline.named_parameters().items():
-        want = reference[name].grad
-        if want is None or parameter.grad is None:
-            error = max(error, 0.0 if want is parameter.grad else float("inf"))
-        else:
-            error = max(error, _distance(parameter.grad, want))
-    return error
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
 
 
 def initial_weights(rank: Rank, cuts: Sequence[Sequence[int]]) -> list[dict[str, list[float]]]:
