@@ -13,7 +13,7 @@ from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.devices import fastest_first
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.deadline import Deadline
 from bapipe.planner.pace import Pace
 from bapipe.planner.solution import Solution
 from bapipe.schedules import SCHEDULES
@@ -64,7 +64,7 @@ def baseline_alternatives(
     microbatch_sizes: Sequence[int],
     schedules: Sequence[str],
     limits: Sequence[int],
-    deadline: Deadline = UNLIMITED,
+    deadline: Deadline,
 ) -> Baselines:
     """Returns the best baseline of each kind over the micro-batch sizes.
 

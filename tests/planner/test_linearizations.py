@@ -20,17 +20,17 @@ from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.decision import Decision, simulate_decision
 from bapipe.planner.goal import Goal
 from bapipe.planner.lightest_cuts import lightest_cuts
-from bapipe.planner.linearizations import solve_over_linearizations
+from bapipe.planner.linearizations import _bound_ns, solve_over_linearizations
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
-from bapipe.planner.plan_step import solve_step_time
+from bapipe.planner.plan_step import solve_partition, solve_step_time
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import PartitionSpace
+from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
 from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import contracted_graph
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
-from tests.builders import devices, profile_of
+from tests.builders import chain, devices, profile_of
 from tests.random_graphs import branching_profile
 from tests.random_profiles import random_cluster
 from tests.step_time import plan_step_time
@@ -369,3 +369,17 @@ def test_replicas_are_timed_with_the_layers_of_a_stage_in_the_order_in_which_the
         assert simulate(plan, {"a": profile}).step_ns == plan.prediction.step_ns
         num_along_others += any("b0" not in stage.layers and "a1" in stage.layers for stage in plan.stages)
     assert num_along_others > 5
+
+
+def test_a_bound_of_orders_does_not_count_for_named_schedules_along_another_order_of_the_layers() -> None:
+    profiles = {"a": chain([5, 1])}
+    solution = solve_partition(
+        SearchRequest(profiles=profiles, cluster=devices(2), options=PlanOptions(minibatch_size=4))
+    )
+    space = ActionOrderSpace(
+        schedule="1f1b", has_same_stages=True, num_other_partitions=0, named_bound_ns=7, stages_from=solution.space
+    )
+    searched = replace(solution, space=space, lower_bound_ns=9)
+    assert _bound_ns(searched, solution, 0) == 7
+    assert _bound_ns(searched, searched, 0) == 9
+    assert _bound_ns(solution, searched, 0) == solution.lower_bound_ns

@@ -113,9 +113,7 @@ class _BestFirst:
         queue: (lower bound, tie-breaker, sequence number, node): of equal bounds, the deepest first, then the oldest.
     """
 
-    def __init__(
-        self, problems: Sequence[Problem], progress: SearchProgress | None, deadline: Deadline = UNLIMITED
-    ) -> None:
+    def __init__(self, problems: Sequence[Problem], progress: SearchProgress | None, deadline: Deadline) -> None:
         self.problems, self.progress, self.deadline = problems, progress, deadline
         self.incumbent: SearchResult | None = None
         self.upper_bound_ns = INF

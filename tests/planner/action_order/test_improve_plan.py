@@ -10,11 +10,9 @@ from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.planner.action_order.improve_plan import _neighbours, improve_plan
-from bapipe.planner.linearizations import _bound_ns
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import ActionOrderSpace
 from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate, simulate_columns
 from bapipe.simulator.stage_cost import build_stages
@@ -118,20 +116,6 @@ def test_a_searched_order_is_compared_with_named_schedules_with_replicas() -> No
             assert names.get("search without replicas", plan.prediction.step_ns) >= plan.prediction.step_ns
         won["search" if plan.schedule == "search" else "named"] += 1
     assert min(won.values()) > 1
-
-
-def test_a_bound_of_orders_does_not_count_for_named_schedules_along_another_order_of_the_layers() -> None:
-    profiles = {"a": chain([5, 1])}
-    solution = solve_partition(
-        SearchRequest(profiles=profiles, cluster=devices(2), options=PlanOptions(minibatch_size=4))
-    )
-    space = ActionOrderSpace(
-        schedule="1f1b", has_same_stages=True, num_other_partitions=0, named_bound_ns=7, stages_from=solution.space
-    )
-    searched = replace_data(solution, space=space, lower_bound_ns=9)
-    assert _bound_ns(searched, solution, 0) == 7
-    assert _bound_ns(searched, searched, 0) == 9
-    assert _bound_ns(solution, searched, 0) == solution.lower_bound_ns
 
 
 def test_neighbours_recompute_layers_that_they_have() -> None:

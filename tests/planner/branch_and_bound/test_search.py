@@ -3,6 +3,7 @@
 import pytest
 
 from bapipe.planner.branch_and_bound.search import _BestFirst
+from bapipe.planner.deadline import UNLIMITED
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems
 
@@ -13,7 +14,7 @@ def test_the_proved_bound_never_decreases(schedule: str) -> None:
     num_expanded = 0
     for seed in range(25):
         problems = random_problems(seed, [schedule])
-        search, best = _BestFirst(problems, None), exhaustive(problems)
+        search, best = _BestFirst(problems, None, UNLIMITED), exhaustive(problems)
         bounds_ns = [search.lower_bound_ns]
         while search.is_open:
             search.expand_best()
