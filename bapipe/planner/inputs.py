@@ -65,6 +65,11 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     return known
 
 
+def num_layers(profiles: Mapping[str, ModelProfile]) -> int:
+    """Returns how many layers the model has that all profiles are of."""
+    return len(next(iter(profiles.values())).layers)
+
+
 def two_of_a_kind(kind: str) -> BapipeError:
     """Returns the error for two profiles of one kind."""
     return BapipeError(

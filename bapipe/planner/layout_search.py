@@ -10,12 +10,8 @@ from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutO
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
-from bapipe.planner.long_chain.bisection import is_long_chain, solve_long_chain
+from bapipe.planner.long_chain.bisection import ACTIONS_PER_NODE, is_long_chain, solve_long_chain
 from bapipe.progress import SearchProgress
-
-ACTIONS_PER_NODE = 400
-"""Simulated actions of the searches for long chains and for fixed placements that take about as long as one node of the
-branch and bound."""
 
 MAX_CUT_NODES = 30_000
 """The budget of the search for fixed placements if another one follows it."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.inputs import num_layers
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules
@@ -22,7 +23,7 @@ def partition_space(
     """Returns the space of some options; see `PartitionSpace`."""
     stages = options.num_stages
     return PartitionSpace(
-        num_layers=_num_layers(profiles),
+        num_layers=num_layers(profiles),
         num_devices=len(cluster.devices),
         stage_counts=(stages, stages) if stages else stage_counts,
         device_counts=device_counts,
@@ -56,11 +57,7 @@ def line_space(
         profiles,
         cluster,
         options,
-        stage_counts=(1, min(num_devices, _num_layers(profiles))),
+        stage_counts=(1, min(num_devices, num_layers(profiles))),
         device_counts=(1, num_devices),
         device_order=on_first_devices(orders, are_sorted=are_sorted) if num_devices > 1 else "",
     )
-
-
-def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
-    return len(next(iter(profiles.values())).layers)

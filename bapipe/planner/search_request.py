@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs import num_layers
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.solution import Rival
 from bapipe.planner.validation import microbatch_sizes, named_schedules
@@ -40,7 +41,7 @@ class SearchRequest:
 
     @property
     def num_layers(self) -> int:
-        return len(next(iter(self.profiles.values())).layers)
+        return num_layers(self.profiles)
 
     @property
     def schedules(self) -> list[str]:

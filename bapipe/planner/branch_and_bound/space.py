@@ -20,6 +20,7 @@ from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES
 from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
 from bapipe.planner.constraints import check_constraints, parse_constraints
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs import num_layers
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.searched_space import FASTEST_FIRST, on_first_devices
 from bapipe.planner.validation import microbatch_sizes, named_schedules, names_looped
@@ -61,7 +62,7 @@ def search_space(
     if not any(problem.roots for problem in space.problems):
         asked = "any number of" if options.num_stages is None else options.num_stages
         raise ConstraintsUnmet(
-            f"{asked} stages asked for; {len(cluster.devices)} devices, {_num_layers(profiles)} layers and "
+            f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers(profiles)} layers and "
             f"{', '.join(named_schedules(options))} allow {', '.join(map(str, space.stage_counts)) or 'none'}"
             f"{f' where {options.in_words}' if options.constraints else ''}"
         )
@@ -136,7 +137,7 @@ def _allows_any_order(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
 ) -> bool:
     # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
-    return allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * _num_layers(profiles)))
+    return allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * num_layers(profiles)))
 
 
 def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int) -> tuple[int, ...]:
@@ -173,7 +174,3 @@ def _device_order_text(
     if num_in_all < len(cluster.devices) and any(schedule in LOOPED for schedule in schedules):
         some = f", with several stages on each of more than {num_in_all} devices only the first ones {SOME_ORDERS}"
     return f", in any order{'' if is_permuted else FASTEST_FIRST}{some}"
-
-
-def _num_layers(profiles: Mapping[str, ModelProfile]) -> int:
-    return len(next(iter(profiles.values())).layers)

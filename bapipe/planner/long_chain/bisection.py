@@ -34,7 +34,8 @@ DEFAULT_MAX_ACTIONS = 12_000_000
 """Budget: actions that the simulator may run."""
 
 ACTIONS_PER_NODE = 400
-"""Exchange rate of the budget for a best-first search: a node takes longer than the simulation of its actions."""
+"""Simulated actions of this search, and of that for fixed placements, that take about as long as a node of a best-first
+search, which takes longer than the simulation of its actions."""
 
 PRECISION_DIVISOR = 400
 """Bisection ends when the limits differ by no more than 1 / `PRECISION_DIVISOR` of their value."""
