@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -108,9 +109,10 @@ def loss_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
 
 def _fault_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
     with torch.no_grad():
-        whole = float(loss(output, target.clone()))  # which it may change
+        whole = loss(output, target.clone())  # which it may change
         parts, obstacle = _counted(loss, _halves(output), target.clone().chunk(2))
-    return _fault(whole, parts, _tolerance(output), _OF_LOSS if obstacle is None else _of_obstacle(obstacle))
+    advice = _OF_LOSS if obstacle is None else _of_obstacle(obstacle)
+    return _fault(float(whole), parts, max(_tolerance(output), _tolerance(whole)), advice)
 
 
 def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:
@@ -214,7 +216,7 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
 
 def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) -> str | None:
     mean, size = sum(parts) / 2, max(abs(whole), *map(abs, parts))
-    if abs(whole - mean) <= tolerance * size or whole != whole:
+    if abs(whole - mean) <= tolerance * size or not isfinite(whole):
         return None
     if abs(whole - sum(parts)) <= tolerance * size:
         return (

@@ -64,6 +64,6 @@ def _are_close(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     for a, b in zip(expected, found, strict=True):
         if a.is_floating_point() and a.numel():
             tolerance = _TOLERANCE.get(a.dtype, _TOLERANCE_ELSE) * float(a.detach().abs().max())
-            if a.shape != b.shape or float((a - b).abs().max()) > tolerance:
+            if a.shape != b.shape or float((a - b).detach().abs().max()) > tolerance:
                 return False
     return True

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sized
 from contextlib import ExitStack, contextmanager
 from datetime import date, timedelta
 from decimal import Decimal
@@ -15,7 +15,6 @@ from pathlib import PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,8 +24,7 @@ from bapipe.tracing.randomness import names_in
 
 _CONSTANTS = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, Enum, Decimal, date, timedelta, PurePath,
-    re.Pattern, np.generic, np.dtype, torch.dtype, torch.device, type, ModuleType, BuiltinFunctionType,
-    MethodDescriptorType,
+    re.Pattern, torch.dtype, torch.device, BuiltinFunctionType, MethodDescriptorType,
 )  # fmt: skip
 
 
@@ -55,7 +53,7 @@ class KeptState:
 
     def __init__(self, code: object) -> None:
         self.obstacle: str | None = None
-        self._names = {"__call__"}  # of attributes, in the code followed
+        self._names: set[str] = set()  # of attributes, in the code followed
         self._objects: list[object] = []
         self._loggers: list[Logger] = []
         self._modules: list[nn.Module] = []
@@ -115,15 +113,21 @@ class KeptState:
             case list() | deque():
                 self._restores.append(partial(_refill, one, list(one)))
                 self._follow_all(one)
-            case set() | dict():
-                self._restores.append(partial(_update, one, one.copy()))
-                self._follow_all(one.values() if isinstance(one, dict) else one)
-            case np.ndarray() if one.nbytes <= _MAX_BYTES and not one.dtype.hasobject:
-                self._restores.append(partial(np.copyto, one, one.copy()))
+            case set():
+                self._restores.append(partial(_update, one, set(one)))
+                self._follow_all(one)
+            case dict():
+                self._restores.append(partial(_update, one, dict(dict.items(one))))
+                self._follow_all(dict.values(one))
+            case _ if type(one).__module__ == "numpy":
+                self._follow_array(one)
+            case type() | ModuleType():
+                self._follow_named(one)
             case Logger():
                 self._loggers.append(one)
             case _ if _is_plain(one):
                 self._objects.append(one)
+                self._follow(type(one))
             case _:
                 self._meet(f"an object of type {type(one).__name__}")
 
@@ -131,17 +135,42 @@ class KeptState:
         for one in islice(several, _MAX_ITEMS):  # those behind are noted in a list that grows
             self._follow(one)
 
+    def _follow_array(self, one: Any) -> None:
+        """Follows what numpy has made: an array, or a constant such as a number or a type."""
+        if type(one).__name__ == "ndarray" and one.ndim and not one.dtype.hasobject:
+            if one.nbytes > _MAX_BYTES:
+                self._meet(f"an array of shape {one.shape}, which holds much")
+            self._restores.append(partial(one.__setitem__, ..., one.copy()) if one.flags.writeable else lambda: None)
+
+    def _follow_named(self, one: type | ModuleType) -> None:
+        """Notes a class or a module of the user's, of which the code may change an attribute."""
+        name = one.__name__ if isinstance(one, ModuleType) else one.__module__
+        if not _is_of_a_library(name) and "site-packages" not in str(getattr(sys.modules.get(name), "__file__", "")):
+            self._objects.append(one)
+
     def _follow_attributes(self) -> None:
         """Follows what is named of objects, which may name more, and notes what to put back."""
         known: tuple[int, int] | None = None
         while known != (now := (len(self._names), len(self._objects))):
             known = now
             for one in list(self._objects):
-                named = {**_methods(type(one)), **vars(one)}
-                self._follow_all(value for name, value in named.items() if name in self._names)
+                self._follow_all(self._named_of(one))
         for one in self._objects:
-            before = {name: value for name, value in vars(one).items() if name in self._names}
-            self._restores.append(partial(_reset, one, before, self._names))
+            before = {name: value for name, value in vars(one).items() if self._is_named(one, name)}
+            self._restores.append(partial(_reset, one, before, partial(self._is_named, one)))
+
+    def _named_of(self, one: object) -> list[object]:
+        """Returns what code may reach of an object; of a class functions alone, as others are found in its objects."""
+        named = {
+            **_methods(one if isinstance(one, type) else type(one)),
+            **({} if isinstance(one, type) else vars(one)),
+        }
+        return [value for name, value in named.items() if self._is_named(one, name)]
+
+    def _is_named(self, one: object, name: str) -> bool:
+        """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
+        is_of_python = not isinstance(one, type | ModuleType) and any(map(_is_of_a_library, _modules_of(type(one))))
+        return name in self._names or is_of_python or (name.startswith("__") and name in _methods(type(one)))
 
     def _follow_tensor(self, tensor: Tensor) -> None:
         if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_inference():
@@ -156,6 +185,7 @@ class KeptState:
             if not _holds_little(module):
                 self._meet(f"a module of type {type(module).__name__}, which holds much")
         for part in own:
+            self._follow(type(part))
             self._follow_all(_methods(type(part)).values())
 
     def _follow_function(self, function: FunctionType) -> None:
@@ -178,26 +208,31 @@ def _refill(one: MutableSequence[Any], items: list[Any]) -> None:
 
 
 def _update(one: dict[Any, Any] | set[Any], before: Any) -> None:
-    """Sets and deletes what has changed alone: others may use the collection meanwhile."""
+    """Sets and deletes what has changed alone: others may use the collection meanwhile, or it may be a frozen one."""
     if isinstance(one, dict):
-        for key in one.keys() - before.keys():
+        now = dict(dict.items(one))  # as they are kept: a class of its own may give others
+        for key in now.keys() - before.keys():
             del one[key]
         for key, value in before.items():
-            if key not in one or one[key] is not value:
+            if key not in now or now[key] is not value:
                 one[key] = value
     else:
         one &= before
         one |= before
 
 
-def _reset(one: object, before: dict[str, object], names: Collection[str]) -> None:
+def _reset(one: Any, before: dict[str, object], is_named: Callable[[str], bool]) -> None:
     """The same of those attributes of an object that are named."""
-    now = vars(one)
-    for name in [name for name in now if name in names and name not in before]:
-        del now[name]
+    now = dict(vars(one))
+    for name in [name for name in now if is_named(name) and name not in before]:
+        delattr(one, name) if isinstance(one, type) else vars(one).pop(name)
     for name, value in before.items():
         if name not in now or now[name] is not value:
-            now[name] = value
+            setattr(one, name, value) if isinstance(one, type) else vars(one).update({name: value})
+
+
+def _modules_of(kind: type) -> list[str]:
+    return [one.__module__ for one in kind.__mro__ if one is not object]
 
 
 def _is_plain(one: object) -> bool:
@@ -213,9 +248,9 @@ def _methods(kind: type) -> dict[str, object]:
 
 
 def _is_of_a_library(module: str | None) -> bool:
-    """Returns whether code is torch's or Python's own."""
+    """Returns whether code is torch's, bapipe's or Python's own."""
     top = (module or "").partition(".")[0]
-    return top == "torch" or top in sys.stdlib_module_names
+    return top in ("torch", "bapipe") or top in sys.stdlib_module_names
 
 
 def _holds_little(module: nn.Module) -> bool:

@@ -46,6 +46,17 @@ _TIMES_A_NUMBER = frozenset(
     {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, torch.mul, torch.div}
 )
 
+_TERMS = _SAME_MEAN | _TIMES_A_NUMBER | frozenset(
+    {Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.add, Tensor.sub, Tensor.sub_,
+     Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.sub, Tensor.neg, Tensor.__neg__, torch.neg, Tensor.mul_,
+     Tensor.__imul__, Tensor.div_, Tensor.__itruediv__, torch.stack, torch.cat, Tensor.view, Tensor.reshape,
+     torch.reshape, Tensor.unsqueeze, torch.unsqueeze, Tensor.flatten, torch.flatten, Tensor.__getitem__}
+)  # fmt: skip
+"""What gives a sum of terms if an argument is one; products have one such factor, and quotients no such divisor."""
+
+_PRODUCTS = frozenset({Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, torch.mul})
+
+_QUOTIENTS = frozenset({Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__, torch.div})
 
 MAX_MEANS = 16
 """As many means are scaled of a loss that computes several; if there are more, all micro-batches count alike."""
@@ -82,7 +93,8 @@ class Means(NamedTuple):
     Attributes:
         result: the weight of the one mean that the loss is, perhaps in another type or times a number; None if it is
             none, such as a sum of several.
-        calls: the weights of all that it computes, in order.
+        calls: the weights of all that it computes, in order; NaN of those that are no terms of it, such as a noted
+            figure, or a mean that it squares.
     """
 
     result: Tensor | None
@@ -206,7 +218,9 @@ class WeightsAhead:
                 value = self._loss(self._stand_in, target)
             else:
                 value = self.computed(outputs, target.clone())  # it may change them
-        return Means(noted.weight_of(value), noted.weights)
+        unknown = torch.full((), nan, dtype=torch.float64, device=target.device)
+        terms = noted.terms_of(value)
+        return Means(noted.weight_of(value), [w if i in terms else unknown for i, w in enumerate(noted.weights)])
 
     def _of_all_samples(self, means: Means, target: Tensor) -> Means:
         """Returns of several means those over all samples: of twice the samples they have twice the weight.
@@ -242,6 +256,13 @@ class _Means(TorchFunctionMode):
         self._mode = autograd_mode()
         self.weights: list[Tensor] = []  # of each mean
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
+        self._terms: dict[int, tuple[Tensor, frozenset[int]]] = {}  # (result, the means that are terms of it)
+        self._no_terms: set[int] = set()  # the means that something else was computed from
+
+    def terms_of(self, value: object) -> frozenset[int]:
+        """Returns the numbers of the means of which a result is a sum, times what does not depend on them."""
+        _, terms = self._terms.get(id(value), (None, frozenset[int]()))
+        return terms - self._no_terms
 
     def weight_of(self, value: object) -> Tensor | None:
         """Returns the sum of the weights of a result; None if it is not known as a mean over targets."""
@@ -261,12 +282,28 @@ class _Means(TorchFunctionMode):
                 return self._cross_entropy(function, call)
         if function is Tensor.__getitem__ and isinstance(args[0], FakeTensor):
             args = args[0], _without_masks(args[1])
-        weight = self._weight_kept(function, args)
+        weight, terms = self._weight_kept(function, args), self._terms_kept(function, (*args, *given.values()))
         result = function(*args, **given)
         self._weights.pop(id(result), None)  # it may be a mean that the function has changed, such as by adding to it
         if weight is not None:
             self._weights[id(result)] = result, weight
+        if terms:
+            self._terms[id(result)] = result, terms
         return result
+
+    def _terms_kept(self, function: Any, args: Sequence[Any]) -> frozenset[int]:
+        """Returns the means that are terms of what a function gives, and notes those that are no terms any more."""
+        nested = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,))]
+        found = [self._terms[id(one)][1] for one in nested if id(one) in self._terms]
+        if not found or function is Tensor.detach or getattr(function, "__name__", "") == "__get__":
+            return frozenset()
+        every = frozenset[int]().union(*found)
+        is_product = function in _PRODUCTS and len(found) > 1
+        is_divisor = function in _QUOTIENTS and (id(args[0]) not in self._terms or len(found) > 1)
+        if function in _TERMS and not is_product and not is_divisor:
+            return every
+        self._no_terms |= every
+        return frozenset()
 
     def _weight_kept(self, function: Any, args: Sequence[Any]) -> Tensor | None:
         """Returns the sum of the weights of what a function gives, if that is a mean in another type or scaled."""
@@ -290,6 +327,7 @@ class _Means(TorchFunctionMode):
         is_run_again = autograd_mode() != self._mode  # by the backward, outside of here
         if self._mean_weights is not None and len(self.weights) < MAX_MEANS and not is_run_again:
             result = _scaled(result, weight, self._mean_weights[len(self.weights)])
+        self._terms[id(result)] = result, frozenset({len(self.weights)})
         self.weights.append(weight)
         self._weights[id(result)] = result, weight
         return result

@@ -102,8 +102,9 @@ class StageOptimizers:
             trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
             taken |= {id(p) for p in trained}
             if trained:
-                self._optimizers[s] = make(trained)
-                _check_own(self._optimizers[s], trained, modules.values())
+                optimizer = make(trained)
+                _check_own(optimizer, trained, modules.values())
+                self._optimizers[s] = optimizer
 
     @property
     def optimizers(self) -> tuple[optim.Optimizer, ...]:

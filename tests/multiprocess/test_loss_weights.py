@@ -20,6 +20,7 @@ from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.torch_private import FakeTensor
 from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan
 
@@ -124,6 +125,54 @@ def test_evaluation_is_the_mean_over_all_targets(num_samples: int) -> None:
     assert nothing is not None
     assert nothing.loss is not None
     assert isnan(nothing.loss)
+
+
+def centred(scores: Tensor, target: Tensor) -> Tensor:
+    """The mean of what is left of scores without their mean over some samples, which is no term of the loss."""
+    center = bapipe.weighted_mean(scores, (target != IGNORED)[:, None])
+    return (scores - center).square().mean()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        centred,
+        lambda scores, target: functional.cross_entropy(scores, target, ignore_index=IGNORED).exp(),
+        lambda scores, target: (
+            functional.cross_entropy(scores, target, ignore_index=IGNORED)
+            * functional.cross_entropy(-scores, target, ignore_index=IGNORED)
+        ),
+        lambda scores, target: 1 / functional.cross_entropy(scores, target, ignore_index=IGNORED),
+    ],
+)
+def test_means_that_are_no_terms_count_as_they_are(loss: Loss) -> None:
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    parts = [loss(module(part), rows).item() for part, rows in zip(x.chunk(2), target.chunk(2), strict=True)]
+    assert pipeline.step(x, target=target) == pytest.approx(sum(parts) / 2, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_noted_means_keep_their_values() -> None:
+    noted: list[float] = []
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        accuracy = bapipe.weighted_mean((scores.argmax(1) == target).float(), target != IGNORED)
+        if not isinstance(accuracy, FakeTensor):
+            noted.append(float(accuracy))
+        return sum_of_means(scores, target)
+
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    got = pipeline.step(x, target=target)
+    assert got == pytest.approx(sum_of_means(module(x), target).item(), rel=1e-6)
+    right = (module(x).argmax(1) == target).float()
+    assert noted[:2] == pytest.approx([right[0].item(), right[2:].mean().item()])
 
 
 def of_single_samples(scores: Tensor, target: Tensor) -> Tensor:
@@ -478,7 +527,7 @@ def test_after_the_first_step_no_micro_batch_waits_for_the_gpu(
     weights.begin(target, 2)
     zeros = [torch.zeros(2, 4)]
     assert weights.computed(of_first(loss), zeros, target[:2]).item() == pytest.approx(log(4))
-    weights.computed(of_first(loss), zeros, target[:2])
+    weights.computed(of_first(loss), [torch.ones(2, 4)], target[2:])
     waits.clear()  # the first two are compared
     assert weights.computed(of_first(loss), zeros, target[:2]).item() == pytest.approx(log(4))
     assert waits == ["item"]  # of this test

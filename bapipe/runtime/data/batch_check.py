@@ -93,14 +93,14 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     Raises:
         BapipeError: two processes were given other samples of the same name.
     """
-    digests: list[dict[str, str]] = [{}] * dist.get_world_size(group)
-    ends = {name: torch.cat([tensor[:1], tensor[-1:]]).detach().cpu() for name, tensor in given.items()}
-    own = {name: _digest(tensor) for name, tensor in ends.items() if tensor.any()}  # zeros may stand for no samples
+    digests: list[dict[tuple[str, int], str]] = [{}] * dist.get_world_size(group)
+    ends = {(name, end): tensor[end:][:1].detach().cpu() for name, tensor in given.items() for end in (0, -1)}
+    own = {place: _digest(row) for place, row in ends.items() if row.any()}  # zeros may stand for no sample
     dist.all_gather_object(digests, own, group=group)
-    first: dict[str, tuple[int, str]] = {}
+    first: dict[tuple[str, int], tuple[int, str]] = {}
     for process, others in enumerate(digests):
-        for name, digest in others.items():
-            earlier, expected = first.setdefault(name, (process, digest))
+        for (name, end), digest in others.items():
+            earlier, expected = first.setdefault((name, end), (process, digest))
             if digest != expected:
                 raise BapipeError(
                     f"process {process} was given other samples of '{name}' than process {earlier}: all processes take "
