@@ -14,7 +14,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.options import PlanOptions
-from tests.random_profiles import random_cluster, random_profile, with_host_times
+from tests.random_profiles import of_groups, random_cluster, random_profile, with_exchanges, with_host_times
 from tests.strategies import drawn
 
 
@@ -50,6 +50,7 @@ def draw_problems(
     host_sum_link: bool = False,
     frozen: bool = False,
     host_times: bool = False,
+    exchanges: bool = False,
     limit: int = 2**40,
 ) -> tuple[Problem, ...]:
     """The whole space of some schedules at one or two micro-batch sizes."""
@@ -57,6 +58,8 @@ def draw_problems(
     profile = random_profile(random, num_layers, splits_badly=splits_badly, shares=shares, frozen=frozen)
     profile = with_host_times(random, profile) if host_times else profile
     cluster = random_cluster(random, random.randint(1, max_devices))
+    if exchanges:
+        profile, cluster = with_exchanges(random, profile), of_groups(cluster)
     if buckets:
         profile, cluster = heavy(profile), heavy_duty(cluster)
     if host_sum_link:

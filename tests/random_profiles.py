@@ -70,6 +70,25 @@ def with_host_times(random: Random, profile: ModelProfile, most_ns: int = 150) -
     return replace(profile, measurements=measurements)
 
 
+def with_exchanges(random: Random, profile: ModelProfile) -> ModelProfile:
+    """The profile of groups of two, whose members exchange data for some, or all, of the time of some layers."""
+
+    def changed(layer: LayerMeasurement) -> LayerMeasurement:
+        forward, backward = (
+            random.choice([0, ns, random.randint(0, ns)]) for ns in (layer.forward_ns, layer.whole_backward_ns)
+        )
+        return replace(layer, forward_exchange_ns=forward, backward_exchange_ns=backward)
+
+    measurements = tuple(replace(m, layers=tuple(map(changed, m.layers))) for m in profile.measurements)
+    return replace(profile, device=replace(profile.device, members=2, split="filter"), measurements=measurements)
+
+
+def of_groups(cluster: Cluster) -> Cluster:
+    """The cluster with a group of two for each of its devices."""
+    devices = tuple(replace(d, members=(f"{d.name}.0", f"{d.name}.1")) for d in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
 def _sharing(random: Random, layers: list[LayerProfile]) -> list[LayerProfile]:
     counting = [i for i, layer in enumerate(layers[:-1]) if layer.param_bytes]
     if not counting:

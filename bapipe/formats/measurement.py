@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,6 +10,15 @@ from bapipe.errors import InvalidFile
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.units import NonNegative, NonNegativeFloat, Positive
+
+
+class ExchangeTimes(NamedTuple):
+    """How long the members of a group exchange data for a layer, in F, I, W and B."""
+
+    forward_ns: int
+    input_grad_ns: int
+    weight_grad_ns: int
+    backward_ns: int
 
 
 class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,10 +64,25 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes
 
     @property
+    def exchange(self) -> ExchangeTimes:
+        """How much of F, I, W and B the members of a group exchange data, 0 if the profile does not record it.
+
+        A profile has that of B. Of I and W apart it counts for I, as far as I takes so long, and the rest for W.
+        """
+        forward_ns, backward_ns = (ns or 0 for ns in (self.forward_exchange_ns, self.backward_exchange_ns))
+        input_grad_ns = min(backward_ns, self.input_grad_ns)
+        weight_grad_ns = min(backward_ns - input_grad_ns, self.weight_grad_ns)
+        return ExchangeTimes(
+            forward_ns=forward_ns,
+            input_grad_ns=input_grad_ns,
+            weight_grad_ns=weight_grad_ns,
+            backward_ns=input_grad_ns + weight_grad_ns if self.backward_ns is msgspec.UNSET else backward_ns,
+        )
+
+    @property
     def exchange_ns(self) -> int:
         """How much of F and B the members of a group exchange data, 0 if the profile does not record it."""
-        known = (self.forward_exchange_ns, self.backward_exchange_ns)
-        return sum(0 if ns is msgspec.UNSET else ns for ns in known)
+        return self.exchange.forward_ns + self.exchange.backward_ns
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

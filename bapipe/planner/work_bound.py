@@ -10,6 +10,7 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.options import SEARCH, PlanOptions
+from bapipe.planner.scalable_times import scalable_times
 from bapipe.planner.validation import microbatch_sizes, named_schedules
 from bapipe.units import decimal
 
@@ -35,7 +36,7 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
     for size in {*small, *(minibatch_size // size for size in small)}:
         devices = tuple(d for d in cluster.devices if of_kind[d.kind][0] <= size <= of_kind[d.kind][-1])
         if devices:
-            bounds.append(floor(_bound_at(profiles, devices, size, minibatch_size // size)))
+            bounds.append(floor(_bound_at(profiles, cluster, devices, size, minibatch_size // size)))
     return max(0, min(bounds, default=0))
 
 
@@ -50,7 +51,7 @@ def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, option
     waited_for = _layers_waited_for(profiles, cluster) if splits else None
     bounds = [
         max(
-            _bound_at(profiles, cluster.devices, size, options.minibatch_size // size),
+            _bound_at(profiles, cluster, cluster.devices, size, options.minibatch_size // size),
             _trip_at(profiles, cluster, size, waited_for),
         )
         for size in microbatch_sizes(profiles, cluster, options)
@@ -72,13 +73,13 @@ def _trip_at(
         fastest[device.kind] = max(device.speed, fastest.get(device.kind, 0.0))
     times: list[list[int]] = []  # [kinds, layers]
     for kind in fastest:
-        measured = profiles[kind].at(size)
+        measured = scalable_times(profiles[kind], size, cluster)
         if waited_for is None:
             times.append([m.forward_ns + m.whole_backward_ns for m in measured])
         else:
             back_ns = [min(m.whole_backward_ns, m.input_grad_ns) for m in measured]
             times.append([m.forward_ns + b * w for m, b, w in zip(measured, back_ns, waited_for, strict=True)])
-    # A device of speed v takes 1/v of the times at speed 1.
+    # A device of speed v takes at least 1/v of these times.
     speeds = [decimal(speed) for speed in fastest.values()]
     if len(times) == 1:
         trip_ns = sum(times[0]) / speeds[0]
@@ -120,12 +121,12 @@ def has_gradient_to_the_end(layers: Sequence[LayerProfile]) -> list[bool]:
 
 
 def _bound_at(
-    profiles: Mapping[str, ModelProfile], devices: Sequence[Device], size: int, num_microbatches: int
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, devices: Sequence[Device], size: int, num_microbatches: int
 ) -> Fraction:
-    """Returns the bound for micro-batches of one size on some devices."""
+    """Returns the bound for micro-batches of one size on some devices of a cluster."""
     kinds = dict.fromkeys(device.kind for device in devices)
-    times_ns = {kind: _layer_times_ns(profiles[kind], size, num_microbatches) for kind in kinds}
-    # A device of speed v takes 1/v of the times at speed 1.
+    times_ns = {kind: _layer_times_ns(profiles[kind], cluster, size, num_microbatches) for kind in kinds}
+    # A device of speed v takes at least 1/v of these times.
     speed = {(device.kind, device.speed): decimal(device.speed) for device in devices}
     price = {(kind, v): 1 / max(sum(times_ns[kind]) / speed[kind, v], Fraction(1)) for kind, v in speed}
     # The least price of a nanosecond at speed 1 on a device of each kind.
@@ -144,9 +145,9 @@ def _bound_at(
     return (work - rounded) / total_price
 
 
-def _layer_times_ns(profile: ModelProfile, size: int, num_microbatches: int) -> list[int]:
+def _layer_times_ns(profile: ModelProfile, cluster: Cluster, size: int, num_microbatches: int) -> list[int]:
     """Returns the work of each layer in a step on a device of speed 1: all micro-batches, and one update."""
-    measured = zip(profile.layers, profile.at(size), strict=True)
+    measured = zip(profile.layers, scalable_times(profile, size, cluster), strict=True)
     return [
         num_microbatches * (m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
         + layer.update_ns

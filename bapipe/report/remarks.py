@@ -116,13 +116,14 @@ def _host_words(plan: Plan, profile: ModelProfile) -> str:
 def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
     """Returns which stages wait for the host, which launches F and B more slowly than the GPU does them."""
     measured = dict(zip((layer.name for layer in profile.layers), profile.at(plan.microbatch_size), strict=True))
-    kind_of = {device.name: device.kind for device in plan.cluster.devices}
+    speeds = {device.name: device.speed for device in plan.cluster.devices if device.kind == profile.device.kind}
     ratios = {}
     for number, stage in enumerate(plan.stages):
-        if profile.device.kind not in {kind_of[name] for name in stage.devices}:
+        fastest = max((speeds[name] for name in stage.devices if name in speeds), default=None)
+        if fastest is None:
             continue
         layers = [measured[name] for name in stage.layers]
-        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers) / fastest
         host_ns = sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not UNSET)
         if host_ns > MAX_HOST_OVER_DEVICE * device_ns:
             ratios[number] = host_ns / max(device_ns, 1)

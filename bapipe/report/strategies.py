@@ -37,11 +37,11 @@ def step_parts(strategy: Strategy, plan: Plan) -> StepParts:
     idle = idle_ns_by_cause(timeline)
     ranks = sorted({span.rank for span in timeline.spans})
     per_microbatch = _exchange_per_microbatch(strategy, plan)
-    compute_ns = exchanged_ns = 0.0
+    compute_ns = exchanged_ns = 0
     for rank in ranks:
         device = plan.cluster.devices[rank]
         forwards = [span.action for span in timeline.spans_of(rank) if span.action.phase.value == "F"]
-        in_group = sum(per_microbatch[action.stage, device.kind] for action in forwards) / device.speed
+        in_group = sum(per_microbatch[action.stage, device.kind] for action in forwards)
         busy_ns = plan.prediction.ranks[rank].busy_ns
         compute_ns += busy_ns - in_group
         exchanged_ns += in_group + idle[rank]["transfer"] + idle[rank]["all-reduce"]

@@ -9,7 +9,7 @@ keeps numpy out of `import bapipe`.
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec import UNSET
@@ -121,6 +121,18 @@ def _crossings(profile: ModelProfile, inside: IntArray | None) -> Iterator[tuple
             yield i, output, crosses
 
 
+class _TimeSums(NamedTuple):
+    """Sums of times over the layers before each boundary. [boundaries]
+
+    Attributes:
+        own: what the device works itself, which its speed divides.
+        exchange: what the members of a group exchange besides; None if nothing.
+    """
+
+    own: IntArray
+    exchange: IntArray | None
+
+
 class IntervalCosts:
     """The costs of the layers between any two boundaries, at one micro-batch size, on devices of one kind and speed.
 
@@ -146,30 +158,36 @@ class IntervalCosts:
         def sums(values: Sequence[int]) -> IntArray:  # over the layers before each boundary; [boundaries]
             return prefix_sums(values) if inside is None else inside @ np.array(values, dtype=np.int64)
 
+        def times(total_ns: Sequence[int], exchange_ns: Sequence[int] = ()) -> _TimeSums:
+            if not any(exchange_ns):
+                return _TimeSums(sums(total_ns), None)
+            own_ns = [total - exchanged for total, exchanged in zip(total_ns, exchange_ns, strict=True)]
+            return _TimeSums(sums(own_ns), sums(exchange_ns))
+
         self._profile, self._inside = profile, inside
         measured, layers = profile.at(microbatch_size), profile.layers
-        self._forward = sums([m.forward_ns for m in measured])
-        self._input_grad = sums([m.input_grad_ns for m in measured])
-        self._weight_grad = sums([m.weight_grad_ns for m in measured])
-        self._backward = sums([m.whole_backward_ns for m in measured])
+        exchange = [m.exchange for m in measured]
+        self._forward = times([m.forward_ns for m in measured], [e.forward_ns for e in exchange])
+        self._input_grad = times([m.input_grad_ns for m in measured], [e.input_grad_ns for e in exchange])
+        self._weight_grad = times([m.weight_grad_ns for m in measured], [e.weight_grad_ns for e in exchange])
+        self._backward = times([m.whole_backward_ns for m in measured], [e.backward_ns for e in exchange])
         self._num_with_backward = sums([m.backward_ns is not UNSET for m in measured])
-        self._update = sums([layer.update_ns for layer in layers])
+        self._update = times([layer.update_ns for layer in layers])
         self._params = sums([layer.param_bytes for layer in layers])
         self._gradients = sums([layer.gradient_bytes for layer in layers])
         self._group_gradients = sums([layer.group_gradient_bytes for layer in layers])
         self._optimizer = sums([layer.optimizer_state_bytes for layer in layers])
         self._stash = sums([m.stash_bytes for m in measured])
         self._gradient_stash = sums([m.left_by_input_grad_bytes for m in measured])
-        self._max_ns = max_ns
+        self._max_ns, self._counts_exchange = max_ns, True
         host = [m.host or NO_HOST_TIMES for m in measured]
         self._has_host_times = any(m.host is not UNSET for m in measured)
         self._host_forward = sums([h.forward_ns for h in host])
         self._host_input_grad = sums([h.input_grad_ns for h in host])
         self._host_weight_grad = sums([h.weight_grad_ns for h in host])
         self._host_backward = sums([h.backward_ns for h in host])
-        times = self._forward, self._input_grad, self._weight_grad, self._backward, self._update
-        host_times = self._host_forward, self._host_input_grad, self._host_weight_grad, self._host_backward
-        self._longest = max(int(sums_ns.max()) for sums_ns in times + host_times)
+        own_times = self._forward, self._input_grad, self._weight_grad, self._backward, self._update
+        self._longest = max(int(of_layers.own.max()) for of_layers in own_times)
         self._set_speed(speed)
 
     def _set_speed(self, speed: float) -> None:
@@ -190,9 +208,15 @@ class IntervalCosts:
         return self._has_host_times
 
     def without_host_times(self) -> "IntervalCosts":
-        """Returns the costs without the host's times."""
+        """Returns the costs without the host's times: no action takes less."""
         other = copy(self)
         other._has_host_times = False
+        return other
+
+    def own_work(self) -> "IntervalCosts":
+        """Returns the costs of what devices work themselves, which the speed divides: without host and exchange."""
+        other = self.without_host_times()
+        other._counts_exchange = False
         return other
 
     def forward_ns(self, begin: Index, end: Index) -> IntArray:
@@ -270,15 +294,20 @@ class IntervalCosts:
         """The longer of what the device needs and what the host needs."""
         if not self._has_host_times:
             return device_ns
-        longer: IntArray = np.maximum(device_ns, self._ns(host_sums, begin, end))
+        longer: IntArray = np.maximum(device_ns, self._difference(host_sums, begin, end))
         return longer
 
     def _difference(self, sums: IntArray, begin: Index, end: Index) -> IntArray:
         found: IntArray = sums[end] - sums[begin]
         return found
 
-    def _ns(self, sums: IntArray, begin: Index, end: Index) -> IntArray:
-        times_ns = self._difference(sums, begin, end)
+    def _ns(self, times: _TimeSums, begin: Index, end: Index) -> IntArray:
+        own_ns = self._at_speed(self._difference(times.own, begin, end))
+        if times.exchange is None or not self._counts_exchange:
+            return own_ns
+        return own_ns + self._difference(times.exchange, begin, end)
+
+    def _at_speed(self, times_ns: IntArray) -> IntArray:
         if self.speed == 1.0:
             return times_ns
         if not self._is_exact:

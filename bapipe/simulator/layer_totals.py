@@ -19,6 +19,8 @@ class LayerTotals(NamedTuple):
     Attributes:
         backward_ns: B, which is I + W for layers whose B was not measured.
         num_measured_backward: the number of layers whose B was measured.
+        forward_exchange_ns, input_grad_exchange_ns, weight_grad_exchange_ns, backward_exchange_ns: how much of F, I, W
+            and B the members of a group exchange data, which no speed of theirs changes.
         host_forward_ns, host_input_grad_ns, host_weight_grad_ns, host_backward_ns: what the host needs for F, I, W and
             B; 0 for layers without times of the host.
     """
@@ -34,6 +36,10 @@ class LayerTotals(NamedTuple):
     optimizer_bytes: int = 0
     stash_bytes: int = 0
     gradient_stash_bytes: int = 0
+    forward_exchange_ns: int = 0
+    input_grad_exchange_ns: int = 0
+    weight_grad_exchange_ns: int = 0
+    backward_exchange_ns: int = 0
     host_forward_ns: int = 0
     host_input_grad_ns: int = 0
     host_weight_grad_ns: int = 0
@@ -47,7 +53,7 @@ class LayerTotals(NamedTuple):
 
 def layer_totals(layer: LayerProfile, measured: LayerMeasurement) -> LayerTotals:
     """Returns the totals of one layer."""
-    host = measured.host or NO_HOST_TIMES
+    host, exchange = measured.host or NO_HOST_TIMES, measured.exchange
     return LayerTotals(
         forward_ns=measured.forward_ns,
         input_grad_ns=measured.input_grad_ns,
@@ -60,6 +66,10 @@ def layer_totals(layer: LayerProfile, measured: LayerMeasurement) -> LayerTotals
         optimizer_bytes=layer.optimizer_state_bytes,
         stash_bytes=measured.stash_bytes,
         gradient_stash_bytes=measured.left_by_input_grad_bytes,
+        forward_exchange_ns=exchange.forward_ns,
+        input_grad_exchange_ns=exchange.input_grad_ns,
+        weight_grad_exchange_ns=exchange.weight_grad_ns,
+        backward_exchange_ns=exchange.backward_ns,
         host_forward_ns=host.forward_ns,
         host_input_grad_ns=host.input_grad_ns,
         host_weight_grad_ns=host.weight_grad_ns,

@@ -193,29 +193,38 @@ def cost_of_totals(
         recomputed: the sums over the layers that are recomputed.
         sends_gradient: whether a tensor with a gradient crosses the cut before the layers.
     """
-    recomputed_ns = at_speed(recomputed.forward_ns, speed)  # before each B, or before each I
-    host_recomputed_ns = at_speed(recomputed.host_forward_ns, speed)
+
+    # Only the device's own work depends on its speed, neither its host nor the links among the members of a group do.
+    def device_ns(total_ns: int, exchange_ns: int) -> int:
+        return at_speed(total_ns - exchange_ns, speed) + exchange_ns
+
+    def input_grad_ns(of: LayerTotals) -> int:
+        return device_ns(of.input_grad_ns, of.input_grad_exchange_ns)
+
+    def own_weight_grad_ns(of: LayerTotals) -> int:
+        return device_ns(of.weight_grad_ns, of.weight_grad_exchange_ns)
+
+    recomputed_ns = device_ns(recomputed.forward_ns, recomputed.forward_exchange_ns)  # before each B, or before each I
     param_bytes = layers.param_bytes + tied.param_bytes
 
     # The host enqueues an action's kernels while the device runs them: the action takes as long as the slower of both.
-    def backward_ns(of: LayerTotals, again_ns: int = recomputed_ns, host_again_ns: int = host_recomputed_ns) -> int:
-        split_ns = at_speed(of.input_grad_ns, speed) + at_speed(of.weight_grad_ns, speed)
-        device_ns = at_speed(of.backward_ns, speed) if of.num_measured_backward else split_ns
-        return max(again_ns + device_ns, host_again_ns + at_speed(of.host_backward_ns, speed))
+    def backward_ns(
+        of: LayerTotals, again_ns: int = recomputed_ns, host_again_ns: int = recomputed.host_forward_ns
+    ) -> int:
+        split_ns = input_grad_ns(of) + own_weight_grad_ns(of)
+        whole_ns = device_ns(of.backward_ns, of.backward_exchange_ns) if of.num_measured_backward else split_ns
+        return max(again_ns + whole_ns, host_again_ns + of.host_backward_ns)
 
     def weight_grad_ns(of: LayerTotals) -> int:
         if not sends_gradient:  # nothing waits for I, so a run leaves the whole backward to W
             return backward_ns(of, 0, 0)
-        return at_speed(max(of.weight_grad_ns, of.host_weight_grad_ns), speed)
+        return max(own_weight_grad_ns(of), of.host_weight_grad_ns)
 
-    input_grad = (layers.input_grad_ns, layers.host_input_grad_ns) if sends_gradient else (0, 0)
+    sent = layers if sends_gradient else LayerTotals()
     is_measured = layers.num_measured_backward or layers.has_host_times
     return StageCost(
-        forward_ns=at_speed(max(layers.forward_ns, layers.host_forward_ns), speed),
-        input_grad_ns=max(
-            recomputed_ns + at_speed(input_grad[0], speed),
-            host_recomputed_ns + at_speed(input_grad[1], speed),
-        ),
+        forward_ns=max(device_ns(layers.forward_ns, layers.forward_exchange_ns), layers.host_forward_ns),
+        input_grad_ns=max(recomputed_ns + input_grad_ns(sent), recomputed.host_forward_ns + sent.host_input_grad_ns),
         weight_grad_ns=weight_grad_ns(layers),
         whole_backward_ns=backward_ns(layers) if is_measured else None,
         update_ns=at_speed(layers.update_ns + tied.update_ns, speed),

@@ -183,6 +183,10 @@ def share_bytes(rng, profile, size):
     for measurement in profile["measurements"]:
         for figures in measurement["layers"]:
             figures["output_bytes"] = [num_bytes // size for num_bytes in figures["output_bytes"]]
+            if rng.random() < 0.6:
+                backward_ns = figures.get("backward_ns", figures["input_grad_ns"] + figures["weight_grad_ns"])
+                figures["forward_exchange_ns"] = rng.choice([figures["forward_ns"], figures["forward_ns"] // 2])
+                figures["backward_exchange_ns"] = rng.choice([backward_ns, backward_ns // 3])
 
 
 def random_layers(rng, style):

@@ -240,17 +240,29 @@ class Case:
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
+    def of_layers(self, s, last=None):
+        names = self.stages[s]["layers"]
+        return names if last is None else names[len(names) - last :]
+
     def figures(self, s, device, figure, last=None):
         """That figure of the stage's layers (of its `last` layers only) in the profile of the device's kind."""
-        names = self.stages[s]["layers"]
-        if last is not None:
-            names = names[len(names) - last :]
+        names = self.of_layers(s, last)
         return [self.layer_figures[self.devices[device]["kind"]][name][figure] for name in names]
 
     @remembered
     def stage_ns(self, s, device, figure, last=None):
-        """Rule 1: the sum over the layers, divided by the speed, rounded half up."""
-        return half_up(sum(self.figures(s, device, figure, last)) / self.speed(device))
+        """Rule 1: the sum over the layers, divided by the speed, rounded half up; not the part that members exchange."""
+        return self.divided(self.of_layers(s, last), device, figure)
+
+    def divided(self, names, device, figure):
+        mine = self.layer_figures[self.devices[device]["kind"]]
+        total = sum(mine[name][figure] for name in names)
+        exchanged = sum(mine[name].get(f"exchange {figure}", 0) for name in names)
+        return half_up((total - exchanged) / self.speed(device)) + exchanged
+
+    def host_ns(self, s, device, figure, last=None):
+        """Rule 1: the sum of the host's times, whatever the speed of the device."""
+        return sum(self.figures(s, device, f"host {figure}", last))
 
     def update_ns(self, s, device):
         """The update of the stage's layers and, by their part of it, of its copies of shared parameters."""
@@ -271,25 +283,26 @@ class Case:
     @remembered
     def whole_ns(self, s, phase, device, last=None):
         """Rule 1: the device's time and the host's, recomputed F included in B and I; the longer one counts."""
-        again, host_again = self.again_ns(s, device), self.again_ns(s, device, "host forward_ns")
+        again, mine = self.again_ns(s, device), self.layer_figures[self.devices[device]["kind"]]
+        host_again = sum(mine[name]["host forward_ns"] for name in self.again(s))
         times = {
-            "F": (self.stage_ns(s, device, "forward_ns", last), self.stage_ns(s, device, "host forward_ns", last)),
+            "F": (self.stage_ns(s, device, "forward_ns", last), self.host_ns(s, device, "forward_ns", last)),
             "B": (
                 again + self.backward_ns(s, device, last),
-                host_again + self.stage_ns(s, device, "host backward_ns", last),
+                host_again + self.host_ns(s, device, "backward_ns", last),
             ),
             "I": (
                 again + self.stage_ns(s, device, "input_grad_ns", last),
-                host_again + self.stage_ns(s, device, "host input_grad_ns", last),
+                host_again + self.host_ns(s, device, "input_grad_ns", last),
             ),
             "W": (
                 self.stage_ns(s, device, "weight_grad_ns", last),
-                self.stage_ns(s, device, "host weight_grad_ns", last),
+                self.host_ns(s, device, "weight_grad_ns", last),
             ),
         }
         if not self.sends_back(s):
             times["I"] = (again, host_again)
-            times["W"] = (self.backward_ns(s, device, last), self.stage_ns(s, device, "host backward_ns", last))
+            times["W"] = (self.backward_ns(s, device, last), self.host_ns(s, device, "backward_ns", last))
         return max(times[phase])
 
     @remembered
@@ -348,10 +361,9 @@ class Case:
         return stage.get("recompute_layers", stage["layers"]) if stage["recompute"] else []
 
     @remembered
-    def again_ns(self, s, device, figure="forward_ns"):
+    def again_ns(self, s, device):
         """Rule 1: their F, a sum of its own that is divided and rounded by itself."""
-        mine = self.layer_figures[self.devices[device]["kind"]]
-        return half_up(sum(mine[name][figure] for name in self.again(s)) / self.speed(device))
+        return self.divided(self.again(s), device, "forward_ns")
 
     @remembered
     def held_bytes(self, s, device):
@@ -427,6 +439,17 @@ def figures_at(profile, size):
         if values["has_backward"]:
             own = [at.get("backward_ns", at["input_grad_ns"] + at["weight_grad_ns"]) for at in (at_low, at_high)]
             values["backward_ns"] = between(*own)
+        # Of the exchange in B as much is in I as I takes, the rest in W.
+        forward, backward = (
+            between(at_low.get(f"{phase}_exchange_ns", 0), at_high.get(f"{phase}_exchange_ns", 0))
+            for phase in ("forward", "backward")
+        )
+        values["exchange forward_ns"] = forward
+        values["exchange input_grad_ns"] = min(backward, values["input_grad_ns"])
+        rest = backward - values["exchange input_grad_ns"]
+        values["exchange weight_grad_ns"] = min(rest, values["weight_grad_ns"])
+        apart = values["exchange input_grad_ns"] + values["exchange weight_grad_ns"]
+        values["exchange backward_ns"] = backward if values["has_backward"] else apart
         values["output_bytes"] = [
             between(a, b) for a, b in zip(at_low["output_bytes"], at_high["output_bytes"], strict=True)
         ]

@@ -63,6 +63,17 @@ def test_steps_of_two_devices_are_the_closed_forms() -> None:
     assert found["best plan"]["step_ns"] == min(ns for row in found.values() if isinstance(ns := row["step_ns"], int))
 
 
+def test_faster_devices_have_no_faster_links() -> None:
+    fast = replace(hosts(2), devices=tuple(replace(device, speed=2.0) for device in hosts(2).devices))
+    found, at_speed_1 = rows(strategies(fast), fast), rows(strategies(hosts(2)), hosts(2))
+    for name in ("spatial", "filter", "channel", "sharded data"):
+        assert found[name]["exchange_ns"] == at_speed_1[name]["exchange_ns"], name
+        compute_ns = at_speed_1[name]["compute_ns"]
+        assert isinstance(compute_ns, int)
+        # Of 4 micro-batches F, I and W, and the update, are rounded to the nanosecond.
+        assert found[name]["compute_ns"] == pytest.approx(compute_ns / 2, abs=7), name
+
+
 def test_mixes_of_four_devices_are_the_closed_forms() -> None:
     found = rows(strategies(hosts(4)), hosts(4))
     # Two groups of two. Split planes: the 600 bytes of the first two layers in a ring of four, the others of two.

@@ -89,6 +89,13 @@ def test_branch_and_bound_is_exact_if_the_host_can_be_slower_than_the_device(sch
     assert assert_all_exact(strategy, 16, may_miss=True) > 0.5
 
 
+@pytest.mark.parametrize("schedules", [["1f1b", "gpipe"], ["zb-h1"], ["1f1b-2bp"]])
+def test_branch_and_bound_is_exact_if_members_exchange_data_whatever_their_speed(schedules: list[str]) -> None:
+    strategy = problems_of(schedules, splits_badly=None, buckets=None, exchanges=True, max_layers=5)
+    # Which layers to recompute is chosen by their times at the profile's speed.
+    assert assert_all_exact(strategy, 16, may_miss=True) > 0.5
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("1f1b", "gpipe")])
 def test_branch_and_bound_is_exact_for_every_schedule(schedule: str) -> None:
     assert_all_exact(problems_of([schedule], max_layers=5), 12)

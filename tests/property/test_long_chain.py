@@ -52,6 +52,12 @@ def test_bounds_hold_if_all_reduces_take_several_buckets() -> None:
     assert all(check(random_problems(seed, buckets=True), seed=seed)[2] for seed in range(12))
 
 
+def test_bounds_hold_if_members_exchange_data_whatever_their_speed() -> None:
+    for schedules in (["1f1b", "gpipe"], ["zb-h1"], ["zb-v"]):
+        for seed in range(10):
+            check(random_problems(seed, schedules, exchanges=True, buckets=seed % 2 == 0), seed=seed)
+
+
 def test_bounds_hold_if_the_host_can_be_slower_than_the_device() -> None:
     for schedules in (["1f1b", "gpipe"], ["zb-h1"], ["zb-v"]):
         for seed in range(10):

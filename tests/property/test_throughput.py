@@ -29,7 +29,14 @@ from bapipe.simulator.stage import Stage
 from bapipe.simulator.stage_cost import build_stages
 from tests import builders
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_cluster, random_profile, same_devices, with_host_times
+from tests.random_profiles import (
+    of_groups,
+    random_cluster,
+    random_profile,
+    same_devices,
+    with_exchanges,
+    with_host_times,
+)
 from tests.strategies import drawn, examples
 
 
@@ -182,7 +189,9 @@ def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None
         make = branching_profile if random.random() < 0.7 else random_profile
         profile = make(random, num_layers)
         profile = with_host_times(Random(seed), profile) if seed % 5 == 2 else profile
+        profile = with_exchanges(Random(seed), profile) if seed % 4 == 3 else profile
         cluster = same_devices(random, num_devices) if homogeneous else random_cluster(random, num_devices)
+        cluster = of_groups(cluster) if profile.device.num_members == 2 else cluster
         num_microbatches = random.choice([1, 2, 3, 4, 7])
         plan = plan_of(profile, cluster, num_microbatches, 2)
         same = homogeneous or is_homogeneous(cluster, [device.memory_bytes for device in cluster.devices])

@@ -48,15 +48,19 @@ def test_a_plan_at_whose_size_the_host_was_the_limit_says_so() -> None:
 def test_a_plan_says_in_which_stages_the_host_is_the_limit() -> None:
     """Two layers of F 10 ms; the host takes 12 + 12 ms for the first one."""
 
-    def told(first_ms: int) -> list[str]:
+    def told(first_ms: int, speed: float = 1.0) -> list[str]:
         host = HostTimes(forward_ns=12 * 10**6, input_grad_ns=0, weight_grad_ns=0, backward_ns=first_ms * 10**6)
         measured = profile().measurements[0]
         layers = (msgspec.structs.replace(measured.layers[0], host=host), *measured.layers[1:])
         measured = msgspec.structs.replace(measured, layers=layers)
         of = msgspec.structs.replace(profile(), measurements=(measured,), environment={"host_over_device": {"1": 3.0}})
-        return [text for text in plan_remarks(gpipe(), {"a": of}, RUNNABLE, ()) if "host" in text]
+        fast = tuple(msgspec.structs.replace(device, speed=speed) for device in gpipe().cluster.devices)
+        plan = msgspec.structs.replace(gpipe(), cluster=msgspec.structs.replace(gpipe().cluster, devices=fast))
+        return [text for text in plan_remarks(plan, {"a": of}, RUNNABLE, ()) if "host" in text]
 
     assert told(0) == []
+    (text,) = told(9, speed=2.0)
+    assert "up to 1.40 times as long" in text
     (text,) = told(48)
     assert text.startswith("at micro-batches of 1 the host takes longer to launch F and B than ")
     assert "in 1 of 2 stages, up to 2.00 times as long: the prediction counts it" in text

@@ -30,7 +30,7 @@ from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.units import at_speed as scalar_at_speed
 from tests.random_graphs import branching_profile
-from tests.random_profiles import random_profile, with_host_times
+from tests.random_profiles import of_groups, random_profile, with_exchanges, with_host_times
 
 SPEEDS = [1.0, 0.3, 1.7, 2.5]
 
@@ -70,6 +70,7 @@ def test_costs_of_intervals_of_a_chain_equal_those_of_stages(speed: float) -> No
     for seed in range(20):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, frozen=seed % 4 > 1)
         profile = with_host_times(Random(seed), profile) if seed % 5 == 0 else profile
+        profile = with_exchanges(Random(seed), profile) if seed % 4 == 1 else profile
         costs = IntervalCosts(profile, 2, speed)
         for begin in range(6):
             for end in range(begin + 1, 7):
@@ -81,12 +82,14 @@ def test_costs_of_stages_of_a_chain_equal_the_simulator_s(speed: float) -> None:
     for seed in range(30):
         profile = random_profile(Random(seed), 6, splits_badly=seed % 2 == 1, shares=seed % 3 == 1, frozen=seed % 4 > 1)
         profile = with_host_times(Random(seed), profile) if seed % 5 == 0 else profile
+        profile = with_exchanges(Random(seed), profile) if seed % 4 == 1 else profile
         names = [layer.name for layer in profile.layers]
         chain = Chain(profile, 2, speed)
         device = Device(name="d0", host="h", kind=profile.device.kind, memory_bytes=0, speed=speed)
         link = Bandwidth(bytes_per_s=10**9, latency_ns=0)
         devices = tuple(replace(device, name=f"d{r}") for r in range(3))
         cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
+        cluster = of_groups(cluster) if profile.device.num_members == 2 else cluster
         for cut in (cut for cut in range(1, 6) if chain.legal[cut]):
             recompute = seed % 2 == 0
             plans = (

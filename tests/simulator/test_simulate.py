@@ -8,6 +8,9 @@ import pytest
 
 from bapipe.errors import InvalidSchedule
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.host_times import HostTimes
+from bapipe.formats.layer_profile import LayerProfile
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.make import make
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.gpipe import gpipe
@@ -19,7 +22,7 @@ from bapipe.simulator.simulate import simulate, simulate_schedule
 from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.stage_cost import fill_buckets
 from bapipe.simulator.tied_weights import TiedGradient
-from tests.builders import chain, devices
+from tests.builders import chain, devices, profile_of
 
 
 def cluster(num_devices: int, latency_ns: int = 0) -> Cluster:
@@ -225,6 +228,37 @@ def test_a_separate_backward_time_and_the_stash_kept_for_w() -> None:
         table = Schedule(devices=((0,),), num_microbatches=2, order=(tuple(map(parse_action, text.split())),))
         timeline = simulate_schedule(table, [Stage(costs=(cost,))], cluster(1))
         assert (timeline.step_ns, timeline.memory[0].total) == (step_ns, peak)
+
+
+def test_a_speed_divides_neither_the_times_of_the_host_nor_the_exchange_of_members() -> None:
+    """F 100 and B 200, of which members exchange 40 and 60; besides, a host that takes 90 and 130 for them."""
+    plain = profile_of(
+        "one layer",
+        [LayerProfile(name="l", kind="Layer", inputs=("x",), outputs=("y",), param_bytes=0, optimizer_state_bytes=0)],
+        [LayerMeasurement(forward_ns=100, input_grad_ns=100, weight_grad_ns=100, stash_bytes=0, output_bytes=(0,))],
+    )
+
+    def step_ns(speed: float, members: int = 0, **figures: object) -> int:
+        layer = msgspec.structs.replace(plain.measurements[0].layers[0], **figures)
+        of_group = msgspec.structs.replace(plain.device, members=members, split="filter") if members else plain.device
+        measurement = msgspec.structs.replace(plain.measurements[0], layers=(layer,))
+        profile = msgspec.structs.replace(plain, device=of_group, measurements=(measurement,))
+        device = msgspec.structs.replace(devices(1).devices[0], speed=speed)
+        if members:
+            device = msgspec.structs.replace(device, members=tuple(f"m{i}" for i in range(members)))
+        one = msgspec.structs.replace(devices(1), devices=(device,))
+        return make(profile, one, cuts=[], schedule="1f1b", minibatch_size=1, microbatch_size=1).prediction.step_ns
+
+    host = HostTimes(forward_ns=90, input_grad_ns=50, weight_grad_ns=80, backward_ns=130)
+    exchange = {"members": 2, "forward_exchange_ns": 40, "backward_exchange_ns": 60}
+    for speed, alone, with_host, with_exchange in (
+        (0.5, 600, 600, 120 + 40 + 280 + 60),
+        (1.0, 300, 300, 300),
+        (2.0, 150, 90 + 130, 30 + 40 + 70 + 60),
+        (4.0, 75, 90 + 130, 15 + 40 + 35 + 60),
+    ):
+        found = step_ns(speed), step_ns(speed, host=host), step_ns(speed, **exchange)
+        assert found == (alone, with_host, with_exchange), speed
 
 
 def test_gradients_that_stages_share_are_summed_after_both() -> None:

@@ -24,6 +24,7 @@ from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
 from bapipe.planner.constraints import Constraints
 from bapipe.planner.deadline import Deadline
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.scalable_times import scalable_times
 from bapipe.planner.validation import named_schedules
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
@@ -75,7 +76,7 @@ class ProblemBuilder:
 
     def _problem(self, schedule: str, size: int, chains: Sequence[Chain], costs: StageCostTable) -> Problem:
         classes, options = self.classes, self.options
-        work_ns, num_microbatches = _min_work_ns(self.profiles, size), options.minibatch_size // size
+        work_ns, num_microbatches = _min_work_ns(self.profiles, self.cluster, size), options.minibatch_size // size
         placements = PlacementGraph(
             schedule,
             num_microbatches,
@@ -158,9 +159,10 @@ class ProblemBuilder:
 
     def _recomputation(self, intervals: IntervalIndex, size: int) -> Recomputation:
         bounds = {
-            kind: RecomputationBound(intervals, profile, size, self.deadline) for kind, profile in self.profiles.items()
+            kind: RecomputationBound(intervals, scalable_times(profile, size, self.cluster), self.deadline)
+            for kind, profile in self.profiles.items()
         }
-        return Recomputation(bounds=bounds, choice=LayerChoice(self.profiles, size, self.deadline))
+        return Recomputation(bounds=bounds, choice=LayerChoice(self.profiles, self.cluster, size, self.deadline))
 
 
 def _runs_forwards_first(schedule: str) -> bool:
@@ -170,10 +172,13 @@ def _runs_forwards_first(schedule: str) -> bool:
     return all(map(runs_forwards_first, SCHEDULES[schedule](PROBE_STAGES, PROBE_MICROBATCHES).order))
 
 
-def _min_work_ns(profiles: Mapping[str, ModelProfile], size: int) -> int:
+def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int) -> int:
     """F and B, or I and W, of all layers, each on the kind of device that is fastest for it at speed 1."""
     rows = [
-        [m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns) for m in profile.at(size)]
+        [
+            m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
+            for m in scalable_times(profile, size, cluster)
+        ]
         for profile in profiles.values()
     ]
     return sum(min(times) for times in zip(*rows, strict=True))

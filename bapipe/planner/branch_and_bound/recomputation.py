@@ -12,10 +12,13 @@ from itertools import accumulate
 
 import numpy as np
 
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
 from bapipe.planner.branch_and_bound.intervals import INF, IntArray, IntervalIndex, Rows
 from bapipe.planner.branch_and_bound.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.scalable_times import scalable_times, scales_exchange
 
 MAX_LABELS = 4_096
 """Points of a Pareto frontier that are kept; only beyond that a choice may miss the best one."""
@@ -93,12 +96,10 @@ class RecomputationBound:
     def __init__(
         self,
         intervals: IntervalIndex,
-        profile: ModelProfile,
-        microbatch_size: int,
+        measured: Sequence[LayerMeasurement],
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`deadline` ends the making of the tables with OutOfTime."""
-        measured = profile.at(microbatch_size)
+        """`measured` are the layers; `deadline` ends the making of the tables with OutOfTime."""
         forward = np.array([m.forward_ns for m in measured], dtype=np.float64)
         stash = np.array([m.stash_bytes for m in measured], dtype=np.float64)
         densities = np.unique(forward[stash > 0] / stash[stash > 0])
@@ -140,7 +141,11 @@ class LayerChoice:
     """
 
     def __init__(
-        self, profiles: Mapping[str, ModelProfile], microbatch_size: int, deadline: Deadline = UNLIMITED
+        self,
+        profiles: Mapping[str, ModelProfile],
+        cluster: Cluster,
+        microbatch_size: int,
+        deadline: Deadline = UNLIMITED,
     ) -> None:
         """After `deadline` stages recompute all of their layers, which may not be the best choice."""
         self.deadline = deadline
@@ -148,8 +153,9 @@ class LayerChoice:
         self._names = [layer.name for layer in first.layers]
         self._inputs = [layer.inputs for layer in first.layers]
         self._outputs = [layer.outputs for layer in first.layers]
-        measured = {kind: profile.at(microbatch_size) for kind, profile in profiles.items()}
+        measured = {kind: scalable_times(profile, microbatch_size, cluster) for kind, profile in profiles.items()}
         self.has_host_times = any(map(has_host_times, profiles.values()))
+        self._is_in_proportion = not any(scales_exchange(profile, cluster) for profile in profiles.values())
         self._forward_ns = {kind: [m.forward_ns for m in of_kind] for kind, of_kind in measured.items()}
         self._stash = {kind: np.array([m.stash_bytes for m in of_kind]) for kind, of_kind in measured.items()}
         self._tensor_bytes = {
@@ -184,8 +190,9 @@ class LayerChoice:
             knapsack = LayerKnapsack([stage], room, self.deadline)
             upper_bound_ns = sum(stage.forward_ns) if whole_fits else INF
             best = self._solve(knapsack, upper_bound_ns, MAX_LABELS)
-            # The least F on the device need not be the least if the host is slower.
-            is_best = best.is_best and len(kinds) == 1 and not self.has_host_times
+            # The least F on the device need not be the least if the host is slower, or on a device of another speed if
+            # members exchange data.
+            is_best = best.is_best and len(kinds) == 1 and self._is_in_proportion and not self.has_host_times
             if best.total_ns < upper_bound_ns:
                 self._found[key] = RecomputedLayers(layers=best.layers, is_best=is_best)
             elif whole_fits:

@@ -18,7 +18,7 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
     if not any(timed.recompute) or deadline.is_over:
         return timed
     line, plan = timed.line, timed.plan
-    choice = LayerChoice(line.profiles, plan.microbatch_size, deadline)
+    choice = LayerChoice(line.profiles, line.cluster, plan.microbatch_size, deadline)
     chosen, limits = list(timed.recompute), line.memory_limits(timed)
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
         if chosen[stage] and not deadline.is_over:

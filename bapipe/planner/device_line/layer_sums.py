@@ -13,6 +13,7 @@ from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.savings import with_returned
+from bapipe.planner.scalable_times import scalable_times
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
@@ -79,7 +80,7 @@ class LayerSums:
     def _measure(self) -> None:
         """Notes the speeds of the devices, and each layer's times on each kind of device, relative to its speed."""
         profiles = [self.line.profiles[kind] for kind in self._kinds]
-        measured = [profile.at(self.size) for profile in profiles]
+        measured = [scalable_times(profile, self.size, self.line.cluster) for profile in profiles]
         times = np.array([[_times(layer) for layer in of_kind] for of_kind in measured], dtype=float)
         least = times.min(axis=0)
         of_kind = [float(np.max(least[own > 0] / own[own > 0], initial=0.0)) or 1.0 for own in times]

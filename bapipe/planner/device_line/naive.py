@@ -11,6 +11,7 @@ from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.equal_groups import group_sizes, halves
 from bapipe.planner.nearest_cuts import nearest_cuts
+from bapipe.planner.scalable_times import scalable_times
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
@@ -75,11 +76,12 @@ class _LayerSums:
     def __init__(self, line: DeviceLine, size: int) -> None:
         self.line, self._num_microbatches = line, line.options.minibatch_size // size
         profiles = {device.kind: line.profiles[device.kind] for device in line.cluster.devices}
+        times = {kind: scalable_times(profile, size, line.cluster) for kind, profile in profiles.items()}
         self.work_of = {
-            kind: prefix_sums([m.forward_ns + min(m.whole_backward_ns, _split_ns(m)) for m in profile.at(size)])
-            for kind, profile in profiles.items()
+            kind: prefix_sums([m.forward_ns + min(m.whole_backward_ns, _split_ns(m)) for m in of_kind])
+            for kind, of_kind in times.items()
         }
-        forward = [prefix_sums([m.forward_ns for m in profile.at(size)]) for profile in profiles.values()]
+        forward = [prefix_sums([m.forward_ns for m in of_kind]) for of_kind in times.values()]
         self._forward = np.min(forward, axis=0) / max(device.speed for device in line.cluster.devices)
         layers = [profile.layers for profile in profiles.values()]
         state = [[x.param_bytes + x.gradient_bytes + x.optimizer_state_bytes for x in of_kind] for of_kind in layers]

@@ -33,6 +33,7 @@ from bapipe.planner.deadline import Deadline
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS, splits_backwards
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.scalable_times import scalable_times
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
 
 ROUNDING_NS = 2.0
@@ -230,7 +231,7 @@ class _KindSums:
     """Sums over the layers before each boundary, on a kind of device at speed 1, for one micro-batch. [boundaries]"""
 
     def __init__(self, profile: ModelProfile, line: DeviceLine, schedule: str, size: int) -> None:
-        measured, cuts = profile.at(size), line.cuts
+        measured, cuts = scalable_times(profile, size, line.cluster), line.cuts
         splits = splits_backwards(schedule)
 
         def sums(value: Callable[[LayerMeasurement], int]) -> FloatArray:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
 from bapipe.graph.minimum_cut import minimum_cut
 from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.scalable_times import scalable_times
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import IntArray
@@ -76,6 +78,7 @@ def cut_windows(
     graph: Graph,
     layers_of_node: Sequence[Sequence[int]],
     profile: ModelProfile,
+    cluster: Cluster,
     microbatch_size: int,
     *,
     max_windows: int = MAX_WINDOWS,
@@ -86,7 +89,7 @@ def cut_windows(
     Raises:
         OutOfTime: the deadline passed before all windows were looked at.
     """
-    node_ns = work_of_nodes(profile, microbatch_size, layers_of_node)
+    node_ns = work_of_nodes(profile, cluster, microbatch_size, layers_of_node)
     summed = [layer.gradient_bytes - layer.group_gradient_bytes for layer in profile.layers]
     gradients = [sum(summed[i] for i in layers) for layers in layers_of_node]
     every, total_ns = (1 << graph.num_nodes) - 1, sum(node_ns)
@@ -122,9 +125,11 @@ def cut_windows(
     )
 
 
-def work_of_nodes(profile: ModelProfile, microbatch_size: int, layers_of_node: Sequence[Sequence[int]]) -> list[int]:
+def work_of_nodes(
+    profile: ModelProfile, cluster: Cluster, microbatch_size: int, layers_of_node: Sequence[Sequence[int]]
+) -> list[int]:
     """Returns the least F + B of a micro-batch of each node at speed 1."""
-    measured = profile.at(microbatch_size)
+    measured = scalable_times(profile, microbatch_size, cluster)
     layer_ns = [m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns) for m in measured]
     return [sum(layer_ns[i] for i in layers) for layers in layers_of_node]
 

@@ -88,11 +88,13 @@ class HeterogeneousDevices:
         if len({device.kind for device in devices}) == 1:
             rates = [decimal(device.speed) for device in devices]
             max_rate = max(rates)
-            # Times on the fastest kind, so that a device of rate x needs at least 1/x of them.
+            # Times on the fastest kind, so that a device of rate x needs at least 1/x of them. If speeds differ, that
+            # is true of what devices work themselves, but neither of their hosts nor of what members exchange.
             fastest = self._sums[rates.index(max_rate)]
+            times_ns = fastest.microbatch_ns if len(set(rates)) == 1 else fastest.own_microbatch_ns
             self._rates = np.array([float(rate / max_rate) for rate in rates])
-            self._before_ns = np.maximum(fastest.microbatch_ns(0, everywhere) - rounding_ns, 0)
-            self._after_ns = np.maximum(fastest.microbatch_ns(everywhere, last) - rounding_ns, 0)
+            self._before_ns = np.maximum(times_ns(0, everywhere) - rounding_ns, 0)
+            self._after_ns = np.maximum(times_ns(everywhere, last) - rounding_ns, 0)
 
     @property
     def bound_ns(self) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
@@ -69,12 +70,14 @@ class LargeGraph:
     """A graph of layers, whose nodes are groups of layers that stay together.
 
     Attributes:
+        cluster: of devices that are all alike.
         listed: all downsets, smaller ones first; None if they are more than `MAX_LISTED`.
     """
 
     graph: Graph
     layers_of_node: Sequence[Sequence[int]]
     profile: ModelProfile
+    cluster: Cluster
     listed: Sequence[int] | None
     deadline: Deadline
     _windows: dict[int, CutWindows | None] = field(default_factory=dict)
@@ -86,7 +89,12 @@ class LargeGraph:
             self._windows[microbatch_size] = None
             with suppress(OutOfTime):
                 self._windows[microbatch_size] = cut_windows(
-                    self.graph, self.layers_of_node, self.profile, microbatch_size, deadline=self.deadline
+                    self.graph,
+                    self.layers_of_node,
+                    self.profile,
+                    self.cluster,
+                    microbatch_size,
+                    deadline=self.deadline,
                 )
         return self._windows[microbatch_size]
 
@@ -177,7 +185,7 @@ class LargeGraph:
         """Returns downsets that a plan within a limit can be cut at."""
         if isinstance(bound, DownsetBound):
             return self._possible_downsets(bound, limit_ns)
-        node_ns = work_of_nodes(self.profile, bound.microbatch_size, self.layers_of_node)
+        node_ns = work_of_nodes(self.profile, self.cluster, bound.microbatch_size, self.layers_of_node)
         ranges = bound.between(limit_ns)
         if self.listed is None:
             tensors = crossing_tensors(self.profile, bound.microbatch_size, self.layers_of_node)

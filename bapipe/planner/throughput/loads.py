@@ -133,6 +133,11 @@ class StageCostSums:
         """Returns F + B of one micro-batch, rounded as the simulator rounds them."""
         return self._costs.forward_ns(begin, end) + self._costs.backward_ns(begin, end)
 
+    def own_microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
+        """Returns the part of that which the speed divides: without the host, and without what members exchange."""
+        own = self._costs.own_work()
+        return own.forward_ns(begin, end) + own.backward_ns(begin, end)
+
     def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
         """Returns the update and the ring all-reduce over `devices` devices and their members, once per step."""
         return self.update_ns(begin, end) + self.all_reduce_ns(begin, end, devices, [ring])

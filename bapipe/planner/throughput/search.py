@@ -138,6 +138,7 @@ def explore_throughput(
             graph=graph.graph,
             layers_of_node=graph.layers_of_node,
             profile=profile,
+            cluster=cluster,
             listed=listed,
             deadline=deadline,
         )

@@ -17,8 +17,10 @@ from bapipe.planner.options import PlanOptions
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.simulate import simulate
 from tests import builders
-from tests.random_profiles import random_profile
+from tests.random_profiles import random_profile, same_devices
 from tests.step_time import plan_step_time
+
+ONE_DEVICE = same_devices(Random(0), 1)
 
 
 def random_stage(seed: int) -> tuple[ModelProfile, int, int, list[MemoryLimit]]:
@@ -69,7 +71,7 @@ def test_no_set_of_layers_is_faster() -> None:
     partly = impossible = 0
     for seed in range(150):
         profile, begin, end, limits = random_stage(seed)
-        found = LayerChoice({"a": profile}, 1).best(begin, end, limits, "a", whole_fits=False)
+        found = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(begin, end, limits, "a", whole_fits=False)
         want = least_ns(profile, begin, end, limits)
         assert (found is None) == (want is None), seed
         impossible += found is None
@@ -86,7 +88,7 @@ def test_no_set_of_layers_is_faster() -> None:
 def test_a_whole_stage_is_recomputed_only_if_no_part_of_it_suffices() -> None:
     for seed in range(60):
         profile, begin, end, limits = random_stage(seed)
-        found = LayerChoice({"a": profile}, 1).best(begin, end, limits, "a", whole_fits=True)
+        found = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(begin, end, limits, "a", whole_fits=True)
         want = least_ns(profile, begin, end, limits)
         whole = sum(m.forward_ns for m in profile.at(1)[begin:end])
         assert found is not None
@@ -99,7 +101,7 @@ def test_a_choice_that_is_cut_short_fits_or_says_that_it_does_not(monkeypatch: p
     slower = 0
     for seed in range(150):
         profile, begin, end, limits = random_stage(seed)
-        found = LayerChoice({"a": profile}, 1).best(begin, end, limits, "a", whole_fits=False)
+        found = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(begin, end, limits, "a", whole_fits=False)
         want = least_ns(profile, begin, end, limits)
         if found is None:
             assert want is None, seed
@@ -167,7 +169,7 @@ def test_bytes_beyond_the_precision_of_floats_are_told_apart() -> None:
     layers = tuple(replace(m, stash_bytes=n) for m, n in zip(measured.layers, stashes, strict=True))
     profile = replace(profile, measurements=(replace(measured, layers=layers),))
     limit = MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=2**54 + 4)
-    found = LayerChoice({"a": profile}, 1).best(0, 3, [limit], "a", whole_fits=True)
+    found = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(0, 3, [limit], "a", whole_fits=True)
     assert found is not None
     assert found.layers == {1}
 
@@ -178,7 +180,7 @@ def test_the_bound_is_no_larger_than_any_set() -> None:
         random = Random(seed)
         profile = random_profile(random, 6, (1,))
         index = IntervalIndex(range(7))
-        bound, measured = RecomputationBound(index, profile, 1), profile.at(1)
+        bound, measured = RecomputationBound(index, profile.at(1)), profile.at(1)
         for begin, end in combinations(range(7), 2):
             rows = index.row(begin)
             number = rows.start + end - begin - 1
@@ -202,7 +204,7 @@ def test_the_bound_holds_where_stashes_and_times_are_far_apart() -> None:
         ]
         profile = random_profile(random, 6, (1,))
         profile = replace(profile, measurements=(replace(profile.measurements[0], layers=tuple(measured)),))
-        bound = RecomputationBound(IntervalIndex(range(7)), profile, 1)
+        bound = RecomputationBound(IntervalIndex(range(7)), profile.at(1))
         for num in range(1, 7):
             for chosen in combinations(range(6), num):
                 saved = sum(measured[i].stash_bytes for i in chosen)
@@ -223,7 +225,7 @@ def test_a_long_stage_with_many_tensors_in_use_at_once_recomputes_all() -> None:
     measured = tuple(replace(m, output_bytes=(8,)) for m in profile.at(1))
     wide = replace(profile, layers=layers, measurements=(replace(profile.measurements[0], layers=measured),))
     stash = sum(m.stash_bytes for m in measured)
-    choice = LayerChoice({"a": wide}, 1)
+    choice = LayerChoice({"a": wide}, ONE_DEVICE, 1)
     every = choice.best(
         0, 60, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=3 * stash)], "a", whole_fits=True
     )
@@ -240,11 +242,11 @@ def test_after_the_deadline_a_stage_recomputes_all_of_its_layers() -> None:
     profile = random_profile(Random(0), 12, (1,))
     room = 3 * sum(m.stash_bytes for m in profile.at(1))
     limits = [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)]
-    found = LayerChoice({"a": profile}, 1, Deadline(0.0)).best(0, 12, limits, "a", whole_fits=True)
+    found = LayerChoice({"a": profile}, ONE_DEVICE, 1, Deadline(0.0)).best(0, 12, limits, "a", whole_fits=True)
     assert found is not None
     assert found.layers == frozenset(range(12))
     assert not found.is_best
-    ahead = LayerChoice({"a": profile}, 1).best(0, 12, limits, "a", whole_fits=True)
+    ahead = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(0, 12, limits, "a", whole_fits=True)
     assert ahead is not None
     assert ahead.is_best
     assert ahead.layers < found.layers

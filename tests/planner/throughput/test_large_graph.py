@@ -24,6 +24,8 @@ from bapipe.planner.throughput.window_bound import WindowBound
 from tests.random_graphs import branching_profile
 from tests.random_profiles import same_devices
 
+ALIKE = same_devices(Random(0), 2)
+
 
 def random_profile(seed: int) -> tuple[ModelProfile, Graph, tuple[tuple[int, ...], ...]]:
     profile = branching_profile(Random(seed), Random(seed).randint(2, 7), sizes=(1,))
@@ -53,7 +55,14 @@ def random_search(seed: int) -> tuple[LoadSearch, LargeGraph, LoadSolution]:
         limits=(2**40,) * len(cluster.devices),
         minibatch_size=random.randint(2, 8),
     )
-    large = LargeGraph(graph=graph, layers_of_node=layers_of_node, profile=profile, listed=listed, deadline=UNLIMITED)
+    large = LargeGraph(
+        graph=graph,
+        layers_of_node=layers_of_node,
+        profile=profile,
+        cluster=cluster,
+        listed=listed,
+        deadline=UNLIMITED,
+    )
     return search, large, search.solve(1)
 
 
@@ -61,11 +70,14 @@ def test_no_downset_transfers_less_than_its_window_says() -> None:
     equal = 0
     for seed in range(60):
         profile, graph, layers_of_node = random_profile(seed)
-        windows = cut_windows(graph, layers_of_node, profile, 1, max_windows=7)
+        windows = cut_windows(graph, layers_of_node, profile, ALIKE, 1, max_windows=7)
         listed = downsets(graph, 1000)
         assert listed is not None
         bounds = Boundaries(listed, layers_of_node, len(profile.layers))
-        node_ns, tensors = work_of_nodes(profile, 1, layers_of_node), crossing_tensors(profile, 1, layers_of_node)
+        node_ns, tensors = (
+            work_of_nodes(profile, ALIKE, 1, layers_of_node),
+            crossing_tensors(profile, 1, layers_of_node),
+        )
         gradients = np.array([layer.gradient_bytes - layer.group_gradient_bytes for layer in profile.layers])
         for nodes, inside in zip(listed, bounds.inside, strict=True):
             work_ns = sum(node_ns[node] for node in members(nodes))
@@ -223,7 +235,10 @@ def test_large_graphs_have_the_best_plan_if_all_downsets_can_be_listed() -> None
 def test_promising_downsets_are_downsets_with_work_in_the_ranges() -> None:
     for seed in range(40):
         profile, graph, layers_of_node = random_profile(seed)
-        node_ns, tensors = work_of_nodes(profile, 1, layers_of_node), crossing_tensors(profile, 1, layers_of_node)
+        node_ns, tensors = (
+            work_of_nodes(profile, ALIKE, 1, layers_of_node),
+            crossing_tensors(profile, 1, layers_of_node),
+        )
         total = sum(node_ns)
         ranges = [(0.2 * total, 0.5 * total), (0.5 * total, 0.9 * total)]
         every = downsets(graph, 1000)
