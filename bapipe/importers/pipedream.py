@@ -10,6 +10,7 @@ Times are milliseconds, sizes bytes, of the whole batch. The format has these pe
   between them would send all of its tensors.
 - The backward of some LSTMs is timed together with another node: the first, bidirectional LSTM with the embedding
   before it, the last LSTM with the classifier after it. Each pair is one layer here.
+- A graph that PipeDream has partitioned says behind each node which stage it is in, which is left out here.
 - In-place operators and views keep the storage of the node before them, so they add nothing to the stash.
 
 Sizes are those of the file, even if they are wrong: for GNMT's attention the file confuses items of a nested tuple with
@@ -30,7 +31,7 @@ MAX_NESTING = 64
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<kind>.*) -- forward_compute_time=(?P<forward>[0-9.]+), "
     r"backward_compute_time=(?P<backward>[0-9.]+), activation_size=(?P<sizes>\[[0-9.; ]*\]|[0-9.]+), "
-    r"parameter_size=(?P<params>[0-9.]+)"
+    r"parameter_size=(?P<params>[0-9.]+)(?: -- stage_id=[0-9]+)?"
 )
 _EDGE = re.compile(r"\s+(?P<source>\S+) -- (?P<target>\S+)")
 

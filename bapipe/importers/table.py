@@ -9,7 +9,8 @@ The first row names the columns, with their units: a name for the layer, `forwar
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import count
 
 from bapipe.errors import BapipeError
 from bapipe.importers.figures import figure
@@ -49,13 +50,22 @@ def parse_table(text: str) -> tuple[ImportedLayer, ...]:
     delimiter = max(",;\t|", key=rows[0][1].count)
     header = [cell.lower().translate(_MICRO) for cell in _cells(*rows[0], delimiter)]
     columns = {column: _find(column, header) for column in _COLUMNS}
-    layers: list[ImportedLayer] = []
-    for number, line in rows[1:]:
-        cells = _cells(number, line, delimiter)
+    cells_of = {number: _cells(number, line, delimiter) for number, line in rows[1:]}
+    for number, cells in cells_of.items():
         if len(cells) != len(header):
             raise BapipeError(f"line {number} has {len(cells)} columns; the header has {len(header)}")
-        layers.append(_layer(number, cells, columns, layers[-1].name if layers else "input"))
+        if not cells[columns["name"][0]]:
+            raise BapipeError(f"line {number} has no name of a layer: name it, or remove the row")
+    source = _model_input({cells[columns["name"][0]] for cells in cells_of.values()})
+    layers: list[ImportedLayer] = []
+    for number, cells in cells_of.items():
+        layers.append(_layer(number, cells, columns, layers[-1].name if layers else source))
     return tuple(layers)
+
+
+def _model_input(names: Set[str]) -> str:
+    """Returns a name for the input of the model, which no layer has: a layer's output has the layer's name."""
+    return next(name for i in count() if (name := "input" + "'" * i) not in names)
 
 
 def _cells(number: int, line: str, delimiter: str) -> list[str]:

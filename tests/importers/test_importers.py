@@ -93,6 +93,13 @@ def test_pipedream_with_every_trap() -> None:
     }
 
 
+def test_stages_of_a_partitioned_graph_are_left_out() -> None:
+    """As PipeDream's optimizer writes it: behind each node the stage that it is in."""
+    nodes, edges = TRANSLATION[: TRANSLATION.index("\t")], TRANSLATION[TRANSLATION.index("\t") :]
+    staged = "".join(f"{line} -- stage_id={i // 4}\n" for i, line in enumerate(nodes.splitlines()))
+    assert import_profile(staged + edges, origin()) == import_profile(TRANSLATION, origin())
+
+
 def test_figures_of_items_are_those_of_their_node() -> None:
     """Also of an item of an item; what is selected from an input is loaded with it, without time."""
     text = (
@@ -131,6 +138,12 @@ def test_a_table_is_a_chain(delimiter: str) -> None:
     assert (at_a.forward_ns, at_a.input_grad_ns, at_a.weight_grad_ns) == (1_500_000, 3_000_000, 0)
     assert (at_b.forward_ns, at_b.input_grad_ns, at_b.weight_grad_ns) == (2_000_000, 500, 500)
     assert (at_a.output_bytes, at_a.stash_bytes, at_b.stash_bytes) == ((2 * 2**20,), 2 * 2**20, 2**19)
+
+
+def test_layers_of_a_table_may_have_the_name_of_the_input() -> None:
+    profile = import_profile(HEADER + "input,1,2,3,4\ninput',1,2,3,4\nfc,1,2,3,4\n", origin())
+    inputs = [layer.inputs for layer in profile.layers]
+    assert inputs == [("input''",), ("input",), ("input'",)]
 
 
 @pytest.mark.parametrize("unit", ["us", "µs", "\N{GREEK SMALL LETTER MU}s", "\N{GREEK CAPITAL LETTER MU}S"])
@@ -199,6 +212,7 @@ HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
             "2 columns for forward: 'fwd_ms', 'forward_us'; want one, such as 'forward_ms': rename or remove the "
             "others, and add up parts of one figure",
         ),
+        (HEADER + ",1,2,3,4\n", "line 2 has no name of a layer: name it, or remove the row"),
         (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),
         (HEADER + "a,1,x,3,4\n", "line 2: 'x' is not a valid backward; want a number >= 0"),
         (HEADER + "a,-1,2,3,4\n", "line 2: '-1' is not a valid forward; want a number >= 0"),
