@@ -2,7 +2,7 @@
 
 import csv
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bapipe import report
@@ -14,7 +14,7 @@ from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES, MAX_FACTOR
 from bapipe.explorer.vary import FIELDS, Axis, Point, SweepInterrupted, vary
-from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.exchange import fixed_exchange_words
 from bapipe.report.remarks import halved_words, scaled_words
 
 INTEGERS = {"devices", "minibatch"}
@@ -116,7 +116,7 @@ def show_points(
         _show(names, points, layout)
         if interruption is None and layout == "table":
             _show_worth(names, points, exact=exact)
-        _show_remarks(points, session.profiles, show_line if layout == "table" else note)
+        _show_remarks(names, points, session, show_line if layout == "table" else note)
     if interruption is not None:
         raise interruption
 
@@ -139,10 +139,12 @@ def _show_worth(names: Sequence[str], points: Sequence[Point], *, exact: bool) -
         show_line("the searches were short: each plan is at most its gap above the bound; --exact searches in full")
 
 
-def _show_remarks(points: Sequence[Point], profiles: Mapping[str, ModelProfile], show: Callable[[str], None]) -> None:
+def _show_remarks(names: Sequence[str], points: Sequence[Point], session: Session, show: Callable[[str], None]) -> None:
     """Shows what a reader should know of the figures that the plans of all points rest on."""
     plans = [point.plan for point in points if point.plan is not None]
-    for words in (*scaled_words(plans, profiles), *halved_words(plans, profiles)):
+    fixed = fixed_exchange_words(session.cluster.devices) if {"link", "latency"} & set(names) else ""
+    remarks = *scaled_words(plans, session.profiles), *halved_words(plans, session.profiles), fixed
+    for words in filter(None, remarks):
         show(with_flags(words))
 
 

@@ -15,7 +15,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.analysis.exchange import exchange_share
+from bapipe.planner.analysis.exchange import exchange_share, fixed_exchange_words
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.make import balanced_decision, default_devices, exceeds_limit, legal_cuts, plan_of
 from bapipe.planner.options import PlanOptions
@@ -261,6 +261,7 @@ class Session:
         return model_json(self.profile) | {
             "legal": legal_cuts(self.profile),
             "schedules": list(ALL),
+            "fixedExchange": fixed_exchange_words(self.cluster.devices).replace("`", ""),
             "state": msgspec.to_builtins(self.first),
         }
 

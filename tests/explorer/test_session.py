@@ -580,4 +580,6 @@ def test_stages_on_groups_say_how_much_of_their_time_is_exchange() -> None:
     pair = replace(single.devices[1], name="g", kind="pair", members=("d1", "d2"))
     session = Session({"a": alone, "pair": group}, replace(single, devices=(single.devices[0], pair)), 4)
     assert session.judge(session.first)["exchange"] == [None, 0.25]
+    assert "whatever the links" in str(session.model()["fixedExchange"])
+    assert not Session({"a": alone}, single, 4).model()["fixedExchange"]
     assert "exchange" not in Session({"a": alone}, single, 4).judge(session.first)

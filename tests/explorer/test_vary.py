@@ -245,6 +245,23 @@ def test_sizes_that_were_not_measured_are_said_once_below_the_points(capsys: pyt
     assert "not measured" not in capsys.readouterr().out
 
 
+def test_other_links_are_said_not_to_change_what_members_of_groups_exchange(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replace = msgspec.structs.replace
+    group = replace(PROFILE, device=replace(PROFILE.device, members=2, split="filter"))
+    of_two = tuple(replace(d, members=(f"{d.name}.0", f"{d.name}.1")) for d in CLUSTER.devices)
+    session = Session({"a": group}, replace(CLUSTER, devices=of_two), 8)
+    for of, axis, is_said in (
+        (session, "link=1,100", True),
+        (session, "latency=1,2", True),
+        (session, "devices=1..2", False),
+        (Session({"a": PROFILE}, CLUSTER, 8), "link=1,100", False),
+    ):
+        show_points(of, [axis], ["1f1b"], "table")
+        assert ("as the profile says, whatever the links" in " ".join(capsys.readouterr().out.split())) is is_said
+
+
 def test_plans_that_run_i_and_w_apart_say_if_these_are_halves(capsys: pytest.CaptureFixture[str]) -> None:
     halved = msgspec.structs.replace(PROFILE, environment={HALVED: "halves of B"})
     show_points(Session({"a": halved}, CLUSTER, 8), ["link=1,100"], ["zb-h1"], "table")

@@ -9,7 +9,7 @@ explorer.AXES = {
 };
 
 explorer.Analyses = class {
-  // `page` has: live, ask(name, body), state(), settings(), progress(text), complain(text), choose(state, name),
+  // `page` has: live, fixedExchange (what other links do not change, "" without groups), ask(name, body), state(), settings(), progress(text), complain(text), choose(state, name),
   // canShow(state), best(state, from).
   constructor(page, kept) {
     const { make } = explorer;
@@ -29,7 +29,7 @@ explorer.Analyses = class {
     this.axis = make("select", { ariaLabel: "what is varied", onchange: () => this.drawCurve() }, ...Object.entries(explorer.AXES).filter(([name]) => page.live || kept[name]).map(([value, axis]) => make("option", { value }, axis.short)));
     this.resources = make("p", { className: "why" });
     at("whatif").append(make("h2", {}, "What if"),
-      make("p", { className: "why" }, "The best plan at each value, everything else as on the page. The dashed line is the plan of the page, unchanged."),
+      make("p", { className: "why" }, "The best plan at each value, everything else as on the page. The dashed line is the plan of the page, unchanged." + (page.fixedExchange ? ` Of other links: ${page.fixedExchange}.` : "")),
       make("div", { className: "tools" }, this.axis, this.button("sweep", "compute this curve", () => this.computeCurve())), this.resources, this.curve.element, this.curveTable);
     this.sentences = make("dl", { className: "sentences" });
     this.changes = make("div");

@@ -230,7 +230,7 @@ explorer.begin = async () => {
   views.layers = new explorer.Layers(at("layers"), model, { cut: moveCut, pin }, live);
   views.layerTable = new explorer.LayerTable(at("layer-table"), model, live ? pin : null);
   views.compared = new explorer.Compared(at("compared"));
-  views.analyses = new explorer.Analyses({ live, ask, progress, complain, choose, state: () => state, settings: () => controls.settings(), canShow: (one) => live || find(one) >= 0, best: adoptBest }, given.kept || {});
+  views.analyses = new explorer.Analyses({ live, fixedExchange: model.fixedExchange, ask, progress, complain, choose, state: () => state, settings: () => controls.settings(), canShow: (one) => live || find(one) >= 0, best: adoptBest }, given.kept || {});
   const redraw = () => [views.layers, views.timeline, views.memory, views.compared, views.analyses].forEach((view) => view.draw());
   views.tabs = new explorer.Tabs(at("tabs"), () => {
     [views.compared, views.analyses].forEach((view) => view.draw());

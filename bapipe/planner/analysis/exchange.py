@@ -1,10 +1,23 @@
 """How long the members of a group exchange data for the layers of a stage."""
 
+from collections.abc import Iterable
+
 from msgspec import UNSET
 
+from bapipe.formats.cluster import Device
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
+
+
+def fixed_exchange_words(devices: Iterable[Device]) -> str:
+    """Returns that other links do not change what the members of groups exchange; nothing if no device is a group."""
+    if all(device.num_members == 1 for device in devices):
+        return ""
+    return (
+        "the members of groups exchange data for as long as the profile says, whatever the links: for others, measure "
+        "the profile anew or estimate it with `bapipe estimate`"
+    )
 
 
 def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> list[LayerMeasurement]:

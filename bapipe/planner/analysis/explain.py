@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.critical_path import time_shares
+from bapipe.planner.analysis.exchange import fixed_exchange_words
 from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.intra_layer import intra_layer
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect, changes_of_resources, sensitivity
@@ -232,11 +233,8 @@ def _resources(plan: Plan, effects: Sequence[Effect]) -> str:
     num_all = len(changes_of_resources(plan))
     left_out = f"; no time was left for {num_all - num_tried} of {num_all} speeds and links" * (num_tried < num_all)
     named = ", ".join(saved[:MAX_RESOURCES_NAMED]) or ("none" if num_tried else "not known")
-    text = f"Step time saved by 10 % more of one resource: {named}{left_out}."
-    if any(plan.cluster.devices[plan.cluster.index[name]].num_members > 1 for name in plan.used_devices):
-        text += (
-            " What the members of a group exchange is part of its profile's times: its speed counts it, no link does."
-        )
+    fixed = f"; {words}" if (words := fixed_exchange_words(plan.cluster.devices)) else ""
+    text = f"Step time saved by 10 % more of one resource: {named}{left_out}{fixed}."
     if not delaying:
         return text
     longer = ", ".join(and_others(delaying, "resources"))
