@@ -63,6 +63,8 @@ UNITS = {"": 1, "b": 1} | {
 
 def num_bytes(text: str) -> int:
     """Returns the bytes in a text such as 2000000000, 2GB or 1.5 GiB."""
+    if re.search(r"[KMGT]i?b$", text.strip()):
+        raise typer.BadParameter(f"'{text[:80]}' may be of bits: write it in bytes, with a large B")
     match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?) *([kmgt]i?b|b?)", text.strip(), flags=re.IGNORECASE)
     size = 0 if match is None else int(Fraction(match[1]) * UNITS[match[2].lower()])
     if size < 1:

@@ -162,8 +162,8 @@ def axis_values(axis: str, state: State, session: Session) -> Sequence[float]:
         now_devices = state.num_devices
         if now_devices <= 4:
             return list(range(1, 2 * now_devices + 1))
-        counts = {max(1, round(now_devices * factor)) for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)}
-        return sorted(min(count, MAX_DEVICES) for count in counts)
+        counts = (max(1, round(now_devices * factor)) for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0))
+        return sorted({min(count, MAX_DEVICES) for count in counts})
     if axis == "memory":
         most = max(device.memory_bytes for device in cluster_of(state, session.cluster).devices)
         return [max(1, round(most * share)) for share in SHARES]

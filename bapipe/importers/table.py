@@ -48,7 +48,11 @@ def parse_table(text: str) -> tuple[ImportedLayer, ...]:
     if not rows:
         return ()
     delimiter = max(",;\t|", key=rows[0][1].count)
-    header = [cell.lower().translate(_MICRO) for cell in _cells(*rows[0], delimiter)]
+    titles = _cells(*rows[0], delimiter)
+    for title in titles:
+        if re.search(r"(?<![^\W\d_])[KMG]i?b(?![^\W\d_])", title):
+            raise BapipeError(f"column '{title}' may be in bits: write its unit in bytes, with a large B")
+    header = [cell.lower().translate(_MICRO) for cell in titles]
     columns = {column: _find(column, header) for column in _COLUMNS}
     cells_of = {number: _cells(number, line, delimiter) for number, line in rows[1:]}
     for number, cells in cells_of.items():

@@ -253,6 +253,9 @@ def test_a_memory_limit_has_units(folder: Path) -> None:
     refused = bapipe(folder, *where, "--memory-limit", "2 GX")
     assert refused.returncode == 2
     assert "'2 GX' is not a size" in refused.stderr
+    refused = bapipe(folder, *where, "--memory-limit", "2Gb")
+    assert refused.returncode == 2
+    assert "'2Gb' may be of bits" in refused.stderr
 
 
 def test_a_trace_of_another_plan_is_refused(folder: Path) -> None:

@@ -333,6 +333,12 @@ def test_the_points_of_the_front_are_states_of_the_page() -> None:
         assert answer["step"] == point["step"]
 
 
+def test_a_curve_over_many_devices_has_each_number_once() -> None:
+    page = session()
+    assert list(axis_values("devices", replace(page.first, num_devices=200), page)) == [25, 50, 100, 150, 200, 256]
+    assert list(axis_values("devices", replace(page.first, num_devices=256), page)) == [32, 64, 128, 192, 256]
+
+
 @pytest.mark.parametrize("axis", ["link", "devices", "memory", "minibatch"])
 def test_a_curve_has_the_best_plan_at_each_value_and_the_plan_of_the_page(axis: str) -> None:
     page = session()

@@ -212,6 +212,10 @@ HEADER = "layer,forward_ms,backward_ms,activation_bytes,parameter_bytes\n"
             "2 columns for forward: 'fwd_ms', 'forward_us'; want one, such as 'forward_ms': rename or remove the "
             "others, and add up parts of one figure",
         ),
+        (
+            "layer,forward_ms,backward_ms,activation_bytes,parameter_Mb\n",
+            "column 'parameter_Mb' may be in bits: write its unit in bytes, with a large B",
+        ),
         (HEADER + ",1,2,3,4\n", "line 2 has no name of a layer: name it, or remove the row"),
         (HEADER + "a,1,2,3\n", "line 2 has 4 columns; the header has 5"),
         (HEADER + "a,1,x,3,4\n", "line 2: 'x' is not a valid backward; want a number >= 0"),
