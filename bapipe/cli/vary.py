@@ -132,7 +132,8 @@ def _show(names: Sequence[str], points: Sequence[Point], layout: str) -> None:
 
 def _show_worth(names: Sequence[str], points: Sequence[Point], *, exact: bool) -> None:
     """Prints what the values of each axis are worth, which only all points together tell."""
-    show_parts(["worth the most, each by itself:"])
+    if points[0].plan is not None:
+        show_parts(["worth the most, each by itself:"])
     for words in report.worth_words(names, [point.row for point in points]):
         show_line(words)
     if not exact and any(point.plan is not None and point.plan.certificate.gap for point in points):

@@ -170,6 +170,17 @@ def test_a_point_where_nothing_fits_says_so() -> None:
     assert "no plan fits" in str(point.row["why_not"])
 
 
+def test_without_a_plan_at_the_first_point_there_is_no_title_of_what_is_worth_the_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    session = Session({"a": PROFILE}, CLUSTER, 8)
+    show_points(session, ["minibatch=1000000,8"], ["1f1b"], "table")
+    assert "the first point, with which" in (printed := capsys.readouterr().out)
+    assert "worth the most" not in printed
+    show_points(session, ["minibatch=8"], ["1f1b"], "table")
+    assert "worth the most, each by itself:" in capsys.readouterr().out
+
+
 def test_devices_may_have_more_memory_than_those_of_the_cluster() -> None:
     session = Session({"a": PROFILE}, devices(3, bytes_per_s=10**6, memory_bytes=2), 8)
     axis = Axis(name="memory", values=(1, 10**9))

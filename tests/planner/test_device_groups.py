@@ -16,6 +16,7 @@ from bapipe.planner.best_grouping import search_order
 from bapipe.planner.device_grouping import groupings
 from bapipe.planner.device_groups import with_groups
 from bapipe.planner.options import PlanOptions
+from bapipe.planner.plan import explain
 from bapipe.report import render_plan
 from tests.builders import MS, chain, devices
 from tests.explorer.page_data import data_of
@@ -153,6 +154,8 @@ def test_an_explanation_says_what_is_exchanged_and_what_other_groups_would_chang
     assert "of the F and B of stage 0, the 2 members of d0..d1 exchange data for 16.7%" in said
     assert "4 a devices of 1 thread: " in said
     assert "1 a group of 4 (spatial): " in said
+    (resources,) = [text for text in explain(best, {"a": pair}, PlanOptions(minibatch_size=4)) if "10 % more" in text]
+    assert "the members of groups exchange data for as long as the profile says, whatever the links" in resources
 
 
 def test_tables_and_pages_name_the_members_and_a_run_refuses_them() -> None:
