@@ -12,7 +12,6 @@ from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.time_balanced import time_balanced_plan
 from bapipe.planner.branch_and_bound.chain import Chain
 from bapipe.planner.deadline import Deadline, OutOfTime
-from bapipe.planner.device_groups import with_groups
 from bapipe.planner.make import make
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import explain
@@ -89,17 +88,6 @@ def test_a_step_that_takes_no_time_cannot_be_shortened() -> None:
     plan, profiles = planned([0, 0], 2)
     words = explain(plan, profiles, PlanOptions(minibatch_size=4))
     assert words[7] == "Step time saved by 10 % more of one resource: none."
-
-
-def test_what_members_exchange_is_said_to_count_under_the_speed_of_their_group() -> None:
-    profile = chain([1, 1])
-    grouped = replace(profile, device=replace(profile.device, members=2, split="filter"))
-    made = make(grouped, with_groups(devices(2), "a", 2), minibatch_size=4, cuts=[])
-    words = explain(made, {"a": grouped}, PlanOptions(minibatch_size=4))[7]
-    assert words == (
-        "Step time saved by 10 % more of one resource: speed of d0..d1 9.1%. What the members of a group exchange is part "
-        "of its profile's times: its speed counts it, no link does."
-    )
 
 
 def test_cuts_that_balance_compute_are_found_over_all_cuts() -> None:
