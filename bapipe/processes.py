@@ -37,6 +37,9 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 _CHILD = "from bapipe.processes import run_child; run_child()"
 
+_is_importing_script = False
+"""Whether this process was started here, and is importing the script of the one that started it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChildError:
@@ -103,7 +106,11 @@ def local_processes(
     no other process uses it. The processes have this one's environment and import path, `environment` in addition,
     and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context is left without an
     exception they have `grace_s` to end by themselves. If this process dies, however, the kernel ends them.
+
+    Raises:
+        BapipeError: as `check_not_imported`, or a function cannot be sent to the processes.
     """
+    check_not_imported()
     processes: list[LocalProcess] = []
     try:
         # A file without a name: no other process can put a job of its own in the place of this one.
@@ -119,6 +126,15 @@ def local_processes(
         raise
     finally:
         _end_all(processes, grace_s)
+
+
+def check_not_imported() -> None:
+    """Raises BapipeError in a process that imports the script which started it, and would now do all of it again."""
+    if _is_importing_script:
+        raise BapipeError(
+            "the processes that a script starts import it if it defines the model, and would profile and run, too: put "
+            'what it does, beside defining functions and classes, below `if __name__ == "__main__":`'
+        )
 
 
 def receive(processes: Sequence[LocalProcess], timeout_s: float) -> list[tuple[LocalProcess, object]]:
@@ -160,7 +176,7 @@ def run_child() -> None:
         os.close(int(job_fd))
         sys.path[:], sys.argv[:] = path, argv
         if main is not None:
-            multiprocessing.spawn.prepare(main)
+            _import_script(main)
         function, arguments = pickle.loads(pickled)
         function(int(index), send, *arguments)
     except BaseException as error:
@@ -172,6 +188,13 @@ def run_child() -> None:
         if stream is not None:  # as it is if the program that started this process had closed it
             stream.flush()
     os._exit(code)  # torch's destructors would complain about peers that have ended
+
+
+def _import_script(main: dict[str, Any]) -> None:
+    global _is_importing_script
+    _is_importing_script = True
+    multiprocessing.spawn.prepare(main)
+    _is_importing_script = False
 
 
 def _encoded_job(function: Callable[..., object], arguments: Sequence[object]) -> bytes:

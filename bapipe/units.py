@@ -1,8 +1,9 @@
-"""Integer types of the file formats, and exact rounding."""
+"""Integer types of the file formats, exact rounding, and numbers for people."""
 
+from decimal import ROUND_FLOOR, Decimal
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil
+from math import ceil, floor, log10
 from typing import Annotated
 
 import msgspec
@@ -24,6 +25,28 @@ def decimal(value: float) -> Fraction:
 def round_half_up(value: Fraction) -> int:
     """Returns the nearest integer, the larger one of two equally near."""
     return (2 * value.numerator + value.denominator) // (2 * value.denominator)
+
+
+def number(value: float) -> str:
+    """Returns a number with three significant digits: all digits before the point, at most three after it.
+
+    Rounding up to a power of ten gives one digit more: 9.996 is 10.00.
+    """
+    if value == 0:
+        return "0"
+    return f"{value:,.{_num_decimals(value)}f}"
+
+
+def number_down(value: float) -> str:
+    """Returns a positive number as `number` does, but rounded down: for what something is at least."""
+    if value == 0:
+        return "0"
+    decimals = _num_decimals(value)
+    return f"{Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), ROUND_FLOOR):,.{decimals}f}"
+
+
+def _num_decimals(value: float) -> int:
+    return min(max(0, 2 - floor(log10(abs(value)))), 3)
 
 
 def percent_up(share: float, num_digits: int = 2) -> str:

@@ -161,3 +161,22 @@ def test_from_a_script(script: str, output: str, tmp_path: Path) -> None:
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.stderr) == (output, "")
+
+
+def test_a_script_that_would_start_itself_again_says_what_to_do(tmp_path: Path) -> None:
+    """Its processes import it, as it defines their function."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\n"
+        "from bapipe.processes import local_processes, receive\n"
+        "def work(index, send): pass\n"
+        "with local_processes(work, 1, (), folder=Path('empty')) as (one,):\n"
+        "    print(receive([one], 60)[0][1].text)\n"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == (
+        "BapipeError: the processes that a script starts import it if it defines the model, and would profile and run, "
+        'too: put what it does, beside defining functions and classes, below `if __name__ == "__main__":`\n'
+    )

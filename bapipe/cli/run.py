@@ -28,7 +28,7 @@ from bapipe.runtime.run import export as export_checkpoint
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.torchrun import is_first_rank
-from bapipe.units import MAX_INT
+from bapipe.units import MAX_INT, number
 from bapipe.zoo import resolve
 
 _HELP = attribute_docs(TrainConfig)
@@ -205,7 +205,7 @@ def train_with_bar(
         def on_step(done: StepReport) -> None:
             nonlocal printed_s, first
             rate, now_s = plan.minibatch_size * 1e9 / (done.data_ns + done.step_ns), time.monotonic()
-            text = f"loss {done.loss:.4f}  {rate:.4g} samples/s  bubble {done.bubble:.0%}{evaluated}"
+            text = f"loss {done.loss:.4f}  {number(rate)} samples/s  bubble {done.bubble:.0%}{evaluated}"
             first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
             if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == num_steps):

@@ -23,7 +23,7 @@ from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
-from bapipe.units import NonNegative, Positive, percent_up
+from bapipe.units import NonNegative, Positive, number, percent_up
 
 Objective = Literal["step", "throughput"]
 """What a plan minimizes: the time of one step, or the largest load of a device."""
@@ -145,7 +145,7 @@ class Plan(
     def __repr__(self) -> str:
         """Returns the decisions in one line: the whole plan would fill a notebook."""
         sizes = f"{self.num_microbatches} x {self.microbatch_size}"
-        step = f"{self.prediction.step_ns / 1e6:,.4g} ms" if self.is_judged else "not judged"
+        step = f"{number(self.prediction.step_ns / 1e6)} ms" if self.is_judged else "not judged"
         return f"Plan({self.model!r}, {len(self.stages)} stages, {self.schedule!r}, {sizes}, {step})"
 
     def rows(self) -> list[dict[str, object]]:
@@ -178,8 +178,8 @@ class Plan(
         lines = [f"{self.model}: {len(self.stages)} stages, {self.schedule}, {sizes}"]
         if self.is_judged:
             p = self.prediction
-            samples_per_s = f"{p.samples_per_s:,.4g}" if p.step_ns else "unlimited"
-            lines.append(f"{p.step_ns / 1e6:,.4g} ms per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}")
+            samples_per_s = number(p.samples_per_s) if p.step_ns else "unlimited"
+            lines.append(f"{number(p.step_ns / 1e6)} ms per step, {samples_per_s} samples/s, bubble {p.bubble:.1%}")
         gap = f"gap {percent_up(self.certificate.gap)}: "
         if self.certificate.proven_optimal:
             is_of_space = outside_of(self.certificate) is None and not is_of_changed_plan(self.certificate)

@@ -15,6 +15,7 @@ from bapipe.errors import BapipeError, RunFailed, root_cause
 from bapipe.formats.cache import load_profile, profile_path, store_profile, store_unfinished_profile
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.processes import check_not_imported
 from bapipe.profiler.co_runners import co_runners
 from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve
@@ -106,6 +107,7 @@ def profile(
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails.
     """
+    check_not_imported()
     require_torch()
     from torch import nn
 

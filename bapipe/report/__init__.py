@@ -14,12 +14,13 @@ values, and the others return strings or bytes. The command line writes them.
 
 from bapipe.report.chrome_trace import encode_trace
 from bapipe.report.comparisons import comparison_json, render_comparison
-from bapipe.report.formatting import empty_table, fit_table, html_text, mib, ms, number, number_down, rows_below
+from bapipe.report.formatting import empty_table, fit_table, html_text, mib, ms, rows_below
 from bapipe.report.plans import pareto_table, plan_json, render_plan
 from bapipe.report.profiles import render_cluster, render_profile
 from bapipe.report.runs import evaluation_words, render_run, run_json
 from bapipe.report.text_gantt import PHASE_NAMES, gantt
 from bapipe.report.variations import variations_table, worth_words
+from bapipe.units import number, number_down
 
 __all__ = [
     "PHASE_NAMES",

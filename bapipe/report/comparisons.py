@@ -8,9 +8,9 @@ from rich.table import Table
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.planner.options import SEARCH
 from bapipe.printable import MAX_LINE, printable
-from bapipe.report.formatting import add_row, empty_table, number, rate
+from bapipe.report.formatting import add_row, empty_table, rate
 from bapipe.report.plans import replica_counts
-from bapipe.units import percent_up
+from bapipe.units import number, percent_up
 
 
 def render_comparison(

@@ -4,9 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from decimal import ROUND_FLOOR, Decimal
 from html import escape
-from math import floor, log10
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -15,6 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from bapipe.printable import printable
+from bapipe.units import number
 
 MAX_WORD = 32
 """Characters of a word that a narrow table shows in full."""
@@ -35,28 +34,6 @@ MAX_ROWS = 48
 """Rows of a table of stages or devices that are shown; two thirds of them are its first ones."""
 
 Row = TypeVar("Row")
-
-
-def number(value: float) -> str:
-    """Returns a number with three significant digits: all digits before the point, at most three after it.
-
-    Rounding up to a power of ten gives one digit more: 9.996 is 10.00.
-    """
-    if value == 0:
-        return "0"
-    return f"{value:,.{_num_decimals(value)}f}"
-
-
-def number_down(value: float) -> str:
-    """Returns a positive number as `number` does, but rounded down: for what something is at least."""
-    if value == 0:
-        return "0"
-    decimals = _num_decimals(value)
-    return f"{Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), ROUND_FLOOR):,.{decimals}f}"
-
-
-def _num_decimals(value: float) -> int:
-    return min(max(0, 2 - floor(log10(abs(value)))), 3)
 
 
 def rate(num_samples: int, time_ns: int) -> str:

@@ -10,9 +10,9 @@ from bapipe.formats.certificate import Certificate, ReachedGoal, is_of_changed_p
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
 from bapipe.printable import MAX_LINE, MAX_NAMED, printable
-from bapipe.report.formatting import add_row, add_rows, empty_table, mib, ms, number, number_down, rate
+from bapipe.report.formatting import add_row, add_rows, empty_table, mib, ms, rate
 from bapipe.simulator.timeline import Timeline
-from bapipe.units import percent_up
+from bapipe.units import number, number_down, percent_up
 
 MAX_GROUPS = 4
 """Groups whose members a plan's tables name: others of the cluster are alike."""

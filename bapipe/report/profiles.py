@@ -19,7 +19,8 @@ from bapipe.formats.profile import (
 )
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report import layer_diagram
-from bapipe.report.formatting import add_row, empty_table, number
+from bapipe.report.formatting import add_row, empty_table
+from bapipe.units import number
 
 
 def render_profile(profile: ModelProfile) -> Iterator[Table | str]:

@@ -11,9 +11,10 @@ from bapipe.planner.analysis.exchange import exchange_ns
 from bapipe.planner.plan import simulate
 from bapipe.planner.strategies import Strategy
 from bapipe.printable import MAX_LINE, printable
-from bapipe.report.formatting import add_row, empty_table, number
+from bapipe.report.formatting import add_row, empty_table
 from bapipe.report.idle_time import idle_ns_by_cause
 from bapipe.tables import rows_html
+from bapipe.units import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

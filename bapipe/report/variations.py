@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from bapipe.report.formatting import add_row, empty_table, number
-from bapipe.units import percent_up
+from bapipe.report.formatting import add_row, empty_table
+from bapipe.units import number, percent_up
 
 
 def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -17,6 +17,7 @@ from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs import Profiles, by_kind
+from bapipe.processes import check_not_imported
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.runnable import check_no_groups, type_to_run
 from bapipe.runtime.train_config import TrainConfig
@@ -56,6 +57,7 @@ def run(
         RunFailed: a rank died.
         Stopped: SIGTERM or SIGHUP asked the run to end, and all ranks have ended.
     """
+    check_not_imported()
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
     check_profiles_used(profiles, config)

@@ -13,6 +13,7 @@ import msgspec
 from bapipe.formats.prediction import Memory, Prediction, RankPrediction
 from bapipe.schedules.table import Action, Phase
 from bapipe.tables import data_frame, rows_html
+from bapipe.units import number
 
 
 class Span(NamedTuple):
@@ -177,7 +178,7 @@ class Timeline:
 
     def __repr__(self) -> str:
         """Returns the size of the step in one line: all actions would fill a notebook."""
-        return f"Timeline({len(self.devices)} devices, {len(self.spans)} actions, {self.step_ns / 1e6:,.4g} ms)"
+        return f"Timeline({len(self.devices)} devices, {len(self.spans)} actions, {number(self.step_ns / 1e6)} ms)"
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each action, transfer, all-reduce and update, by start, as `to_pandas` has them."""

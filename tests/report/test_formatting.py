@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe.cli import progress
-from bapipe.report.formatting import add_row, empty_table, fit_table, number, number_down
+from bapipe.report.formatting import add_row, empty_table, fit_table
+from bapipe.units import number, number_down
 
 
 def printed(table: Table, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from rich.table import Table
 
@@ -123,3 +124,10 @@ def test_of_very_many_stages_and_devices_some_rows_are_left_out() -> None:
         assert [column[32] for column in cells[:2]] == ["…", "152 more"]
     names = [line.split()[0] for line in gantt(timeline, 80).splitlines()[:-1]]
     assert names == [*(f"d{i}" for i in range(32)), "…", *(f"d{i}" for i in range(184, 200))]
+
+
+def test_large_figures_of_a_notebook_are_written_out() -> None:
+    plan = bapipe.make(chain([4115]), devices(1), minibatch_size=1, microbatch_size=1)  # 3 * 4.115 s
+    prediction = replace(plan.prediction, samples_per_s=11010.4)
+    html = replace(plan, prediction=prediction, certificate=replace(plan.certificate, digest=UNSET))._repr_html_()
+    assert "12,345 ms per step, 11,010 samples/s" in html
