@@ -239,6 +239,22 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, clu
         write(tmp_path / "missing" / "c.json", cluster)
 
 
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real = os.replace
+
+    def replaced(source: Any, target: Any) -> None:
+        calls.append("replace")
+        real(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: calls.append("sync"))
+    monkeypatch.setattr(os, "replace", replaced)
+    write(tmp_path / "cluster.json", cluster)
+    assert calls == ["sync", "replace"]
+
+
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, profile: ModelProfile) -> None:
     path = tmp_path / "p.json"
     write(path, profile)

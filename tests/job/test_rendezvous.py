@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +19,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.job import rendezvous
 from bapipe.job import secret as secrets
 from bapipe.job import server as job_server
+from bapipe.job.peers import _answer
 from bapipe.job.refusal import refusals_told
 from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, serve, wait_for_all
 from bapipe.job.secret import job_secret
@@ -321,6 +324,52 @@ def test_strangers_neither_join_nor_hinder_the_job(server: StoreServer, store: J
     assert challenge_only == [True] * 3
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.parametrize(("max_greetings", "greeting_s", "num_strangers"), [(4, 1000.0, 5), (10**6, 0.1, 1)])
+def test_too_many_strangers_and_too_slow_ones_are_sent_away(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, max_greetings: int, greeting_s: float, num_strangers: int
+) -> None:
+    """Each defence without the other; the first stranger, who says nothing, finds the connection closed."""
+    monkeypatch.setattr("bapipe.job.server._MAX_GREETINGS", max_greetings)
+    monkeypatch.setattr("bapipe.job.server._GREETING_S", greeting_s)
+    address = ("127.0.0.1", server.port)
+    strangers = [socket.create_connection(address, timeout=10) for _ in range(num_strangers)]
+    received = b"".join(iter(lambda: strangers[0].recv(64), b""))
+    assert len(received) in (0, 32)  # the challenge alone, if it was sent before
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_value_is_changed_only_if_it_is_the_expected_one(store: JobStore) -> None:
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "another", "second") == b"first"
+    assert store.compare_set("key", "first", "second") == b"second"
+    assert store.get("key") == b"second"
+
+
+def test_a_secret_that_is_short_or_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(secrets.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    job_secret()
+    another = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: another)
+    with pytest.raises(BapipeError, match=r"job-secret: the job's secret can be read or changed by others"):
+        job_secret()
+    monkeypatch.undo()
+    monkeypatch.delenv(secrets.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "bapipe" / "job-secret").write_bytes(b"short")
+    with pytest.raises(BapipeError, match=r"job-secret: a secret of 5 characters is too short: remove it"):
+        job_secret()
+
+
+def test_an_answer_to_a_peer_is_of_its_group_and_its_direction() -> None:
+    """A stranger could pass on an answer of another group, or send a rank's own challenge back to it."""
+    groups: list[Any] = [SimpleNamespace(group_name=name) for name in ("0", "1")]
+    challenge = bytes(32)
+    answers = {_answer(SECRET, group, *ranks, challenge) for group in groups for ranks in ((0, 1), (1, 0))}
+    assert len(answers) == 4
 
 
 def test_the_users_secret_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.export import export
-from bapipe.runtime.checkpoint.folder import list_checkpoints, newest_checkpoint, only_writer
+from bapipe.runtime.checkpoint.folder import list_checkpoints, newest_checkpoint, only_writer, set_damaged_aside
 from bapipe.runtime.checkpoint.manifest import MANIFEST, checkpoint_name, is_old
 from bapipe.runtime.checkpoint.tensor_files import TensorSpec
 from bapipe.runtime.checkpoint.writer import full_state_dict, owners_of
@@ -60,6 +60,15 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
         "or move it elsewhere to take the one before"
     )
     assert len(list_checkpoints(kept)) == 3
+
+
+def test_a_step_may_be_damaged_twice(kept: Path) -> None:
+    newest = list_checkpoints(kept)[-1]
+    for _ in range(2):
+        set_damaged_aside(kept, 4)
+        assert not newest.exists()
+        newest.mkdir()
+        (newest / "file").write_bytes(b"x")
 
 
 def test_of_a_damaged_newest_checkpoint_the_one_before_is_taken(

@@ -9,6 +9,7 @@ import pytest
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.folder import newest_checkpoint
+from bapipe.runtime.checkpoint.manifest import MANIFEST
 from bapipe.runtime.checkpoint.options import kept_options, resumed_options
 from bapipe.runtime.train_config import TrainConfig
 from tests.runtime.checkpoint.cases import go, read_tree, write_manifest
@@ -40,6 +41,16 @@ def test_given_options_are_taken_and_differences_told(folder: Path, caplog: pyte
         "`learning_rate_schedule` is now constant; it was cosine in the run of the checkpoint",
         "`clip_norm` is now 2.0; it was 0.5 in the run of the checkpoint",
     ]
+
+
+def test_options_are_those_before_a_damaged_checkpoint(tmp_path: Path) -> None:
+    go(tmp_path / "run", 4, **FIRST)
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest is not None
+    manifest = newest.path / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-10])
+    resumed = resumed_options(TrainConfig(checkpoint=tmp_path / "run", resume=True), set(), tell=False)
+    assert {name: getattr(resumed, name) for name in FIRST} == FIRST
 
 
 @pytest.fixture

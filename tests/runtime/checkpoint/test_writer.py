@@ -1,6 +1,7 @@
 """The thread that writes checkpoints, as it would be on a GPU."""
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.multiprocess.fault_cases import points, quiet
 from tests.runtime.checkpoint.cases import example, go, only_rank, plan
 
 NO_SPACE = "[Errno 28] No space left on device"
+from bapipe.runtime.checkpoint.manifest import MANIFEST
 
 
 def test_the_thread_that_writes_waits_on_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +106,28 @@ def test_a_checkpoint_without_one_of_its_files_does_not_get_its_name(tmp_path: P
     with pytest.raises(BapipeError, match=r"rank-0.safetensors is not there as it was written"):
         writer.finish_checkpoint(tmp_path, manifest)
     assert list_checkpoints(tmp_path) == ()
+
+
+def test_a_checkpoint_counts_only_when_all_of_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors, the manifest and the entries of the folder before it is renamed; the outer folder's after that."""
+    calls: list[tuple[str, str]] = []
+    real = os.rename
+
+    def renamed(source: Any, target: Any) -> None:
+        calls.append(("rename", Path(source).name))
+        real(source, target)
+
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: calls.append(("sync", Path(f"/proc/self/fd/{handle}").readlink().name))
+    )
+    monkeypatch.setattr(os, "rename", renamed)
+    go(tmp_path / "run", 2)
+    (at,) = (index for index, (call, _) in enumerate(calls) if call == "rename")
+    unfinished = calls[at][1]
+    before = [name for _, name in calls[:at]]
+    assert before[-1] == unfinished
+    assert any(name.endswith(".safetensors") for name in before)
+    assert any(name.startswith(f".{MANIFEST}.") for name in before)  # under the name that it has until it is whole
+    assert calls[at + 1] == ("sync", "run")
