@@ -162,7 +162,9 @@ def check_scalar(loss: object) -> None:
 
 
 def check_no_parameters(loss: Loss) -> None:
-    """Raises InvalidModel if a loss has parameters to train: an optimizer gets the parameters of the stages only."""
+    """Raises InvalidModel if a loss is a class, or has parameters to train: optimizers get those of the stages."""
+    if isinstance(loss, type):
+        raise InvalidModel(f"the loss is the class {loss.__name__}: want an object of it, such as {loss.__name__}()")
     own = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     trained = [name for name, parameter in own if parameter.requires_grad]
     if trained:

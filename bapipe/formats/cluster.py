@@ -62,7 +62,7 @@ class Bandwidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def transfer_ns(self, num_bytes: int) -> int:
         """Returns the time of one message; bytes divided by bandwidth is rounded up to a nanosecond."""
-        return self.latency_ns - (-num_bytes * 1_000_000_000 // self.bytes_per_s)
+        return self.latency_ns - (-int(num_bytes) * 1_000_000_000 // self.bytes_per_s)  # numpy's integers overflow
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

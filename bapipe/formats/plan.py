@@ -3,11 +3,12 @@
 import hashlib
 from copy import copy
 from functools import cached_property
+from reprlib import repr as shortened
 from typing import Any, Literal
 
 import msgspec
 
-from bapipe.errors import InvalidFile, InvalidSchedule
+from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.certificate import (
     CHANGED_BY_HAND,
     NOT_CERTIFIED,
@@ -241,6 +242,14 @@ class Plan(
     def compute_settings(self) -> Settings:
         """The settings of the profiled model, or the default ones if the plan does not say."""
         return Settings() if self.settings is msgspec.UNSET else self.settings
+
+
+def check_plan(plan: object) -> None:
+    """Raises BapipeError unless it is a plan: the path of its file is easily given instead."""
+    if not isinstance(plan, Plan):
+        raise BapipeError(
+            f"{shortened(plan)} is no plan: want what `bapipe.plan`, or `bapipe.read(path, bapipe.Plan)`, returns"
+        )
 
 
 def with_certificate(plan: Plan, certificate: Certificate) -> Plan:

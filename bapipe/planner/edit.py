@@ -9,7 +9,7 @@ from typing import Any
 from bapipe.errors import BapipeError
 from bapipe.field_types import check_fields
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, check_plan
 from bapipe.options import options_from
 from bapipe.planner.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.inputs import Profiles, by_kind
@@ -69,6 +69,7 @@ def edit(plan: Plan, profiles: Profiles, changes: Changes | None = None, **keywo
         BapipeError: a change that the plan does not allow.
         TypeError: an unknown change.
     """
+    check_plan(plan)
     changes = options_from(Changes, changes, keywords)
     of_kind = by_kind(profiles)
     decision = apply(decision_of(plan), changes, plan.cluster)

@@ -9,6 +9,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.link_catalogue import cluster_like
+from bapipe.planner.validation import check_num_devices
 from bapipe.progress import PartsProgress
 from bapipe.torchrun import current_job
 
@@ -91,6 +92,7 @@ def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> 
             f"`cluster` is {shortened(cluster)}: want a number of devices, at least 1, or what "
             "`bapipe.read(path, bapipe.Cluster)` returns"
         )
+    check_num_devices(cluster)  # before so many are made
     return homogeneous_cluster(profiles, cluster)
 
 

@@ -12,7 +12,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Plan
+from bapipe.formats.plan import THROUGHPUT, Plan, check_plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
 from bapipe.planner.best_grouping import best_grouping, search_order
@@ -273,6 +273,7 @@ def simulate(plan: Plan, profiles: Profiles) -> Timeline:
     Raises:
         BapipeError: as there; or figures of the profiles or of the plan's cluster with which a step would take years.
     """
+    check_plan(plan)
     of_kind = by_kind(profiles)
     check_figures(of_kind, plan.cluster, plan.minibatch_size)
     return simulate_by_kind(plan, of_kind)

@@ -57,6 +57,12 @@ def check_schedules(options: PlanOptions) -> None:
             raise unknown_schedule(name, (*ALL, EVERY_SCHEDULE, SEARCH))
 
 
+def check_num_devices(num_devices: int) -> None:
+    """Raises BapipeError for more devices than can be planned for."""
+    if num_devices > MAX_DEVICES:
+        raise BapipeError(f"{num_devices:,} devices: want at most {MAX_DEVICES:,}; plan for a part of them")
+
+
 def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
     """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another.
 
@@ -74,8 +80,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
     check_tied_weights(cluster.devices, next(iter(profiles.values())).layers)
     if options.objective == "throughput" and len({device.num_members for device in cluster.devices}) > 1:
         raise BapipeError("`objective` throughput wants groups of one size: plan for the step time, or use such groups")
-    if len(cluster.devices) > MAX_DEVICES:
-        raise BapipeError(f"{len(cluster.devices):,} devices: want at most {MAX_DEVICES:,}; plan for a part of them")
+    check_num_devices(len(cluster.devices))
     num_layers = max(len(profile.layers) for profile in profiles.values())
     if num_layers > MAX_LAYERS:
         raise BapipeError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bapipe.equivalence import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
@@ -131,6 +131,7 @@ class Pipeline:
                 itself, on a few samples.
             group: the processes; None is the default group.
         """
+        check_plan(plan)
         check_no_groups(plan)
         check_no_parameters(loss)
         check_clip_norm(clip_norm)

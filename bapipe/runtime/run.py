@@ -11,7 +11,7 @@ import msgspec
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import write_bytes
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Plan, check_plan
 from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
@@ -58,6 +58,7 @@ def run(
         Stopped: SIGTERM or SIGHUP asked the run to end, and all ranks have ended.
     """
     check_not_imported()
+    check_plan(plan)
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
     check_profiles_used(profiles, config)

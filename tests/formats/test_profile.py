@@ -1,7 +1,9 @@
 """Profiles between measured micro-batch sizes, and times on devices of other speeds."""
 
 from random import Random
+from typing import Any
 
+import numpy
 import pytest
 from msgspec import UNSET
 from msgspec.json import encode
@@ -83,6 +85,8 @@ def test_speed_divides_and_rounds_half_up(ns: int, speed: float, want: int) -> N
 def test_a_transfer_takes_latency_and_the_bandwidths_share_rounded_up() -> None:
     link = Bandwidth(bytes_per_s=3 * 10**9, latency_ns=100)
     assert [link.transfer_ns(n) for n in (0, 1, 3, 4, 6)] == [100, 101, 101, 102, 102]
+    narrow: Any = numpy.int32(2_000_000_000)
+    assert link.transfer_ns(narrow) == link.transfer_ns(2_000_000_000)
 
 
 def test_layers_of_a_stage_add_up() -> None:

@@ -21,7 +21,7 @@ from bapipe.job import secret as secrets
 from bapipe.job import server as job_server
 from bapipe.job.peers import _answer
 from bapipe.job.refusal import refusals_told
-from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, serve, wait_for_all
+from bapipe.job.rendezvous import Refused, _differences, another_rank_reports, open_store, serve, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.server import StoreServer
 from bapipe.job.store import JobStore
@@ -133,6 +133,11 @@ def test_every_rank_names_the_ranks_that_differ(store: JobStore) -> None:
         ]
         * 3
     )
+
+
+def test_a_fact_that_a_rank_lacks_differs() -> None:
+    known = [{"a": "1", "b": "2"}, {"b": "2"}]
+    assert _differences(NAMES[:2], known) == ["a is 1 on rank 0 (cpu0), but none on rank 1 (gpu1)"]
 
 
 def test_the_first_rank_that_fails_reports(store: JobStore) -> None:

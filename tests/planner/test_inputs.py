@@ -60,6 +60,12 @@ def test_no_profile_is_refused(name: str, profiles: object) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_CLUSTER)
+def test_a_number_of_devices_that_is_too_large_is_refused_before_they_are_made(name: str) -> None:
+    with pytest.raises(BapipeError, match=r"^1,000,000,000 devices: want at most 4,096; plan for a part of them$"):
+        FUNCTIONS[name](PROFILE, 10**9)
+
+
+@pytest.mark.parametrize("name", WITH_CLUSTER)
 @pytest.mark.parametrize("cluster", [0, -1, 2.5, True, "c.json", None])
 def test_what_is_neither_a_cluster_nor_a_number_of_devices_is_refused(name: str, cluster: object) -> None:
     with pytest.raises(BapipeError) as caught:

@@ -1,6 +1,7 @@
 """Plans made and changed by hand: decisions as given, times of the simulator, bounds that hold, files that say so."""
 
 import json
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -61,6 +62,14 @@ def test_a_made_plan_has_the_decisions_given_and_the_times_of_the_simulator() ->
     assert plan.table == place_schedule("zb-h1", ((3,), (0, 1), (2,)), 8, 4)
     assert simulate(plan, {"a": PROFILE}).prediction(8) == plan.prediction
     assert decoded(encode(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "use", [lambda path: bapipe.simulate(path, PROFILE), lambda path: bapipe.edit(path, PROFILE), bapipe.run]
+)
+def test_a_path_in_the_place_of_a_plan_is_told(use: Callable[[Any], object]) -> None:
+    with pytest.raises(BapipeError, match=r"^'plan.json' is no plan: want what `bapipe.plan`, or `bapipe.read\(path"):
+        use("plan.json")
 
 
 def test_cuts_may_be_an_iterator() -> None:

@@ -47,6 +47,17 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_loss_and_a_plan_are_objects() -> None:
+    module, plan = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), make_plan(["0", "1"], (), (0,), [["0F0", "0B0"]], 4, 1)
+    with pytest.raises(
+        InvalidModel, match=r"^the loss is the class MSELoss: want an object of it, such as MSELoss\(\)$"
+    ):
+        Pipeline(module, plan, loss=nn.MSELoss, inputs=(X,))  # type: ignore[arg-type]
+    with pytest.raises(BapipeError, match=r"^'plan.json' is no plan"):
+        Pipeline(module, "plan.json", loss=mse_loss, inputs=(X,))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
 def test_inputs_are_those_of_the_module() -> None:
     module, plan = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), make_plan(["0", "1"], (), (0,), [["0F0", "0B0"]], 4, 1)
     with pytest.raises(InvalidModel, match=r"^the example inputs are one tensor of shape \[4, 3\]: put it in a tuple"):

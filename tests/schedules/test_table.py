@@ -75,6 +75,7 @@ def test_an_action_reads_as_it_prints() -> None:
         (("0F0 0B0", "1F0"), "stage 1, micro-batch 0: has 1F0; want F and B, or F, I and W"),
         (("0F0 0B0", ""), "stage 1, micro-batch 0: has nothing; want F and B, or F, I and W"),
         (("0F0 0I0", "1F0 1B0"), "stage 0, micro-batch 0: has 0F0, 0I0; want F and B, or F, I and W"),
+        (("0F0 0W0", "1F0 1B0"), "rank 0, action 1: 0W0 comes before its I"),
         (("0F0 0B0 0I0 0W0", "1F0 1B0"), "stage 0, micro-batch 0: has 0F0, 0B0, 0I0, 0W0; want F and B, or F, I and W"),
         (("0F0 0F0 0B0", "1F0 1B0"), "rank 0, action 1: 0F0 comes a second time"),
         (("0B0 0F0", "1F0 1B0"), "rank 0, action 0: 0B0 comes before its F"),
