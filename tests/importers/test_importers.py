@@ -162,6 +162,13 @@ def test_a_title_of_name_and_unit_is_preferred() -> None:
     assert import_profile(text, origin()) == import_profile(plain, origin())
 
 
+@pytest.mark.parametrize(("unit", "num_bytes"), [("bytes", 2), ("kb", 1_500), ("mb", 1_500_000), ("kib", 1_536)])
+def test_units_of_sizes(unit: str, num_bytes: int) -> None:
+    value = "2" if unit == "bytes" else "1.5"
+    profile = import_profile(f"layer,forward_ms,backward_ms,activation_bytes,param_{unit}\na,1,2,3,{value}\n", origin())
+    assert profile.layers[0].param_bytes == num_bytes
+
+
 @pytest.mark.parametrize("format_", ["table", "pipedream", "paradl"])
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, format_: str) -> None:
     text = {

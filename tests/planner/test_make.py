@@ -14,15 +14,17 @@ from bapipe.errors import BapipeError, Infeasible, InvalidFile
 from bapipe.formats.certificate import BY_HAND, OVER_LIMIT, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
-from bapipe.formats.plan import Plan
+from bapipe.formats.plan import Alternative, Plan
 from bapipe.planner.decision import decision_of
 from bapipe.planner.make import ANY_PLAN, judge
 from bapipe.planner.searched_space import ORDERS_OF_STAGES
+from bapipe.planner.solution import sort_alternatives
 from bapipe.planner.work_bound import work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule
 from bapipe.simulator.simulate import simulate
+from bapipe.units import number
 from tests.builders import MS, chain, devices
 from tests.random_profiles import random_cluster, random_profile
 
@@ -432,10 +434,32 @@ def test_a_prediction_with_other_times_loses_the_certificate() -> None:
     assert other.certificate.lower_bound_ns == work_bound_ns({"a": slower}, plan.cluster, 12)
 
 
+def test_the_same_step_of_other_profiles_or_another_step_in_the_file_loses_the_certificate() -> None:
+    plan = planned()
+    more = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=11, output_bytes=1000)
+    other = judge(plan, {"a": more}, simulate(plan, {"a": more}))
+    assert other.prediction.step_ns == plan.prediction.step_ns
+    prediction = replace(plan.prediction, step_ns=plan.prediction.step_ns + 1)
+    certificate = certify(prediction.step_ns, plan.prediction.step_ns, plan.certificate.space)
+    changed = replace(plan, prediction=prediction, certificate=certificate)
+    assert changed.certificate.lower_bound_ns == plan.certificate.lower_bound_ns
+    for judged in (other, judge(changed, {"a": PROFILE}, simulate(changed, {"a": PROFILE}))):
+        assert judged.certificate.space == ANY_PLAN
+        assert judged.certificate.lower_bound_ns == work_bound_ns({"a": PROFILE}, plan.cluster, 12)
+
+
+def test_alternatives_that_fit_come_before_others_and_the_fastest_first() -> None:
+    given = [
+        Alternative(name=name, step_ns=step_ns, peak_bytes=1, feasible=feasible, why_not="")
+        for name, step_ns, feasible in (("third", 3, True), ("last", 1, False), ("second", 2, True))
+    ]
+    assert [one.name for one in sort_alternatives(given)] == ["second", "third", "last"]
+
+
 def test_values_show_themselves_in_one_line() -> None:
     plan = planned()
     sizes = f"{plan.num_microbatches} x {plan.microbatch_size}"
-    step = f"{plan.prediction.step_ns / 1e6:,.4g} ms"
+    step = f"{number(plan.prediction.step_ns / 1e6)} ms"
     assert repr(plan) == f"Plan('chain', 3 stages, {plan.schedule!r}, {sizes}, {step})"
     assert repr(PROFILE) == "ModelProfile('chain' on 'a', 8 layers, micro-batches of 1)"
     timeline = simulate(plan, {"a": PROFILE})

@@ -169,6 +169,23 @@ def test_state_that_is_a_plain_number_is_restored_too() -> None:
     assert set(again.state(named).tensors) == {"weight:exp_avg", "weight:exp_avg_sq"}
 
 
+class Halving(optim.SGD):
+    """Keeps a number of its own, with a fraction."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factor"] = self.state[parameter].get("factor", 1.0) / 2
+        return super().step(closure)
+
+
+def test_state_that_is_a_fraction_is_saved() -> None:
+    weights = nn.Linear(2, 1, bias=False)
+    made = StageOptimizers({0: weights}, lambda p: Halving(p, lr=0.1), CpuClock())
+    weights(torch.ones(1, 2)).sum().backward()
+    made.step(0)
+    assert made.state(dict(weights.named_parameters())).numbers == {"weight:factor": 0.5}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"sparseadam"}))
 def test_state_is_restored_in_its_own_dtype(name: str, dtype: torch.dtype) -> None:
