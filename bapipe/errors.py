@@ -29,6 +29,9 @@ class InvalidFile(BapipeError, ValueError):
         super().__init__(f"{message} - at `{where}`")
         self.message, self.where = message, where
 
+    def __reduce__(self) -> tuple[type["InvalidFile"], tuple[str, str]]:
+        return type(self), (self.message, self.where)  # the text alone would get a second path
+
 
 class UnreadableFile(BapipeError):
     """A file that is there and cannot be read, now or by this user: nothing is known of what it holds."""
@@ -93,6 +96,9 @@ class Stopped(SystemExit):
     def __init__(self, number: int, detail: str = "") -> None:
         super().__init__(128 + number)
         self.number, self.detail = number, detail
+
+    def __reduce__(self) -> tuple[type["Stopped"], tuple[int, str]]:
+        return type(self), (self.number, self.detail)  # the exit code would be taken for a signal
 
     def __str__(self) -> str:
         what = "interrupted" if self.number == signal.SIGINT else f"stopped by {signal.Signals(self.number).name}"
