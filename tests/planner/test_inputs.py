@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import bapipe
 from bapipe.errors import BapipeError
 from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan import plan_cached
+from bapipe.planner.validation import microbatch_sizes
 from tests.builders import chain, devices
 
 PROFILE = chain([1, 2], output_bytes=1000)
@@ -71,3 +73,14 @@ def test_what_is_neither_a_cluster_nor_a_number_of_devices_is_refused(name: str,
     with pytest.raises(BapipeError) as caught:
         FUNCTIONS[name](PROFILE, cluster)
     assert str(caught.value).startswith(f"`cluster` is {cluster!r}: want a number of devices, at least 1, or what ")
+
+
+def test_sizes_are_those_that_all_kinds_of_devices_have() -> None:
+    """Kind a was measured from 1 to 4 samples, kind b from 2 to 8."""
+    measured = {size: structs.replace(PROFILE.measurements[0], microbatch_size=size) for size in (1, 2, 4, 8)}
+    a = structs.replace(PROFILE, measurements=(measured[1], measured[4]))
+    kind = structs.replace(PROFILE.device, kind="b")
+    b = structs.replace(PROFILE, device=kind, measurements=(measured[2], measured[8]))
+    first, second = devices(2).devices
+    cluster = structs.replace(devices(2), devices=(first, structs.replace(second, kind="b")))
+    assert microbatch_sizes({"a": a, "b": b}, cluster, PlanOptions(minibatch_size=8)) == [2, 4]
