@@ -16,7 +16,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime import copy_streams, train_rank
 from bapipe.runtime.checkpoint import writer
 from bapipe.runtime.checkpoint.folder import list_checkpoints
-from bapipe.runtime.checkpoint.manifest import read_manifest
+from bapipe.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from bapipe.runtime.checkpoint.tensor_files import FileDigest, write_tensors
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
@@ -25,7 +25,6 @@ from tests.multiprocess.fault_cases import points, quiet
 from tests.runtime.checkpoint.cases import example, go, only_rank, plan
 
 NO_SPACE = "[Errno 28] No space left on device"
-from bapipe.runtime.checkpoint.manifest import MANIFEST
 
 
 def test_the_thread_that_writes_waits_on_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
