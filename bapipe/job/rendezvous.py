@@ -7,6 +7,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
 from threading import Thread
@@ -221,7 +223,7 @@ def outer_address(store: JobStore) -> str:
 
 
 def _missing(store: JobStore, keys: Sequence[str], names: Sequence[str]) -> str:
-    return ", ".join(f"rank {i} ({names[i]})" for i, key in enumerate(keys) if not store.check([key]))
+    return ", ".join(f"rank {i} ({names[i]})" for i, is_there in enumerate(store.which(keys)) if not is_there)
 
 
 def _differences(names: Sequence[str], known: Sequence[Mapping[str, str]]) -> list[str]:
@@ -237,24 +239,44 @@ def _differences(names: Sequence[str], known: Sequence[Mapping[str, str]]) -> li
     return found
 
 
-def another_rank_reports(store: JobStore, lost_peer: bool) -> bool:
-    """Whether another rank reports the failure, so that this one need not; notes that this rank has failed.
+@dataclass(frozen=True, slots=True)
+class OtherRanks:
+    """What the job's store says of the other ranks when this one has failed; nothing if it does not answer.
+
+    Attributes:
+        report: one of them reports the failure, so that this one need not.
+        gone: those whose processes have ended without saying that they failed.
+        silent: those that have neither ended nor failed.
+    """
+
+    report: bool = False
+    gone: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+
+
+def tell_failure(store: JobStore, index: int, size: int, lost_peer: bool) -> OtherRanks:
+    """Notes that this rank of a job has failed; returns what is known of the others.
 
     A rank that only lost its peer waits a moment for the cause to be reported first.
     """
-    answers: list[bool] = []
+    found: list[OtherRanks] = []
 
     def ask() -> None:
         end_s = time.monotonic() + (_SETTLE_S if lost_peer else 0.0)
-        try:
+        with suppress(OSError):  # the store is gone, with the rank that hosted it
+            store.set(f"failed{index}", "")
             while lost_peer and time.monotonic() < end_s and not store.add("failed", 0):
                 time.sleep(_ASK_AGAIN_S)
-            answers.append(store.add("failed", 1) > 1)
-        except OSError:  # the store is gone, with the rank that hosted it
-            answers.append(False)
+            if store.add("failed", 1) > 1:
+                found.append(OtherRanks(report=True))
+                return
+            joined, have_failed = store.joined(), store.which([f"failed{rank}" for rank in range(size)])
+            others = [rank for rank in range(size) if rank != index and not have_failed[rank]]
+            gone, silent = (tuple(rank for rank in others if (rank in joined) == is_in) for is_in in (False, True))
+            found.append(OtherRanks(gone=gone, silent=silent))
 
     # In a thread: over a link that is cut the call would never return.
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_SETTLE_S + _ANSWER_S)
-    return bool(answers and answers[0])
+    return found[0] if found else OtherRanks()

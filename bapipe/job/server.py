@@ -134,6 +134,8 @@ class StoreServer:
                 self._joined[arguments[0]] = _Joined(address, time.monotonic())
                 rank.append(arguments[0])
                 return True
+            if name == "joined":
+                return sorted(self._joined)
             if name not in _EVALUATE:
                 raise ConnectionError(f"a request '{name}', of another version")  # ends the connection
             return _EVALUATE[name](self._values, *arguments)

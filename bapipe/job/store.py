@@ -75,6 +75,10 @@ class JobStore(Store):
         self._rank = rank
         return bool(self._ask("join", rank))
 
+    def joined(self) -> set[int]:
+        """Returns the ranks that have joined and whose processes have not ended since."""
+        return set(self._ask("joined"))
+
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value.encode() if isinstance(value, str) else value)
 
@@ -95,6 +99,10 @@ class JobStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", list(keys)))
+
+    def which(self, keys: Sequence[str]) -> list[bool]:
+        """Returns for each key whether it has a value."""
+        return [value is not None for value in self._ask("multi_get", list(keys))]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete_key", key))

@@ -21,7 +21,7 @@ from bapipe.job import secret as secrets
 from bapipe.job import server as job_server
 from bapipe.job.peers import _answer
 from bapipe.job.refusal import refusals_told
-from bapipe.job.rendezvous import Refused, _differences, another_rank_reports, open_store, serve, wait_for_all
+from bapipe.job.rendezvous import OtherRanks, Refused, _differences, open_store, serve, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.server import StoreServer
 from bapipe.job.store import JobStore
@@ -105,7 +105,7 @@ def test_the_ranks_that_are_missing_are_named(store: JobStore) -> None:
 
 
 def test_a_failed_rank_ends_the_waiting(store: JobStore) -> None:
-    assert not another_rank_reports(store, lost_peer=False)
+    assert not tell_failure(store, 0, 3, lost_peer=False).report
     with pytest.raises(RunFailed) as caught:
         wait_for_all(store, 1, NAMES, 20.0, FACTS)
     assert str(caught.value) == "rank 0 (cpu0), rank 2 (gpu2) did not join the job, of which a rank failed"
@@ -141,14 +141,38 @@ def test_a_fact_that_a_rank_lacks_differs() -> None:
 
 
 def test_the_first_rank_that_fails_reports(store: JobStore) -> None:
-    assert [another_rank_reports(store, lost_peer=False) for _ in range(3)] == [False, True, True]
+    assert [tell_failure(store, rank, 3, lost_peer=False).report for rank in range(3)] == [False, True, True]
 
 
 def test_a_rank_that_lost_its_peer_lets_the_cause_be_reported_first(store: JobStore) -> None:
-    cause = threading.Timer(0.2, another_rank_reports, (store, False))
+    cause = threading.Timer(0.2, tell_failure, (store, 0, 3, False))
     cause.start()
-    assert another_rank_reports(store, lost_peer=True)
+    assert tell_failure(store, 1, 3, lost_peer=True).report
     cause.join()
+
+
+def test_the_ranks_that_have_gone_or_hang_are_told_from_those_that_lost_them(server: StoreServer) -> None:
+    """Of five ranks, 1 is killed, 3 hangs, and the others notice about together; one of these says so."""
+    stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(5)]
+    for rank, store in enumerate(stores):
+        assert store.join(rank)
+    stores[1]._channel.connection.close()
+    found: list[OtherRanks] = []
+    noticing = [
+        threading.Thread(target=lambda rank=rank: found.append(tell_failure(stores[rank], rank, 5, lost_peer=True)))
+        for rank in (0, 2, 4)
+    ]
+    for thread in noticing:
+        thread.start()
+    for thread in noticing:
+        thread.join(20)
+    told = OtherRanks(report=True)
+    assert sorted(found, key=lambda others: others.report) == [OtherRanks(gone=(1,), silent=(3,)), told, told]
+
+
+def test_without_an_answer_of_the_store_nothing_is_known_of_the_others(store: JobStore) -> None:
+    store._channel.connection.close()
+    assert tell_failure(store, 1, 3, lost_peer=False) == OtherRanks()
 
 
 def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,14 @@ def frozen(folder: Path) -> dict[str, object]:
     return {"said": (folder / "said.0").read_text(), "waited_s": waited_s}
 
 
+def one_killed(folder: Path) -> list[str]:
+    """Of three ranks, one is killed while they train."""
+    ranks = Ranks(folder, plan_of(quiet, (2, 4), (0, 1, 2)), quiet, TrainConfig(steps=10**6, timeout_s=20.0))
+    ranks.reached(3)
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    return ranks.wait()
+
+
 def signalled(folder: Path) -> dict[str, object]:
     """Rank 1 gets SIGTERM while both train, each a process of its own."""
     training = TrainConfig(steps=10**6, timeout_s=20.0, checkpoint=folder / "stopped", checkpoint_every=10**6)
@@ -380,6 +388,7 @@ if __name__ == "__main__":
         full_disk,
         folders_apart,
         frozen,
+        one_killed,
         signalled,
         cut_off,
         slow_and_lossy,

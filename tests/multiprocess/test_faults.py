@@ -78,8 +78,8 @@ def test_ranks_without_a_common_folder_for_checkpoints_are_refused_before_the_fi
 
 def test_a_frozen_rank_is_noticed_at_the_timeout(seen: dict[str, Any]) -> None:
     assert re.fullmatch(
-        r"RunFailed: rank 0 \(cpu0\) waited more than 2 s for another rank at step \d+: that one hangs, or the link to "
-        "it is cut",
+        r"RunFailed: rank 0 \(cpu0\) waited more than 2 s for another rank at step \d+: rank 1 \(cpu1\) hangs, or the "
+        "link to it is cut",
         seen["frozen"]["said"],
     )
     assert seen["frozen"]["waited_s"] < 5
@@ -97,14 +97,23 @@ def test_a_signal_to_one_rank_of_a_job_stops_all_after_the_same_step(seen: dict[
     assert found["kept"] == [f"step-{int(steps[1]):09d}"]
 
 
+def test_a_killed_rank_of_a_job_is_named(seen: dict[str, Any]) -> None:
+    reported = [text for text in seen["one_killed"] if text.startswith("RunFailed: ")]
+    assert re.fullmatch(
+        r"RunFailed: rank 1 \(cpu1\) ended without a word, as a process that is killed: rank \d \(cpu\d\) lost it at step "
+        r"\d+",
+        *reported,
+    )
+
+
 def test_a_cut_link_ends_every_rank_at_the_timeout_and_nothing_is_lost(seen: dict[str, Any]) -> None:
     found = seen["cut_off"]
     if "skipped" in found:
         pytest.skip(found["skipped"])
     for rank, said in enumerate(found["said"]):
         assert re.fullmatch(
-            rf"RunFailed: rank {rank} \(cpu{rank}\) waited more than 2 s for another rank at step \d+: that one hangs, or "
-            "the link to it is cut",
+            rf"RunFailed: rank {rank} \(cpu{rank}\) waited more than 2 s for another rank at step \d+: "
+            rf"{'that one' if rank else re.escape('rank 1 (cpu1)')} hangs, or the link to it is cut",
             said,
         ), said
     assert found["waited_s"] < 2 + 5

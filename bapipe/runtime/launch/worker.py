@@ -7,7 +7,7 @@ import contextlib
 import gc
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line, root_cause
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.interfaces import check_interface, choose_interface
-from bapipe.job.rendezvous import Refused, another_rank_reports, open_store, outer_address, wait_for_all
+from bapipe.job.rendezvous import OtherRanks, Refused, open_store, outer_address, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.runtime.launch.waiting import WaitLimit
 from bapipe.stop_signals import StopRequest, noted_signals
@@ -271,19 +271,34 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
         except Exception as error:
             failure = _failure_of(error, job.timeout_s, limit)
             at = f" at step {steps[0]}" if steps else ""
-            told = another_rank_reports(store, failure.lost_peer)
-            raise RunFailed(describe_failure(failure, job, index, at), told=told) from None
+            others = tell_failure(store, index, size, failure.lost_peer)
+            raise RunFailed(describe_failure(failure, job, index, at, others), told=others.report) from None
 
 
-def describe_failure(failure: Failure, job: RankJob, index: int, at: str) -> str:
+_NOTHING_KNOWN = OtherRanks()
+
+_MAX_NAMED = 5
+"""Ranks that a message lists."""
+
+
+def describe_failure(failure: Failure, job: RankJob, index: int, at: str, others: OtherRanks = _NOTHING_KNOWN) -> str:
     """Returns the message for the user about a rank that failed."""
     title = f"rank {index} ({job.names[index]})"
     if failure.expected:
         return failure.text
     if failure.out_of_memory:
         return f"{title} ran out of memory{at}: {failure.text}; {job.advice_of(index)}"
+    if failure.lost_peer and others.gone:
+        return f"{_titles(others.gone, job)} ended without a word, as a process that is killed: {title} lost it{at}"
     if failure.timed_out:
-        return f"{title} {failure.text}{at}: that one hangs, or the link to it is cut"
+        one_of = "one of " if len(others.silent) > 1 else ""
+        which = one_of + _titles(others.silent, job) if others.silent else "that one"
+        return f"{title} {failure.text}{at}: {which} hangs, or the link to it is cut"
     if failure.lost_peer:
         return f"{title} lost another rank{at}: {failure.text}"
     return f"{title} failed{at}: {failure.text}"
+
+
+def _titles(ranks: Sequence[int], job: RankJob) -> str:
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
+    return ", ".join(f"rank {rank} ({job.names[rank]})" for rank in ranks[:_MAX_NAMED]) + more
