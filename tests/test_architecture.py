@@ -30,6 +30,7 @@ LAYERS = [
         "printable",
         "progress",
         "processes",
+        "one_thread",
         "user_folders",
         "_optional",
     },

@@ -15,6 +15,7 @@ from bapipe.errors import BapipeError, RunFailed, root_cause
 from bapipe.formats.cache import load_profile, profile_path, store_profile, store_unfinished_profile
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.one_thread import one_thread_at_a_time
 from bapipe.processes import check_not_imported
 from bapipe.profiler.co_runners import co_runners
 from bapipe.progress import PartsProgress
@@ -65,6 +66,7 @@ def profile(
     check: bool = True,
     progress: PartsProgress | None = None,
 ) -> ModelProfile: ...
+@one_thread_at_a_time()
 def profile(
     module: "nn.Module | Factory",
     inputs: "Inputs | None" = None,
@@ -145,6 +147,7 @@ def profile(
     return _of_kind(made, kind)
 
 
+@one_thread_at_a_time()
 def profile_model(
     model: "Factory",
     arguments: Mapping[str, object],

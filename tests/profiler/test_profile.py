@@ -1,8 +1,11 @@
 """Profiles of small modules: which layers are measured, and how often."""
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from itertools import groupby
 from typing import ClassVar
 
 import pytest
@@ -251,3 +254,27 @@ def test_a_profile_has_the_kind_of_device_that_it_is_given() -> None:
         BapipeError, match=r"^`kind` is 'cuda-old': want 'cpu', as the device is one, or a name that begins"
     ):
         kind_of("cuda-old")
+
+
+def test_threads_take_turns_to_profile() -> None:
+    """What one of them replaces in torch would be met by the forwards of the other."""
+    told: list[int] = []
+    made: list[int] = []
+
+    def progress(done: int, num: int, name: str) -> None:
+        told.append(threading.get_ident())
+        time.sleep(0.02)  # so that another thread would have its turn
+
+    def run() -> None:
+        module, x = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.1), nn.Linear(3, 2)), torch.randn(2, 2)
+        made.append(
+            len(bapipe.profile(module, (x,), x, functional.mse_loss, microbatch_sizes=(2,), progress=progress).layers)
+        )
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [4, 4, 4]
+    assert len([ident for ident, _ in groupby(told)]) == 3
