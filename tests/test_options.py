@@ -1,6 +1,7 @@
 """Options as an object or as keyword arguments."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,11 @@ def test_both_spellings_give_the_same_options() -> None:
     [
         (None, {"size": 1, "verbos": True}, "unknown option 'verbos'; did you mean 'verbose'?"),
         (None, {"size": 1, "x": 1}, "unknown option 'x'; choose from size, verbose"),
+        ({"size": 1}, {}, "{'size': 1} is no Options: give Options(...) or keyword arguments"),
         (Options(size=1), {"size": 1}, "give either Options(...) or keyword arguments, not both: size"),
     ],
 )
-def test_wrong_options_are_named(given: Options | None, keywords: dict[str, object], message: str) -> None:
+def test_wrong_options_are_named(given: Any, keywords: dict[str, object], message: str) -> None:
     with pytest.raises(TypeError) as caught:
         options_from(Options, given, keywords)
     assert str(caught.value) == message

@@ -71,6 +71,7 @@ def make(
         minibatch_size=minibatch_size, microbatch_size=microbatch_size, num_stages=num_stages, schedules=[schedule]
     )
     check_inputs(profiles, cluster, options)
+    minibatch_size = options.minibatch_size  # an `int`, where it was one of numpy
     layers = next(iter(profiles.values())).layers
     at = None if cuts is None else _cut_positions(cuts, [layer.name for layer in layers])
     if at is not None and num_stages not in (None, len(at) + 1):
@@ -240,7 +241,13 @@ def _device_groups(
 ) -> tuple[tuple[str, ...], ...]:
     """Returns the names of the devices of each stage."""
     if given is not None:
-        groups = tuple((group,) if isinstance(group, str) else tuple(group) for group in given)
+        is_list = isinstance(given, Iterable) and not isinstance(given, str)
+        listed = tuple(given) if is_list else ()
+        if not is_list or not all(isinstance(group, Iterable) for group in listed):
+            raise BapipeError(
+                f"`devices` is {given!r}: want a list of the device, or of a list of replicas, of each stage"
+            )
+        groups = tuple((group,) if isinstance(group, str) else tuple(group) for group in listed)
         if not groups:
             raise BapipeError("`devices` is empty: name the device of each stage, or leave it out")
         check_devices(groups, cluster)

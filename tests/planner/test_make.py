@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -471,3 +472,21 @@ def test_cuts_and_a_number_of_stages_must_agree() -> None:
     with pytest.raises(BapipeError) as error:
         bapipe.make(chain([1, 1, 1]), 3, cuts=[2], num_stages=3, minibatch_size=2)
     assert str(error.value) == "1 `cuts` make 2 stages, not `num_stages` 3: leave one out"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    made = bapipe.make(PROFILE, devices(2), minibatch_size=np.int64(8), cuts=["l4"])  # type: ignore[arg-type]
+    assert made == decoded(encode(made)) == bapipe.make(PROFILE, devices(2), minibatch_size=8, cuts=["l4"])
+
+
+def test_devices_may_be_iterators() -> None:
+    given: Any = iter([iter(["d0"]), "d1"])
+    assert bapipe.make(PROFILE, devices(2), minibatch_size=8, devices=given) == bapipe.make(
+        PROFILE, devices(2), minibatch_size=8, devices=["d0", "d1"]
+    )
+
+
+@pytest.mark.parametrize("given", ["d0", [0, 1], 2])
+def test_devices_are_names(given: Any) -> None:
+    with pytest.raises(BapipeError, match=r"^`devices` is .*: want a list of the device, or of a list of replicas, of"):
+        bapipe.make(PROFILE, devices(2), minibatch_size=8, devices=given)
