@@ -18,6 +18,15 @@ def test_the_converted_profiles_are_committed() -> None:
     }
 
 
+@pytest.mark.parametrize(("folder", "holder"), [("v100", "Microsoft Corporation"), ("sailor", "ETH Zurich")])
+def test_profiles_of_others_have_their_licence(folder: str, holder: str) -> None:
+    """The MIT licence wants its text, with the holder of the copyright, in all copies."""
+    text = (FOLDER / folder / "LICENSE").read_text()
+    assert text.startswith("MIT License\n")
+    assert holder in text.splitlines()[2]
+    assert f"]({folder}/LICENSE)" in (FOLDER / "README.md").read_text()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FOLDER)))
 def test_every_profile_is_complete(path: Path) -> None:
     profile = codec.read(path, ModelProfile)
