@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -40,10 +41,7 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
     """
     kind = TORCH_OPTIMIZERS.get(name.lower())
     if name.lower() == "lbfgs":
-        raise BapipeError(
-            f"optimizer '{name}' runs the model several times per step, which a pipeline does not: want one of "
-            f"{', '.join(sorted(TORCH_OPTIMIZERS))}"
-        )
+        raise _runs_the_model(name)
     if kind is None:
         hint = did_you_mean(name.lower(), TORCH_OPTIMIZERS) or f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
         raise BapipeError(f"torch.optim has no optimizer '{name}'{hint}")
@@ -58,6 +56,13 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
 
     make([nn.Parameter(torch.zeros(1, 1, device=CPU))])  # wrong arguments fail here, not in every rank that has started
     return make
+
+
+def _runs_the_model(name: str) -> BapipeError:
+    return BapipeError(
+        f"optimizer '{name}' runs the model several times per step, which a pipeline does not: want one of "
+        f"{', '.join(sorted(TORCH_OPTIMIZERS))}"
+    )
 
 
 def check_optimizer_factory(make: object) -> None:
@@ -102,9 +107,10 @@ class StageOptimizers:
             trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
             taken |= {id(p) for p in trained}
             if trained:
-                optimizer = make(trained)
-                _check_own(optimizer, trained, modules.values())
-                self._optimizers[s] = optimizer
+                made = make(trained)
+                _check_updates(made)
+                _check_own(made, trained, modules.values())
+                self._optimizers[s] = made
 
     @property
     def optimizers(self) -> tuple[optim.Optimizer, ...]:
@@ -211,6 +217,14 @@ class StageOptimizers:
                     saved = {state.options.get(f"{name}:{key}") for name in names}
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
+
+
+def _check_updates(optimizer: object) -> None:
+    """Raises BapipeError for what is no optimizer, or one that runs the model itself."""
+    if not hasattr(optimizer, "param_groups"):  # wrappers of optimizers need not be of torch's class
+        raise BapipeError(f"`optimizer` returned {shortened(optimizer)}: want a function that returns an optimizer")
+    if isinstance(optimizer, optim.LBFGS):
+        raise _runs_the_model("LBFGS")
 
 
 def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:

@@ -201,3 +201,19 @@ def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
     for rate in (-0.1, float("nan")):
         with pytest.raises(BapipeError, match=f"^a learning rate of {rate}: want at least 0$"):
             pipeline.set_learning_rate(rate)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda parameters: None, r"^`optimizer` returned None: want a function that returns an optimizer$"),
+        (
+            torch.optim.LBFGS,
+            r"^optimizer 'LBFGS' runs the model several times per step, which a pipeline does not: want",
+        ),
+    ],
+)
+def test_what_is_made_must_be_an_optimizer_of_steps(optimizer: Any, message: str) -> None:
+    with pytest.raises(BapipeError, match=message):
+        pipelined(optimizer=optimizer)
