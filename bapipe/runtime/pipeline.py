@@ -1,6 +1,7 @@
 """A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -414,14 +415,20 @@ class Pipeline:
         """Sets the learning rate of the following steps.
 
         Raises:
-            BapipeError: it is not at least 0; or this rank's parameters have several.
+            BapipeError: it is not finite and at least 0; or this rank's parameters have several.
         """
-        if not value >= 0:
-            raise BapipeError(f"a learning rate of {value}: want at least 0")
+        if not 0 <= value < math.inf:
+            raise BapipeError(f"a learning rate of {value}: want a finite one of at least 0")
         self._optimizers.set_learning_rate(value)
 
     def start_at(self, step: int) -> None:
-        """Makes the next step draw the random numbers of step `step`, counted from 0, of a run without interruption."""
+        """Makes the next step draw the random numbers of step `step`, counted from 0, of a run without interruption.
+
+        Raises:
+            BapipeError: it is no number of a step.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise BapipeError(f"`step` is {step!r}: want a whole number of at least 0")
         self._rng.step = step
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:

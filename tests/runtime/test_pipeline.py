@@ -198,8 +198,8 @@ def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
     pipeline = pipelined()
     with pytest.raises(BapipeError, match=r"^'target' is of type list: want a tensor$"):
         pipeline.step(X, target=Y.tolist())  # type: ignore[arg-type]
-    for rate in (-0.1, float("nan")):
-        with pytest.raises(BapipeError, match=f"^a learning rate of {rate}: want at least 0$"):
+    for rate in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(BapipeError, match=f"^a learning rate of {rate}: want a finite one of at least 0$"):
             pipeline.set_learning_rate(rate)
 
 
@@ -217,3 +217,10 @@ def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
 def test_what_is_made_must_be_an_optimizer_of_steps(optimizer: Any, message: str) -> None:
     with pytest.raises(BapipeError, match=message):
         pipelined(optimizer=optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("step", [-5, "3", None, True])
+def test_a_pipeline_starts_at_the_number_of_a_step(step: Any) -> None:
+    with pytest.raises(BapipeError, match=r"^`step` is .*: want a whole number of at least 0$"):
+        pipelined().start_at(step)
