@@ -128,11 +128,11 @@ def ranks_json(prediction: Prediction, cluster: Cluster, idle: Sequence[Mapping[
 
 
 def model_json(profile: ModelProfile) -> Json:
-    """Returns the layers of a model with the tensors between them: what does not depend on the micro-batch size."""
+    """Returns the layers of a model with the tensors between them: what its profiles have in common."""
     rows = layer_rows(profile)
     return {
         "model": profile.model,
-        "layers": [{"name": row.layer.name, "kind": row.layer.kind, "params": row.layer.param_bytes} for row in rows],
+        "layers": [{"name": row.layer.name, "kind": row.layer.kind} for row in rows],
         "rails": _rails([row.lanes for row in rows]),
     }
 
@@ -157,6 +157,7 @@ def layers_json(profile: ModelProfile, microbatch_size: int) -> Json:
         "I": [m.input_grad_ns for m in measured],
         "W": [m.weight_grad_ns for m in measured],
         "stash": [m.stash_bytes for m in measured],
+        "params": [layer.param_bytes for layer in profile.layers],
         "cut": send.tolist(),
         "measured": microbatch_size in profile.microbatch_sizes,
     }

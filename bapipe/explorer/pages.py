@@ -112,7 +112,7 @@ def _model(plan: Plan, profiles: Profiles) -> Json:
     """Returns the model; without profiles the names of its layers alone."""
     if profiles:
         return _model_of(_shown(plan, profiles))
-    layers = [{"name": name, "kind": "", "params": 0} for name in _names(plan, {})]
+    layers = [{"name": name, "kind": ""} for name in _names(plan, {})]
     return {"model": plan.model, "legal": [], "schedules": [], "layers": layers, "rails": []}
 
 
@@ -121,7 +121,7 @@ def _layers(plan: Plan, profiles: Profiles) -> Json:
     if profiles:
         return layers_json(_shown(plan, profiles), plan.microbatch_size)
     nothing = [0] * len(_names(plan, {}))
-    return {**dict.fromkeys(("F", "I", "W", "stash"), nothing), "cut": [0, *nothing], "isKnown": False}
+    return {**dict.fromkeys(("F", "I", "W", "stash", "params"), nothing), "cut": [0, *nothing], "isKnown": False}
 
 
 def _model_of(profile: ModelProfile) -> Json:

@@ -156,3 +156,12 @@ def test_steps_beyond_the_size_of_a_file_are_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(document, "MAX_BYTES_OF_STEPS", 1)
     plans = [("a", PLAN, OF_KIND), ("b", PLAN, OF_KIND)]
     assert [entry["name"] for entry in data_of(plans_page(plans))["tried"]] == ["a"]
+
+
+def test_two_plans_of_other_profiles_have_each_its_own_parameters() -> None:
+    """In bfloat16 a parameter has half the bytes."""
+    halved = replace(PROFILE, layers=tuple(replace(layer, param_bytes=50) for layer in PROFILE.layers))
+    other = bapipe.plan(halved, PLAN.cluster, minibatch_size=12, num_stages=3)
+    data = data_of(two_plans_page(("a.json", PLAN, OF_KIND), ("b.json", other, {"a": halved})))
+    assert data["layers"]["1"]["params"] == [100] * 8
+    assert data["tried"][1]["layers"]["params"] == [50] * 8

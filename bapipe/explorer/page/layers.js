@@ -61,7 +61,7 @@ explorer.Layers = class {
     if (data.isKnown === false) return layer.name;
     const sent = row + 1 < this.count && this.natural ? `\na cut behind it sends ${mib(data.cut[row + 1])}` : "";
     return `${layer.name} (${layer.kind})\nF ${ms(data.F[i])}, I ${ms(data.I[i])}, W ${ms(data.W[i])}\n` +
-      `parameters ${mib(layer.params)}, stash ${mib(data.stash[i])}${sent}` + (this.live ? "\nclick to pin it to its stage's devices for “best”" : "");
+      `parameters ${mib(data.params[i])}, stash ${mib(data.stash[i])}${sent}` + (this.live ? "\nclick to pin it to its stage's devices for “best”" : "");
   }
   // What the two stages at a cut have, and what it sends.
   describeCut(index) {

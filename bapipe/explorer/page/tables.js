@@ -10,7 +10,7 @@ explorer.stageTable = (root, state, answer, model, data, actions) => {
   root.style.setProperty("--longest", longest); // a new longest stage changes the bars of all, but no row has to be made anew
   const row = (s) => {
     const devices = state.devices[s], own = order.slice(bounds[s], bounds[s + 1]), sum = (column) => own.reduce((total, i) => total + data[column][i], 0);
-    const times = data.isKnown === false ? ["", "", ""] : [ms(sum("F")), ms(sum("I") + sum("W")), mib(own.reduce((total, i) => total + model.layers[i].params, 0))];
+    const times = data.isKnown === false ? ["", "", ""] : [ms(sum("F")), ms(sum("I") + sum("W")), mib(sum("params"))];
     const sends = s + 1 < state.devices.length && !state.layer_order && data.isKnown !== false ? mib(data.cut[bounds[s + 1]]) : "";
     const last = hasGroups ? [sends, answer.exchange[s] === null ? "" : explorer.percent(answer.exchange[s])] : [sends];
     const facts = [devices, state.recompute[s], own.length, own[0], own[own.length - 1], loads[s], isLongest(s), times, last];
@@ -98,7 +98,7 @@ explorer.LayerTable = class {
     const { ms, mib } = explorer, { model, data, order } = this, wanted = this.search.value.toLowerCase();
     const named = (text) => ({ cell: text, className: "name", title: text });
     const rows = order.map((i, at) => ({ layer: model.layers[i], i, at })).filter(({ layer }) => `${layer.name} ${layer.kind}`.toLowerCase().includes(wanted)).map(({ layer, i, at }) => ({ cells: [
-      String(at), named(layer.name), named(layer.kind), ms(data.F[i]), ms(data.I[i]), ms(data.W[i]), mib(layer.params), mib(data.stash[i]),
+      String(at), named(layer.name), named(layer.kind), ms(data.F[i]), ms(data.I[i]), ms(data.W[i]), mib(data.params[i]), mib(data.stash[i]),
       this.isNatural && at + 1 < order.length ? mib(data.cut[at + 1]) : "", ...(this.pin ? [{ cell: this.pinBox(i, layer) }] : [])] }));
     this.isStale = false;
     explorer.replace(this.place, ...explorer.table(`${rows.length} of ${order.length} layers`, ["number>", "layer", "kind", "F>", "I>", "W>", "parameters>", "stash>", "a cut behind it sends>", ...(this.pin ? ["pinned"] : [])], rows));
