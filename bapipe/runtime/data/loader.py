@@ -5,7 +5,9 @@ that it yields say all that a mini-batch depends on, so results depend neither o
 position that a run resumes from.
 """
 
+import errno
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.plan import Plan
@@ -24,7 +26,7 @@ from bapipe.runtime.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import derived_seed, seed_item
 from bapipe.stop_signals import ignore_signals
-from bapipe.torch_device import CPU
+from bapipe.torch_device import CPU, is_out_of_memory
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
@@ -32,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 PREFETCH = 2
 """Mini-batches that each worker process loads ahead."""
+
+_NO_SHARED_MEMORY = "unable to allocate shared memory"
+"""Of torch's error, which is a RuntimeError as those of shapes are."""
 
 T = TypeVar("T")
 
@@ -64,6 +69,13 @@ class Batch:
         """Returns the batch in page-locked memory, from which copies to a GPU need not wait; DataLoader calls it."""
         inputs = tuple(None if x is None else x.pin_memory() for x in self.inputs)
         return replace(self, inputs=inputs, target=None if self.target is None else self.target.pin_memory())
+
+    def share_memory(self) -> "Batch":
+        """Returns the batch in shared memory, in which a worker passes it on: here an error of that can be caught."""
+        for tensor in (*self.inputs, self.target):
+            if tensor is not None:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +187,14 @@ class _Batches(Dataset[Batch | BapipeError]):
 
     def __getitem__(self, request: BatchRequest) -> Batch | BapipeError:
         try:
-            return self._load(request)
+            batch = self._load(request)
+            return batch if get_worker_info() is None else batch.share_memory()
         except BapipeError as error:
             return error
+        except RuntimeError as error:
+            if _NO_SHARED_MEMORY not in str(error):
+                raise
+            return _no_room(f"cannot hold a mini-batch: {first_line(error)}")
 
     def _load(self, request: BatchRequest) -> Batch:
         data = f"epoch {request.epoch}"
@@ -206,6 +223,8 @@ def batches(
     """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes."""
     parts = RankParts.of(pipeline, plan, seed)
     num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
+    if num_workers:
+        _check_semaphores(num_workers)
     loader = DataLoader(
         _Batches(dataset, parts),
         sampler=MinibatchSampler(dataset, plan.minibatch_size, seed, start),
@@ -222,6 +241,25 @@ def batches(
         if isinstance(batch, BapipeError):
             raise batch
         yield batch
+
+
+def _check_semaphores(num_workers: int) -> None:
+    """Raises BapipeError if there is no room for the semaphores of data workers: DataLoader would print a traceback."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        # It has one for each worker and one for their results, each with three semaphores, and an event with five.
+        _ = [context.Queue() for _ in range(num_workers + 3)]
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _no_room(f"cannot start: {error.strerror}") from None
+
+
+def _no_room(what: str) -> BapipeError:
+    return BapipeError(
+        f"data workers {what}: make their shared memory larger (/dev/shm; docker has --shm-size for it), or use fewer "
+        "`data_workers`, 0 for none"
+    )
 
 
 def _begin_worker(rank_pid: int, number: int) -> None:
@@ -281,6 +319,8 @@ def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
     try:
         batch = default_collate(values)
     except (RuntimeError, TypeError) as error:  # samples of different shapes, or of no type that can be stacked
+        if _NO_SHARED_MEMORY in str(error) or is_out_of_memory(error):
+            raise
         shapes = sorted({str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in values})
         raise BapipeError(
             f"samples of a mini-batch cannot be stacked, they are {', '.join(shapes[:5])}: {first_line(error)}"

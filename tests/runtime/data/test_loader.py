@@ -1,6 +1,8 @@
 """What `--data` names, and that a rank loads no more of it than its stages use."""
 
+import errno
 import math
+import multiprocessing.synchronize
 import random
 import re
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -17,6 +20,7 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
+from bapipe.runtime.data import loader
 from bapipe.runtime.data.loader import RankParts, batches, load, warn_if_items_change
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.tracing.python_random import global_generator_states
@@ -232,6 +236,25 @@ def test_items_that_do_not_fit_are_named(index: int, message: str) -> None:
     with pytest.raises(BapipeError) as caught:
         RankParts.of(asked, asked, 3).load(data, [0, 1, 2, index], "epoch 0")
     assert str(caught.value).startswith(message)
+
+
+def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker gives 64 MiB. The samples are alike: it is not their shapes."""
+    asked: Any = Needs(needs=("left",), needs_target=True)
+    reason = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+    advice = "make their shared memory larger (/dev/shm; docker has --shm-size for it), or use fewer `data_workers`, 0 for none"
+    monkeypatch.setattr(loader, "default_collate", Mock(side_effect=RuntimeError(reason)))
+    with (
+        closing(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position())) as ended,
+        pytest.raises(BapipeError) as caught,
+    ):
+        next(ended)
+    assert str(caught.value) == f"data workers cannot hold a mini-batch: {reason}: {advice}"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", Mock(side_effect=full))
+    with pytest.raises(BapipeError) as caught:
+        next(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position(), num_workers=1))
+    assert str(caught.value) == f"data workers cannot start: No space left on device: {advice}"
 
 
 @dataclass
