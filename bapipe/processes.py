@@ -83,10 +83,15 @@ class LocalProcess:
         for number in (signal.SIGTERM, signal.SIGCONT):
             self.popen.send_signal(number)
 
-    def last_words(self) -> str:
-        """Returns the last line of its log."""
+    def why_ended(self) -> str:
+        """Returns how a process has ended that sent nothing at its end, with the last line of its log."""
+        code = self.exit_code(1.0)
+        how = f"it ended with code {code}"
+        if code is not None and code < 0:
+            hint = ", as a system out of memory does" if code == -signal.SIGKILL else ""
+            how = f"it was killed by {signal.Signals(-code).name}{hint}"
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log is not None else []
-        return lines[-1] if lines else ""
+        return f"{how}: {lines[-1]}" if lines else how
 
 
 @contextmanager

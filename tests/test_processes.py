@@ -67,7 +67,7 @@ def test_a_killed_process_gives_its_signal_and_the_end_of_its_log(tmp_path: Path
     with local_processes(kill_itself, 1, (), folder=tmp_path, quiet=True) as processes:
         assert collect(processes) == []
         assert processes[0].exit_code(10) == -signal.SIGKILL
-        assert processes[0].last_words() == "last"
+        assert processes[0].why_ended() == "it was killed by SIGKILL, as a system out of memory does: last"
 
 
 @pytest.mark.parametrize("is_alive", [True, False])

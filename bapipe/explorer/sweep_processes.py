@@ -80,10 +80,14 @@ def plan_chains(
         local_processes(_search, num_processes, arguments, folder=Path(folder)) as processes,
     ):
         is_complete = _receive_all(processes, plans, tick)
+        ended = [] if all(plans) else [process.why_ended() for process in processes if process.exit_code(1.0)]
     if not is_complete:
         return [found or [None] * len(chain) for found, chain in zip(plans, chains, strict=True)]
     if not all(plans):
-        raise BapipeError("a process of the sweep ended before its points were done; the same command goes on there")
+        raise BapipeError(
+            f"a process of the sweep ended before its points were done: {', '.join(ended)}; the same command goes on "
+            "there"
+        )
     return plans
 
 

@@ -1,6 +1,5 @@
 """Processes that train the same model while it is measured, as ranks on a machine's other cores do when a plan runs."""
 
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,12 +61,7 @@ def _check_running(processes: tuple[LocalProcess, ...]) -> None:
 
 
 def _why_ended(process: LocalProcess, message: object) -> str:
-    if isinstance(message, ChildError):
-        return message.text
-    code = process.exit_code(1.0)
-    if code is not None and code < 0:
-        return f"it was killed by {signal.Signals(-code).name}"
-    return process.last_words() or "it ended without a message"
+    return message.text if isinstance(message, ChildError) else process.why_ended()
 
 
 def _train(

@@ -51,10 +51,7 @@ def _wait(processes: Sequence[LocalProcess], subject: str, timeout_s: float) -> 
             if process.is_open:
                 result = message
             elif process.exit_code(1.0):
-                raise RunFailed(
-                    f"measuring {subject}: process {process.index} ended with code {process.exit_code(0.0)}: "
-                    f"{process.last_words()}"
-                )
+                raise RunFailed(f"measuring {subject}: process {process.index} ended early: {process.why_ended()}")
         if time.monotonic() > end_s:
             raise RunFailed(f"measuring {subject} took longer than {timeout_s:g} s: try again on a quieter machine")
     return result

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import signal
 from io import StringIO
 from random import Random
@@ -51,6 +52,21 @@ def test_every_point_has_the_best_plan_of_its_cluster() -> None:
         )
         best = bapipe.plan(PROFILE, cluster, minibatch_size=8, schedules=["1f1b"])
         assert point.row["step_ns"] == best.prediction.step_ns
+
+
+def _killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_of_a_sweep_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_processes, "_search", _killed)
+    point = Point(cluster=CLUSTER, options=PlanOptions(minibatch_size=8, schedules=["1f1b"]))
+    with pytest.raises(BapipeError) as caught:
+        plan_chains({"a": PROFILE}, [[point], [point]], lambda done: None, exact=False, max_processes=2)
+    killed = "it was killed by SIGKILL, as a system out of memory does"
+    assert str(caught.value) == (
+        f"a process of the sweep ended before its points were done: {killed}, {killed}; the same command goes on there"
+    )
 
 
 def test_short_searches_are_the_same_in_processes_and_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_a_co_runner_that_ends_while_layers_are_measured_ends_the_profile(
     with pytest.raises(BapipeError) as caught:
         profile_model("noted:noting", arguments, microbatch_sizes=(1, 2), num_co_runners=1, progress=killed)
     assert str(caught.value) == (
-        "a co-runner has ended while layers were measured: it was killed by SIGKILL; measure again, if memory is scarce "
+        "a co-runner has ended while layers were measured: it was killed by SIGKILL, as a system out of memory does; measure again, if memory is scarce "
         "with fewer co-runners; the measurements at micro-batch size 1 are stored, and the same command continues from "
         "there"
     )
