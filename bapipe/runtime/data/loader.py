@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import torch
@@ -224,6 +225,7 @@ def batches(
     parts = RankParts.of(pipeline, plan, seed)
     num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
     if num_workers:
+        _start_resource_tracker()
         _check_semaphores(num_workers)
     loader = DataLoader(
         _Batches(dataset, parts),
@@ -241,6 +243,20 @@ def batches(
         if isinstance(batch, BapipeError):
             raise batch
         yield batch
+
+
+def _start_resource_tracker() -> None:
+    """Starts Python's process that removes the semaphores of a rank that is ended; it would warn of them on stderr."""
+    before = os.environ.get("PYTHONWARNINGS")
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _check_semaphores(num_workers: int) -> None:

@@ -3,8 +3,11 @@
 import errno
 import math
 import multiprocessing.synchronize
+import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ from bapipe.runtime.data.workers import num_data_workers
 from bapipe.tracing.python_random import global_generator_states
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data, open_dataset
+from tests import PYTHONPATH
 from tests.models.loading import Needs
 
 OWN = "own:factory"
@@ -255,6 +259,22 @@ def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(BapipeError) as caught:
         next(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position(), num_workers=1))
     assert str(caught.value) == f"data workers cannot start: No space left on device: {advice}"
+
+
+def test_a_rank_with_data_workers_that_is_ended_leaves_no_warning() -> None:
+    script = (
+        "import multiprocessing, os\n"
+        "from bapipe.runtime.data.loader import _start_resource_tracker\n"
+        "_start_resource_tracker()\n"
+        "kept = multiprocessing.get_context('spawn').Lock()\n"
+        "assert 'PYTHONWARNINGS' not in os.environ\n"
+        "os._exit(0)"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"} | {"PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == ""
 
 
 @dataclass
