@@ -273,7 +273,7 @@ def _check_semaphores(num_workers: int) -> None:
 
 def _no_room(what: str) -> BapipeError:
     return BapipeError(
-        f"data workers {what}: make their shared memory larger (/dev/shm; docker has --shm-size for it), or use fewer "
+        f"data workers {what}: make their shared memory larger (/dev/shm; docker: the option shm-size), or use fewer "
         "`data_workers`, 0 for none"
     )
 

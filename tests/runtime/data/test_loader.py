@@ -246,7 +246,7 @@ def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     """Docker gives 64 MiB. The samples are alike: it is not their shapes."""
     asked: Any = Needs(needs=("left",), needs_target=True)
     reason = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
-    advice = "make their shared memory larger (/dev/shm; docker has --shm-size for it), or use fewer `data_workers`, 0 for none"
+    advice = "make their shared memory larger (/dev/shm; docker: the option shm-size), or use fewer `data_workers`, 0 for none"
     monkeypatch.setattr(loader, "default_collate", Mock(side_effect=RuntimeError(reason)))
     with (
         closing(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position())) as ended,
