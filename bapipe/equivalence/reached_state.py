@@ -61,8 +61,11 @@ class KeptState:
         self._restores: list[Callable[[], object]] = []
         self._seen: set[int] = set()
         self._num_followed = 0
-        self._follow(code)
-        self._follow_attributes()
+        try:
+            self._follow(code)
+            self._follow_attributes()
+        except RecursionError:
+            self._meet("objects that are nested too deep to be followed")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -160,11 +163,10 @@ class KeptState:
             self._restores.append(partial(_reset, one, before, partial(self._is_named, one)))
 
     def _named_of(self, one: object) -> list[object]:
-        """Returns what code may reach of an object; of a class functions alone, as others are found in its objects."""
-        named = {
-            **_methods(one if isinstance(one, type) else type(one)),
-            **({} if isinstance(one, type) else vars(one)),
-        }
+        """Returns what code may reach of an object; what a class gives its objects in another form is left out."""
+        own = vars(one).items()
+        values = {name: value for name, value in own if not isinstance(one, type) or not hasattr(value, "__get__")}
+        named = {**_methods(one if isinstance(one, type) else type(one)), **values}
         return [value for name, value in named.items() if self._is_named(one, name)]
 
     def _is_named(self, one: object, name: str) -> bool:
@@ -243,8 +245,16 @@ def _is_plain(one: object) -> bool:
 def _methods(kind: type) -> dict[str, object]:
     """Returns the functions of a class and its bases, but for those of libraries, by name."""
     classes = (one for one in reversed(kind.__mro__) if not _is_of_a_library(one.__module__))
-    found = (pair for one in classes for pair in vars(one).items())
-    return {name: function for name, function in found if isinstance(function, FunctionType)}
+    found = {name: value for one in classes for name, value in vars(one).items()}
+    return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
+
+
+def _function_of(value: object) -> object:
+    """Returns the function that runs when an attribute of a class is used; None if it is none."""
+    if isinstance(value, property):
+        return value.fget, value.fset
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return function if isinstance(function, FunctionType) else None
 
 
 def _is_of_a_library(module: str | None) -> bool:

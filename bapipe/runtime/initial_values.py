@@ -35,7 +35,8 @@ def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) ->
 
 
 def _digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, max(0, len(flat) - 1), min(_NUM_SAMPLED, len(flat)), dtype=torch.float64).long()
-    sampled = flat[places.to(flat.device)].cpu().contiguous().view(torch.uint8)
+    num = tensor.numel()
+    places = torch.linspace(0, max(0, num - 1), min(_NUM_SAMPLED, num), dtype=torch.float64).long()
+    indices = torch.unravel_index(places.to(tensor.device), tensor.shape) if tensor.dim() else ...
+    sampled = tensor.detach()[indices].reshape(-1).cpu().contiguous().view(torch.uint8)
     return hashlib.sha256(sampled.numpy().tobytes()).digest()[:8]

@@ -2,11 +2,11 @@
 
 import logging
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -180,6 +180,58 @@ def test_tensors_and_arrays_are_put_back() -> None:
         counting()
         assert (seen.tolist(), array.tolist(), list(last)) == ([1, 1], [1, 0], [2])
     assert (seen.tolist(), array.tolist(), list(last)) == ([0, 0], [0, 0], [1])
+
+
+class Counting:
+    """Counts in a number of its class, in a property and in a static method."""
+
+    num_calls = 0
+    log: ClassVar[list[int]] = []
+
+    @property
+    def next(self) -> int:
+        Counting.num_calls += 1
+        return self.num_calls
+
+    @staticmethod
+    def note(value: int) -> None:
+        Counting.log.append(value)
+
+
+def test_classes_and_what_they_run_are_put_back() -> None:
+    counting = Counting()
+    state = KeptState(lambda: counting.note(counting.next))
+    assert state.obstacle is None
+    with state.restored():
+        counting.note(counting.next)
+        assert (Counting.num_calls, Counting.log) == (1, [1])
+    assert (Counting.num_calls, Counting.log) == (0, [])
+
+
+def test_collections_of_python_s_own_and_frozen_ones() -> None:
+    class Frozen(dict[str, int]):
+        def __setitem__(self, key: str, value: int) -> None:
+            raise TypeError("frozen")
+
+        clear = update = copy = __setitem__  # type: ignore[assignment]
+
+    notes, frozen = UserDict({"n": 0}), Frozen(a=1)
+
+    def code() -> None:
+        notes["n"] += frozen["a"]
+
+    state = KeptState(code)
+    assert state.obstacle is None
+    with state.restored():
+        code()
+    assert (dict(notes), dict(frozen)) == ({"n": 0}, {"a": 1})
+
+
+def test_deep_objects_are_an_obstacle() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert KeptState(lambda: deep).obstacle == "objects that are nested too deep to be followed"
 
 
 class Averaging:

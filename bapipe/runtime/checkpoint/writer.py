@@ -261,6 +261,8 @@ def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
             raise BapipeError(f"{path / name} is not there as it was written: all ranks need the same disk")
     write_bytes(path / MANIFEST, encode_manifest(manifest))
     sync(path)
+    if final.exists():  # the disk was lost right after the rename, and this is the second try
+        shutil.rmtree(final)
     os.rename(path, final)
     sync(folder)
 

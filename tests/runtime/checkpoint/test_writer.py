@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.runtime import copy_streams, train_rank
-from bapipe.runtime.checkpoint import writer
+from bapipe.runtime.checkpoint import tensor_files, writer
 from bapipe.runtime.checkpoint.folder import list_checkpoints
 from bapipe.runtime.checkpoint.manifest import MANIFEST, read_manifest
 from bapipe.runtime.checkpoint.tensor_files import FileDigest, write_tensors
@@ -73,6 +73,20 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again(
     assert caplog.messages == [
         f"rank 0 (cpu0) could not write the checkpoint of 2 steps: OSError: {NO_SPACE}; it is tried again in 0.01 s"
     ]
+
+
+def test_a_disk_that_is_lost_after_the_rename_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(28, "No space left on device")]
+
+    def sync(path: Path) -> None:
+        if path == tmp_path and failures:
+            raise failures.pop()
+        tensor_files.sync(path)
+
+    monkeypatch.setattr(writer, "sync", sync)
+    monkeypatch.setattr(train_rank, "AGAIN_S", 0.01)
+    go(tmp_path, 4)
+    assert [read_manifest(path).position.step for path in list_checkpoints(tmp_path)] == [2, 4]
 
 
 def test_a_run_whose_checkpoint_fails_twice_ends_before_the_next_one_is_due(
