@@ -188,13 +188,15 @@ class WeightsAhead:
         self.obstacle: str | None = None  # why `of` tells nothing, in words of what the loss does
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
-            self._stand_in = torch.empty((), device=device)
+            self._stand_ins = tuple(torch.empty((), device=device) for _ in range(2 * MAX_MEANS))
+        self._are_over_all: list[Tensor] = []  # of each mean, whether it is over all samples; of a step
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
         state = KeptState(self._loss)
         self.obstacle = None if state.obstacle is None else f"reaches {state.obstacle}"
+        self._are_over_all = []
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
 
@@ -213,9 +215,9 @@ class WeightsAhead:
         return means if means.result is not None or not means.calls else self._of_all_samples(means, target)
 
     def _means(self, outputs: Sequence[Tensor], target: Tensor) -> Means:
-        with _Means(self._stand_in) as noted:
+        with _Means(self._stand_ins) as noted:
             if self._is_torch_s_own:  # much faster than on outputs
-                value = self._loss(self._stand_in, target)
+                value = self._loss(self._stand_ins[-1], target)
             else:
                 value = self.computed(outputs, target.clone())  # it may change them
         unknown = torch.full((), nan, dtype=torch.float64, device=target.device)
@@ -225,17 +227,22 @@ class WeightsAhead:
     def _of_all_samples(self, means: Means, target: Tensor) -> Means:
         """Returns of several means those over all samples: of twice the samples they have twice the weight.
 
-        A loss may compute means of single samples, too, which all count alike.
+        A loss may compute means of single samples, too, which all count alike. The first micro-batch tells for others.
         """
+        if len(self._are_over_all) != len(means.calls):
+            self._are_over_all = self._find_over_all(means, target)
+        pairs = zip(means.calls, self._are_over_all, strict=False)  # none if they are of samples
+        return Means(None, [torch.where(is_over_all, one, nan) for one, is_over_all in pairs])
+
+    def _find_over_all(self, means: Means, target: Tensor) -> list[Tensor]:
         try:
             twice = tuple(torch.cat([output, output]) if output.dim() else output for output in self._outputs)
             doubled = self._means(twice, torch.cat([target, target])).calls
         except Exception:  # whatever the code of the loss raises for another number of samples
             doubled = []
         if len(doubled) != len(means.calls):
-            return Means(None, [])
-        pairs = zip(means.calls, doubled, strict=True)
-        return Means(None, [torch.where(torch.isclose(two, 2 * one), one, nan) for one, two in pairs])
+            return []
+        return [torch.isclose(two, 2 * one, equal_nan=True) for one, two in zip(means.calls, doubled, strict=True)]
 
 
 def _is_torch_s_own(loss: Loss) -> bool:
@@ -247,12 +254,12 @@ def _is_torch_s_own(loss: Loss) -> bool:
 class _Means(TorchFunctionMode):
     """Notes the results of functions that are means over targets, with the sums of their weights.
 
-    With a stand-in a mean is not computed: it is the result. With mean weights it is scaled, see `scaled_loss`.
+    With stand-ins means are not computed: these are the results. With mean weights it is scaled, see `scaled_loss`.
     """
 
-    def __init__(self, stand_in: Tensor | None = None, mean_weights: Tensor | None = None) -> None:
+    def __init__(self, stand_ins: Sequence[Tensor] = (), mean_weights: Tensor | None = None) -> None:
         super().__init__()
-        self._stand_in, self._mean_weights = stand_in, mean_weights
+        self._stand_ins, self._mean_weights = stand_ins, mean_weights
         self._mode = autograd_mode()
         self.weights: list[Tensor] = []  # of each mean
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
@@ -323,7 +330,7 @@ class _Means(TorchFunctionMode):
         return self._noted(partial(function, *call.args, **call.kwargs), weights.sum(dtype=torch.float64))
 
     def _noted(self, compute: Callable[[], Tensor], weight: Tensor) -> Tensor:
-        result = compute() if self._stand_in is None else self._stand_in.clone()
+        result = self._stand_ins[len(self.weights) % len(self._stand_ins)] if self._stand_ins else compute()
         is_run_again = autograd_mode() != self._mode  # by the backward, outside of here
         if self._mean_weights is not None and len(self.weights) < MAX_MEANS and not is_run_again:
             result = _scaled(result, weight, self._mean_weights[len(self.weights)])
