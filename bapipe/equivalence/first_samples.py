@@ -27,43 +27,46 @@ class FirstSamples:
 
     def __init__(self, ahead: WeightsAhead) -> None:
         self._ahead = ahead
-        self._first: _Samples | None = None
+        self._noted: list[_Samples] = []
+        self._spec: Any = None
         self._num_equal, self._is_done = 0, False
 
-    def fault(self, output: Any, target: Tensor, weights: list[Tensor]) -> str | None:
-        """Returns in which way the loss of samples is not the mean over their halves, see `loss_over_halves`.
-
-        These are the first ones of the first micro-batch, and then as many of the first and of the second one. If the
-        loss cannot be called once more, as its state could not be put back, the weights of its means are compared.
-        None afterwards, or if it cannot be told. The state of the loss stays as it is.
-        """
-        if self._is_done:
-            return None
-        tensors, spec = tree_flatten(output)
+    def note(self, output: Any, target: Tensor, weights: list[Tensor]) -> None:
+        """Keeps the first samples of a micro-batch, and the weights of the means that its loss has computed."""
+        if self._is_done or len(self._noted) == 2:
+            return
+        tensors, self._spec = tree_flatten(output)
         row_bytes = sum(tensor.nbytes // max(1, len(target)) for tensor in tensors)
         num = min(len(target), _MAX_BYTES // max(1, row_bytes))
         if num == 0 or not is_by_rows(output, len(target)):
             self._is_done = True
-            return None
+            return
         here = _Samples([tensor.detach()[:num].clone() for tensor in tensors], target[:num].clone(), weights)
-        if self._first is None:
-            self._first = here
-            return None
-        if _are_equal(self._first, here):  # a recomputing stage computes each loss twice
+        if self._noted and _are_equal(self._noted[0], here):  # a recomputing stage computes each loss twice
             self._num_equal += 1
             self._is_done = self._num_equal == _MAX_EQUAL
+        else:
+            self._noted.append(here)
+
+    def fault(self) -> str | None:
+        """Returns in which way the loss of samples is not the mean over their halves, see `loss_over_halves`.
+
+        These are the first ones of the first micro-batch, and then as many of the first and of the second one. If the
+        loss cannot be called once more, as its state could not be put back, the weights of its means are compared.
+        None as long as two micro-batches are not noted, afterwards, or if it cannot be told. No graph that needs the
+        loss's state may be alive: it is as before, but counts as changed.
+        """
+        if self._is_done or len(self._noted) < 2:
             return None
-        first, self._first, self._is_done = self._first, None, True
-        if any(
-            one.shape == other.shape and torch.equal(one, other)
-            for one, other in zip(first.rows, here.rows, strict=True)
-        ):
+        first, second = self._noted
+        self._noted, self._is_done = [], True
+        if any(a.shape == b.shape and torch.equal(a, b) for a, b in zip(first.rows, second.rows, strict=True)):
             return None  # as a parameter that has as many entries as there are samples is
         with self._ahead.running():
             if self._ahead.obstacle is not None:
-                return uncounted(self._ahead.obstacle) if _are_unlike(first.weights, here.weights) else None
-            for samples in (first, _joined(first, here)):
-                found = loss_over_halves(self._ahead.computed, tree_unflatten(samples.rows, spec), samples.target)
+                return uncounted(self._ahead.obstacle) if _are_unlike(first.weights, second.weights) else None
+            for samples in (first, _joined(first, second)):
+                found = loss_over_halves(self._ahead.computed, tree_unflatten(samples.rows, self._spec), samples.target)
                 if found is not None:
                     return found
         return None

@@ -210,7 +210,7 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
     ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
     with ahead.running():
         known = [ahead.of(target) for target in targets]
-    weights = mean_weights(sums_of_weights(known, targets[0].device), len(targets), known)
+    weights = mean_weights(sums_of_weights(known, targets[0].device), len(targets))
     found = [scaled_loss(loss, output, target, weights) for output, target in zip(outputs, targets, strict=True)]
     is_mean = any(one.weights for one in found)
     return [float(one.value) for one in found], ahead.obstacle if is_mean and None in known else None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.torch_private import FakeTensor, version
+from bapipe.torch_private import FakeTensor, hooks_of, version
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
 
@@ -121,8 +121,9 @@ class KeptState:
                 self._follow_all(one)
             case dict():
                 self._restores.append(partial(_update, one, dict(dict.items(one))))
-                self._follow_all(dict.values(one))
-            case _ if type(one).__module__ == "numpy":
+                for value in dict.values(one):
+                    self._follow(value)
+            case _ if type(one).__module__.partition(".")[0] == "numpy":
                 self._follow_array(one)
             case type() | ModuleType():
                 self._follow_named(one)
@@ -139,11 +140,16 @@ class KeptState:
             self._follow(one)
 
     def _follow_array(self, one: Any) -> None:
-        """Follows what numpy has made: an array, or a constant such as a number or a type."""
-        if type(one).__name__ == "ndarray" and one.ndim and not one.dtype.hasobject:
-            if one.nbytes > _MAX_BYTES:
-                self._meet(f"an array of shape {one.shape}, which holds much")
-            self._restores.append(partial(one.__setitem__, ..., one.copy()) if one.flags.writeable else lambda: None)
+        """Follows what numpy has made: an array, or a constant such as a number, a type or a function."""
+        names = {kind.__name__ for kind in type(one).__mro__}  # numpy need not be imported
+        if names & {"generic", "dtype", "ufunc", "_ArrayFunctionDispatcher"}:
+            return
+        if "ndarray" not in names:
+            self._meet(f"an object of type {type(one).__name__}")
+        elif one.nbytes > _MAX_BYTES or one.dtype.hasobject:
+            self._meet(f"an array of shape {one.shape}, which holds much, or objects")
+        elif one.flags.writeable:
+            self._restores.append(partial(one.__setitem__, ..., one.copy()))
 
     def _follow_named(self, one: type | ModuleType) -> None:
         """Notes a class or a module of the user's, of which the code may change an attribute."""
@@ -177,11 +183,13 @@ class KeptState:
     def _follow_tensor(self, tensor: Tensor) -> None:
         if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_inference():
             return
-        is_small = tensor.nbytes <= _MAX_BYTES
+        is_small = tensor.nbytes <= _MAX_BYTES and len(self._tensors) < _MAX_ITEMS
         self._tensors.append((tensor, version(tensor), tensor.detach().clone() if is_small else None))
 
     def _follow_module(self, module: nn.Module) -> None:
-        own = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.")]
+        parts = list(module.modules())
+        self._follow_all(hook for part in parts for hook in hooks_of(part))
+        own = [part for part in parts if not type(part).__module__.startswith("torch.nn.")]
         if own:  # those of torch.nn that losses use keep no state
             self._modules.append(module)
             if not _holds_little(module):
@@ -194,6 +202,8 @@ class KeptState:
         if _is_of_a_library(function.__module__):
             return
         self._names.update(names_in(function))
+        self._restores.append(partial(_update, vars(function), dict(vars(function))))
+        self._follow_all(vars(function).values())
         values = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
         self._restores.append(partial(function.__globals__.update, values))
         for cell in function.__closure__ or ():

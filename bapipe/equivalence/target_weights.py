@@ -7,7 +7,7 @@ result, perhaps in another type or times a number. Where it computes further wit
 itself in training, so a loss may be a sum of several, and of other terms.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,11 +106,11 @@ class MeanWeights(NamedTuple):
 
     Attributes:
         result: of the mean that the loss is.
-        calls: of those that it computes, [MAX_MEANS]; None if it is a mean itself.
+        calls: of those that it computes, [MAX_MEANS]; NaN, too, if it is a mean itself.
     """
 
     result: Tensor
-    calls: Tensor | None
+    calls: Tensor
 
 
 def sums_of_weights(means: Sequence[Means | None], device: torch.device) -> Tensor:
@@ -136,17 +136,16 @@ def sums_of_weights(means: Sequence[Means | None], device: torch.device) -> Tens
     return sums
 
 
-def mean_weights(sums: Tensor, num_microbatches: int, means: Iterable[Means | None]) -> MeanWeights:
-    """Returns the mean weights of a mini-batch, of the `sums` of all and the means of this process's micro-batches.
+def mean_weights(sums: Tensor, num_microbatches: int) -> MeanWeights:
+    """Returns the mean weights of a mini-batch, of the sums over all its micro-batches.
 
     A micro-batch may compute no mean, where it has nothing to learn; else all must compute the same ones.
     """
     num, num_results, num_calls, squares = sums[:4]
-    result = torch.where(num == num_results, sums[4] / num_microbatches, nan)
-    if all(one is not None and (one.result is not None or not one.calls) for one in means):
-        return MeanWeights(result, None)
-    calls = torch.where(num_calls * num_calls == num * squares, sums[5:] / num_microbatches, nan)
-    return MeanWeights(result, calls)
+    is_one_mean = num == num_results
+    are_the_same = ~is_one_mean & (num_calls * num_calls == num * squares)
+    weights = sums[4:] / num_microbatches
+    return MeanWeights(torch.where(is_one_mean, weights[0], nan), torch.where(are_the_same, weights[1:], nan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ def scaled_loss(loss: Loss, output: Any, target: Tensor, means: MeanWeights | No
     with _Means(mean_weights=None if means is None else means.calls) as noted:
         value = loss(output, target)
     weight = noted.weight_of(value)
-    if means is not None and means.calls is None and weight is not None:
+    if means is not None and weight is not None:
         value = _scaled(value, weight, means.result)
     return ScaledLoss(value, noted.weights)
 
@@ -184,8 +183,9 @@ class WeightsAhead:
         These are on `device`; only their shapes and types are read.
         """
         self._loss, self.computed = loss, computed
-        self._is_torch_s_own = _is_torch_s_own(loss)
+        self._is_torch_s_own, self.computes_no_means = _is_torch_s_own(loss), _computes_no_means(loss)
         self.obstacle: str | None = None  # why `of` tells nothing, in words of what the loss does
+        self._changes: str | None = None  # what it has changed that could not be put back
         with FakeTensorMode(allow_non_fake_inputs=True):
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
             self._stand_ins = tuple(torch.empty((), device=device) for _ in range(2 * MAX_MEANS))
@@ -195,10 +195,12 @@ class WeightsAhead:
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
         state = KeptState(self._loss)
-        self.obstacle = None if state.obstacle is None else f"reaches {state.obstacle}"
+        reached = state.obstacle or self._changes
+        self.obstacle = None if reached is None else f"reaches {reached}"
         self._are_over_all = []
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
+        self._changes = self._changes or state.obstacle
 
     def of(self, target: Tensor) -> Means | None:
         """Returns the means over targets that the loss will compute; None if that cannot be told."""
@@ -243,6 +245,13 @@ class WeightsAhead:
         if len(doubled) != len(means.calls):
             return []
         return [torch.isclose(two, 2 * one, equal_nan=True) for one, two in zip(means.calls, doubled, strict=True)]
+
+
+def _computes_no_means(loss: Loss) -> bool:
+    """Returns whether a loss is one of torch's that is no mean over targets by their weights."""
+    function = loss.func if isinstance(loss, partial) else loss
+    module = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(function, "__module__", "")
+    return module in ("torch.nn.functional", "torch.nn.modules.loss") and not _is_torch_s_own(loss)
 
 
 def _is_torch_s_own(loss: Loss) -> bool:

@@ -20,9 +20,6 @@ from bapipe.runtime.rng import PerOperatorRng
 
 _log = logging.getLogger(__name__)
 
-_MAX_WITHOUT = 10
-"""Steps without any mean after which none is looked for: running a loss ahead takes a millisecond or so."""
-
 
 class LossWeights:
     """Weights each micro-batch by its targets in each of the means over targets that the loss computes."""
@@ -37,41 +34,36 @@ class LossWeights:
         """`microbatches` are those of which this rank computes the loss."""
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
-        self._has_means, self._num_without = False, 0  # whether there were any, or else in how many steps
         self._mean_weights: MeanWeights | None = None  # of this step
-        self._is_told = False
+        self._had_means, self._is_told = False, False
         self._first_samples = FirstSamples(ahead)
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
         """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
 
-        The class weights are those that the loss has now: they may be others in every step. Nothing waits for a GPU
-        once there was a mean; of a loss that computes none in its first steps none is looked for later.
+        The class weights are those that the loss has now: they may be others in every step. Nothing waits for a GPU.
+        The first samples are compared once no graph needs what the loss keeps, which is changed and put back for that.
         """
         self._mean_weights = None
-        if self._num_without == _MAX_WITHOUT:
+        fault = self._first_samples.fault()
+        if fault is not None:
+            _log.warning("for the first samples, %s", fault)
+        if self._ahead.computes_no_means:
             return
         parts = target.chunk(num_microbatches)
         with self._ahead.running():
             own = [self._means_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
         sums = self._sum_over_replicas(sums_of_weights(own, target.device))
-        self._mean_weights = mean_weights(sums, num_microbatches, own)
-        if not self._has_means:
-            self._has_means = bool(sums[0] > 0)
-            self._num_without += not self._has_means
-        elif self._ahead.obstacle is not None and not self._is_told:
+        self._mean_weights = mean_weights(sums, num_microbatches)
+        if self._ahead.obstacle is not None and self._had_means and not self._is_told:
             self._is_told = True
             _log.warning("all micro-batches of a step count alike: the code of the loss %s", self._ahead.obstacle)
+        self._had_means = self._had_means or any(one is not None and one.calls for one in own)
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch.
-
-        The first times, warns if it is not that.
-        """
+        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
         scaled = scaled_loss(loss, output, target, self._mean_weights)
-        fault = self._first_samples.fault(output, target, scaled.weights)
-        if fault is not None:
-            _log.warning("for the first samples, %s", fault)
+        self._first_samples.note(output, target, scaled.weights)
         return scaled.value
 
     def _means_ahead(self, microbatch: int, target: Tensor) -> Means | None:

@@ -227,6 +227,43 @@ def test_collections_of_python_s_own_and_frozen_ones() -> None:
     assert (dict(notes), dict(frozen)) == ({"n": 0}, {"a": 1})
 
 
+def test_attributes_of_functions_and_hooks_are_put_back() -> None:
+    calls: list[int] = []
+    criterion = nn.CrossEntropyLoss()
+    criterion.register_forward_hook(lambda *_: calls.append(1))
+
+    def counting() -> None:
+        counting.calls += 1  # type: ignore[attr-defined]
+        criterion(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
+
+    counting.calls = 0  # type: ignore[attr-defined]
+    state = KeptState(counting)
+    assert state.obstacle is None
+    with state.restored():
+        counting()
+        assert (counting.calls, calls) == (1, [1])  # type: ignore[attr-defined]
+    assert (counting.calls, calls) == (0, [])  # type: ignore[attr-defined]
+
+
+def test_arrays_of_all_kinds() -> None:
+    number, many = np.zeros(()), {i: torch.zeros(()) for i in range(1200)}
+
+    def counting() -> None:
+        number[...] += 1
+        many[1100].add_(1)
+
+    state = KeptState(counting)
+    assert state.obstacle is None
+    with state.restored():
+        counting()
+    assert number == 0
+    assert state.obstacle == "a tensor of shape () that it changes"
+    generator, objects = np.random.default_rng(0), np.array([None])
+    assert KeptState(lambda: generator.random()).obstacle == "an object of type Generator"
+    assert KeptState(lambda: objects).obstacle == "an array of shape (1,), which holds much, or objects"
+    assert KeptState(lambda: np.exp(np.float32(2)) + np.sum([1])).obstacle is None
+
+
 def test_deep_objects_are_an_obstacle() -> None:
     deep: list[Any] = []
     for _ in range(5000):

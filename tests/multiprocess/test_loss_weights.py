@@ -467,6 +467,49 @@ def test_labels_out_of_range_are_refused_by_the_loss() -> None:
         pipeline.step(x, target=torch.tensor([1, 7]))
 
 
+def test_replicas_agree_on_whether_a_loss_is_one_mean() -> None:
+    """It is in some micro-batches and a sum in others, which are on other ranks."""
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = functional.cross_entropy(scores, target, ignore_index=IGNORED)
+        return value + scores.square().mean() if (target == 2).any() else value
+
+    target, gathered = torch.tensor([0, IGNORED, 1, 2]), list[Tensor]()
+    replicas = [_weights(loss, [m], lambda part: gathered.append(part) or part) for m in (0, 1)]  # type: ignore[func-returns-value]
+    for one in replicas:
+        one.begin(target, 2)
+    total = gathered[0] + gathered[1]
+    replicas = [_weights(loss, [m], lambda part: total) for m in (0, 1)]
+    scores, values = torch.randn(4, 4), list[float]()
+    for m, one in enumerate(replicas):
+        one.begin(target, 2)
+        rows = slice(2 * m, 2 * m + 2)
+        values.append(one.computed(of_first(loss), [scores[rows]], target[rows]).item())
+    mean = functional.cross_entropy(scores, target, ignore_index=IGNORED).item()
+    assert sum(values) / 2 == pytest.approx(mean + scores[2:].square().mean().item() / 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_comparing_the_first_samples_leaves_graphs_alone() -> None:
+    """Of a loss that divides by a mean which it keeps, and changes in place."""
+    kept = torch.ones(())
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        value = functional.mse_loss(scores, target)
+        kept.mul_(0.9).add_(0.1 * value.detach())
+        return value / kept
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
+    target = torch.randn(4, 4)
+    got = [pipeline.step(x, target=target) for _ in range(3)]
+    kept.fill_(1)
+    want = [sum(loss(module(a), b).item() for a, b in zip(x.chunk(2), target.chunk(2), strict=True)) / 2 for _ in got]
+    assert got == pytest.approx(want, rel=1e-6)
+
+
 def _with(sums: dict[int, float]) -> Callable[[Tensor], Tensor]:
     """Adds up what one replica has to sums that begin with these."""
     return lambda part: torch.tensor([sums.get(i, 0.0) for i in range(len(part))], dtype=part.dtype)
