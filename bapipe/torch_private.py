@@ -134,6 +134,11 @@ def autograd_mode() -> tuple[bool, object]:
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def version_kept(tensor: Tensor) -> AbstractContextManager[object]:
+    """In this context torch does not count writes to a tensor."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile` returns."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor, hooks_of, version
+from bapipe.torch_private import FakeTensor, hooks_of, version, version_kept
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
 
@@ -29,10 +30,17 @@ _CONSTANTS = (
 
 
 _MAX_BYTES = 2**24
-"""Modules and arrays of more bytes are not copied before each call; that larger tensors change is noticed."""
+"""Modules and arrays of more bytes are not copied before each call, nor more of tensors; their changes are noticed."""
 
 _MAX_ITEMS = 1000
 """Nor are modules with a larger collection in an attribute, such as a vocabulary; nor are more objects followed."""
+
+
+_NOT_USED = frozenset(
+    {"__init__", "__new__", "__del__", "__post_init__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__",
+     "__repr__", "__str__", "__format__", "__init_subclass__", "__class_getitem__", "__deepcopy__", "__copy__"}
+)  # fmt: skip
+"""Special methods that no operator runs."""
 
 
 class _Plain:
@@ -60,7 +68,7 @@ class KeptState:
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []  # (one, its version, its value if it is small)
         self._restores: list[Callable[[], object]] = []
         self._seen: set[int] = set()
-        self._num_followed = 0
+        self._num_followed, self._num_bytes = 0, 0
         try:
             self._follow(code)
             self._follow_attributes()
@@ -82,17 +90,25 @@ class KeptState:
             yield
         for restore in self._restores:
             restore()
-        for tensor, before, value in self._tensors:
-            if version(tensor) != before and value is None:
-                self._meet(f"a tensor of shape {tuple(tensor.shape)} that it changes")
-            elif version(tensor) != before and value is not None:
-                with torch.no_grad():
-                    tensor.copy_(value)
+        with torch.no_grad():
+            for tensor, before, value in self._tensors:
+                if value is not None:
+                    _put_back(tensor, value)
+                elif version(tensor) != before:
+                    self._meet(f"a tensor of shape {tuple(tensor.shape)} that it changes")
 
     def _meet(self, obstacle: str) -> None:
         self.obstacle = self.obstacle or obstacle
 
     def _follow(self, one: Any) -> None:
+        try:
+            self._follow_one(one)
+        except RecursionError:
+            raise
+        except Exception:  # whatever an object of the user's raises when it is looked at
+            self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
+
+    def _follow_one(self, one: Any) -> None:
         if isinstance(one, _CONSTANTS) or id(one) in self._seen or self.obstacle is not None:
             return
         self._seen.add(id(one))
@@ -178,12 +194,18 @@ class KeptState:
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
         is_of_python = not isinstance(one, type | ModuleType) and any(map(_is_of_a_library, _modules_of(type(one))))
-        return name in self._names or is_of_python or (name.startswith("__") and name in _methods(type(one)))
+        return (
+            name in self._names
+            or is_of_python
+            or (name.startswith("__") and name not in _NOT_USED and name in _methods(type(one)))
+        )
 
     def _follow_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_inference():
+        if is_lazy(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.is_inference():
             return
-        is_small = tensor.nbytes <= _MAX_BYTES and len(self._tensors) < _MAX_ITEMS
+        num_bytes = tensor.nbytes if tensor.layout is torch.strided else _MAX_BYTES + 1
+        is_small = self._num_bytes + num_bytes <= _MAX_BYTES and len(self._tensors) < _MAX_ITEMS
+        self._num_bytes += num_bytes if is_small else 0
         self._tensors.append((tensor, version(tensor), tensor.detach().clone() if is_small else None))
 
     def _follow_module(self, module: nn.Module) -> None:
@@ -211,6 +233,15 @@ class KeptState:
                 self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 self._follow(cell.cell_contents)
         self._follow_all((*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+
+def _put_back(tensor: Tensor, value: Tensor) -> None:
+    """Gives a tensor back its value, also where torch has not counted a write; this one is not counted either."""
+    if tensor.shape != value.shape or tensor.dtype != value.dtype:
+        tensor.data = value
+    else:
+        with version_kept(tensor):
+            tensor.copy_(value)
 
 
 def _refill(one: MutableSequence[Any], items: list[Any]) -> None:

@@ -50,13 +50,21 @@ _TERMS = _SAME_MEAN | _TIMES_A_NUMBER | frozenset(
     {Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, torch.add, Tensor.sub, Tensor.sub_,
      Tensor.__sub__, Tensor.__rsub__, Tensor.__isub__, torch.sub, Tensor.neg, Tensor.__neg__, torch.neg, Tensor.mul_,
      Tensor.__imul__, Tensor.div_, Tensor.__itruediv__, torch.stack, torch.cat, Tensor.view, Tensor.reshape,
-     torch.reshape, Tensor.unsqueeze, torch.unsqueeze, Tensor.flatten, torch.flatten, Tensor.__getitem__}
+     torch.reshape, Tensor.unsqueeze, torch.unsqueeze, Tensor.flatten, torch.flatten, Tensor.__getitem__, torch.hstack,
+     Tensor.type_as, Tensor.contiguous, Tensor.expand, Tensor.requires_grad_, Tensor.unbind, torch.unbind,
+     Tensor.__iter__}
 )  # fmt: skip
 """What gives a sum of terms if an argument is one; products have one such factor, and quotients no such divisor."""
 
 _PRODUCTS = frozenset({Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, torch.mul})
 
 _QUOTIENTS = frozenset({Tensor.div, Tensor.div_, Tensor.__truediv__, Tensor.__itruediv__, torch.div})
+
+_SAYS_NOTHING = frozenset(
+    {"__get__", "detach", "dim", "size", "numel", "ndimension", "stride", "element_size", "register_hook"}
+)
+
+_READS = frozenset({Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__})
 
 MAX_MEANS = 16
 """As many means are scaled of a loss that computes several; if there are more, all micro-batches count alike."""
@@ -68,12 +76,14 @@ class WeightedLoss:
 
     Attributes:
         value: what the loss returned.
+        num_means: how many means over targets it has computed.
         weight: the sum of the targets' weights in it, in float64 and without a dimension; None if the value is not
             seen to be a mean over targets, such as a mean over samples.
     """
 
     value: Tensor
     weight: Tensor | None
+    num_means: int
 
 
 def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
@@ -84,7 +94,7 @@ def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
     """
     with _Means(mean_weights=torch.full((MAX_MEANS,), nan, device=target.device)) as means:
         value = loss(output, target)
-    return WeightedLoss(value, means.weight_of(value))
+    return WeightedLoss(value, means.weight_of(value), len(means.weights))
 
 
 class Means(NamedTuple):
@@ -274,6 +284,8 @@ class _Means(TorchFunctionMode):
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}  # (result, weight), by the id of the result
         self._terms: dict[int, tuple[Tensor, frozenset[int]]] = {}  # (result, the means that are terms of it)
         self._no_terms: set[int] = set()  # the means that something else was computed from
+        self._made: dict[int, Tensor] = {}  # what functions gave, which may be another one in each micro-batch
+        self._has_read = False  # so that numbers may be others, too
 
     def terms_of(self, value: object) -> frozenset[int]:
         """Returns the numbers of the means of which a result is a sum, times what does not depend on them."""
@@ -298,25 +310,33 @@ class _Means(TorchFunctionMode):
                 return self._cross_entropy(function, call)
         if function is Tensor.__getitem__ and isinstance(args[0], FakeTensor):
             args = args[0], _without_masks(args[1])
-        weight, terms = self._weight_kept(function, args), self._terms_kept(function, (*args, *given.values()))
+        weight = self._weight_kept(function, args)
+        terms = self._terms_kept(function, (*args, *given.values())) if self._stand_ins else frozenset[int]()
         result = function(*args, **given)
         self._weights.pop(id(result), None)  # it may be a mean that the function has changed, such as by adding to it
         if weight is not None:
             self._weights[id(result)] = result, weight
-        if terms:
-            self._terms[id(result)] = result, terms
+        self._has_read |= function in _READS
+        for one in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(one, Tensor) and self._stand_ins:
+                self._made[id(one)] = one
+                if terms:
+                    self._terms[id(one)] = one, terms
         return result
 
     def _terms_kept(self, function: Any, args: Sequence[Any]) -> frozenset[int]:
         """Returns the means that are terms of what a function gives, and notes those that are no terms any more."""
         nested = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else (arg,))]
         found = [self._terms[id(one)][1] for one in nested if id(one) in self._terms]
-        if not found or function is Tensor.detach or getattr(function, "__name__", "") == "__get__":
+        if not found or _says_nothing_of_values(function):
             return frozenset()
         every = frozenset[int]().union(*found)
-        is_product = function in _PRODUCTS and len(found) > 1
-        is_divisor = function in _QUOTIENTS and (id(args[0]) not in self._terms or len(found) > 1)
-        if function in _TERMS and not is_product and not is_divisor:
+        others = [one for one in nested if id(one) not in self._terms]
+        is_scaled = function in _PRODUCTS or function in _QUOTIENTS
+        # What is made of targets or outputs is no constant.
+        by_constants = len(found) == 1 and not self._has_read and not any(id(one) in self._made for one in others)
+        is_divisor = function in _QUOTIENTS and id(args[0]) not in self._terms
+        if function in _TERMS and (not is_scaled or (by_constants and not is_divisor)):
             return every
         self._no_terms |= every
         return frozenset()
@@ -328,6 +348,7 @@ class _Means(TorchFunctionMode):
             return None
         others = [arg for arg in args if self.weight_of(arg) is None]
         is_scaled = function in _TIMES_A_NUMBER and all(isinstance(other, int | float) for other in others)
+        is_scaled = is_scaled and not self._has_read
         return found[0] if function in _SAME_MEAN or is_scaled else None
 
     def _cross_entropy(self, function: Callable[..., Tensor], call: BoundArguments) -> Tensor:
@@ -347,6 +368,23 @@ class _Means(TorchFunctionMode):
         self.weights.append(weight)
         self._weights[id(result)] = result, weight
         return result
+
+
+def _says_nothing_of_values(function: Any) -> bool:
+    """Returns whether the result of a function does not depend on the values of its argument, or has no gradient."""
+    name = getattr(function, "__name__", "")
+    is_known = name in (
+        "__get__",
+        "detach",
+        "dim",
+        "size",
+        "numel",
+        "ndimension",
+        "stride",
+        "element_size",
+        "register_hook",
+    )
+    return is_known or name.startswith(("new_", "is_")) or name.endswith("_like")
 
 
 def _scaled(mean: Tensor, weight: Tensor, mean_weight: Tensor) -> Tensor:

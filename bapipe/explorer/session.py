@@ -190,7 +190,7 @@ class Session:
         if all(device.num_members == 1 for device in of_stage):
             return {}
         shares = [
-            exchange_share(stage, self.profiles[device.kind], decision.microbatch_size)
+            exchange_share(stage, self.profiles[device.kind], decision.microbatch_size, device.speed)
             if device.num_members > 1
             else None
             for stage, device in zip(decision.stages, of_stage, strict=True)

@@ -297,6 +297,42 @@ def test_a_list_of_figures_may_be_long() -> None:
     assert len(noted) == 1200
 
 
+def test_what_makes_an_object_is_not_followed() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.file, self.num_steps = FILE, 0
+
+        def loss(self) -> None:
+            self.num_steps += 1
+
+    assert KeptState(Owner().loss).obstacle is None
+
+
+def test_writes_that_torch_does_not_count_and_tensors_without_strides() -> None:
+    mean, sparse = torch.ones(()), torch.eye(2).to_sparse()
+    count = mean._version
+
+    def code() -> Tensor:
+        mean.data.mul_(0.9)
+        return sparse
+
+    state = KeptState(code)
+    assert state.obstacle is None
+    with state.restored():
+        code()
+    assert (mean.item(), mean._version) == (1, count)
+
+
+class Secretive:
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError("not bound")
+
+
+def test_an_object_that_cannot_be_looked_at_is_an_obstacle() -> None:
+    secret = Secretive()
+    assert KeptState(lambda: secret).obstacle == "an object of type Secretive, which cannot be looked at"
+
+
 def test_a_large_tensor_that_changes_is_an_obstacle() -> None:
     large = torch.zeros(2**22 + 1)
     state = KeptState(lambda: large.add_(1))

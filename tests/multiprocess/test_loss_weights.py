@@ -144,6 +144,12 @@ def centred(scores: Tensor, target: Tensor) -> Tensor:
             * functional.cross_entropy(-scores, target, ignore_index=IGNORED)
         ),
         lambda scores, target: 1 / functional.cross_entropy(scores, target, ignore_index=IGNORED),
+        lambda scores, target: (  # a sum by a number of samples: the share is another in each micro-batch
+            functional.cross_entropy(scores, target, ignore_index=IGNORED) * (target != IGNORED).float().mean()
+        ),
+        lambda scores, target: (
+            functional.cross_entropy(scores, target, ignore_index=IGNORED) * ((target != IGNORED).sum().item() / 2)
+        ),
     ],
 )
 def test_means_that_are_no_terms_count_as_they_are(loss: Loss) -> None:
@@ -242,6 +248,27 @@ def test_a_sum_of_means_of_which_one_has_no_targets_is_evaluated() -> None:
     assert found is not None
     assert found.loss is not None
     assert not isnan(found.loss)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (lambda scores, target: guarded(scores, target), 1.0),
+        (lambda scores, target: guarded(scores, target) + scores.square().mean(), 4.0),
+    ],
+)
+def test_micro_batches_with_nothing_to_learn_count_nothing_in_an_evaluation(loss: Loss, weight: float) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True, check=False)
+    target = torch.tensor([IGNORED, IGNORED, 1, IGNORED])
+    found = pipeline.evaluate(x, target=target)
+    parts = [loss(module(part), rows).item() for part, rows in zip(x.chunk(2), target.chunk(2), strict=True)]
+    assert found is not None
+    assert found.loss_weight == weight
+    assert found.loss == pytest.approx(parts[1] if weight == 1 else sum(parts) / 2, rel=1e-6)
 
 
 @pytest.mark.usefixtures("alone")

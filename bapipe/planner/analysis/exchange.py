@@ -26,10 +26,15 @@ def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) 
     return [of_layer[name] for name in stage.layers]
 
 
-def exchange_share(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> float:
-    """Returns the share of the F and B of a stage in which the members of a group exchange data."""
+def exchange_share(stage: StagePlan, profile: ModelProfile, microbatch_size: int, speed: float) -> float:
+    """Returns the share of the F and B of a stage in which the members of a group exchange data.
+
+    `speed` divides all else.
+    """
     measured = stage_layers(stage, profile, microbatch_size)
-    return sum(m.exchange_ns for m in measured) / (sum(m.forward_ns + m.whole_backward_ns for m in measured) or 1)
+    exchanged_ns = sum(m.exchange_ns for m in measured)
+    computed_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) - exchanged_ns
+    return exchanged_ns / (computed_ns / speed + exchanged_ns or 1)
 
 
 def exchange_ns(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> int:

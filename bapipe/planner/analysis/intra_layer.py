@@ -33,7 +33,7 @@ def _exchange_of(plan: Plan, s: int, profiles: Mapping[str, ModelProfile]) -> st
     profile = profiles.get(device.kind)
     if device.num_members == 1 or profile is None:
         return ""
-    share = exchange_share(stage, profile, plan.microbatch_size)
+    share = exchange_share(stage, profile, plan.microbatch_size, device.speed)
     return (
         f"of the F and B of stage {s}, the {device.num_members} members of {device.name} exchange data for {share:.1%}"
     )

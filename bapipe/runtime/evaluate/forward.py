@@ -114,7 +114,7 @@ class ForwardExecutor:
         """
         device = self._layout.device
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses by their weights, of the weights
+        sums = torch.zeros(6, dtype=torch.float64, device=device)  # see `_weighted_loss`
         kept: dict[int, Any] = {}
         with (
             torch.no_grad(),
@@ -129,7 +129,7 @@ class ForwardExecutor:
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
             return None
-        loss, weight = (None, 0.0) if target is None else self._sum_over_replicas(sums).tolist()
+        loss, weight = (None, 0.0) if target is None else _by_what_counts(*self._sum_over_replicas(sums).tolist())
         return ForwardResult(
             loss=None if loss is None else loss / weight if weight else nan,
             loss_weight=weight,
@@ -138,12 +138,18 @@ class ForwardExecutor:
         )
 
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch times its weight, and the weight. [2]"""
+        """Returns what a micro-batch adds to the sums of losses. [6]
+
+        The loss by the weight of its targets, and that weight; the loss by samples, and their number; and 1 if it is a
+        mean over targets, or 1 if it computes some without being one.
+        """
         found = weighted_loss(self._loss, output, target)
-        loss = found.value.double()
-        weight = torch.full_like(loss, len(target)) if found.weight is None else found.weight
-        # Without any target a loss is no number.
-        return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
+        loss, weight = found.value.double(), found.weight
+        zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
+        by_weight = zero if weight is None else torch.where(weight > 0, loss * weight, zero)
+        is_mean, is_other = weight is not None, weight is None and found.num_means > 0
+        flags = (torch.full_like(loss, float(flag)) for flag in (is_mean, is_other))
+        return torch.stack([by_weight, zero if weight is None else weight, loss * num, num, *flags])
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yields (micro-batch, output) of the last stage on this rank."""
@@ -165,6 +171,13 @@ class ForwardExecutor:
                 else:
                     yield m, outputs
         transfers.finish()
+
+
+def _by_what_counts(
+    by_weight: float, weight: float, by_samples: float, num_samples: float, num_means: float, num_others: float
+) -> tuple[float, float]:
+    """Returns the sum of losses, and of what they are means over: targets if all that have any are such means."""
+    return (by_weight, weight) if num_means > 0 and num_others == 0 else (by_samples, num_samples)
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
