@@ -220,7 +220,7 @@ def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) 
     mean, size = sum(parts) / 2, max(abs(whole), *map(abs, parts))
     if abs(whole - mean) <= tolerance * size or not isfinite(whole):
         return None
-    if abs(whole - sum(parts)) <= tolerance * size:
+    if abs(whole - sum(parts)) <= tolerance * size and advice in (_OF_LOSS, _OF_MODEL):
         return (
             "the loss is a sum over the batch, so training by micro-batches divides it by their number: divide by the "
             "number of samples instead"

@@ -18,7 +18,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         memory_bytes: the memory of the device; of a group, that of each member.
         model: its name, as its driver gives it, such as NVIDIA H200.
-        speed: the times of the profile of its kind are divided by this.
+        speed: what the profile of its kind says of the device's own work is divided by this; times of its host, and of
+            what members of a group exchange, are not.
         overlaps_transfers: whether it computes while it transfers.
         side_by_side: whether it can run a forward and a backward at the same time, each on a share of its compute; in
             a plan, whether it does. docs/simulator.md defines what that means.

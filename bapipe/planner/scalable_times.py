@@ -1,7 +1,7 @@
 """Times of layers for lower bounds: a device of speed v takes at least 1/v of them.
 
-A speed divides what a device works itself, and not what the members of a group exchange. On a device of speed v < 1 a
-layer that takes t with the exchange e takes (t - e)/v + e, which is less than t/v.
+A speed divides what a device works itself, and not what the members of a group exchange: on a device of speed v a layer
+that takes t with the exchange e takes (t - e)/v + e, and not t/v.
 """
 
 from functools import partial
@@ -19,11 +19,11 @@ def scalable_times(profile: ModelProfile, microbatch_size: int, cluster: Cluster
     """Returns the layers with times of which every device of the profile's kind takes at least 1/speed.
 
     With v the least speed, that is t - e + v e, because (t - e + v e)/w <= (t - e)/w + e for every speed w >= v. These
-    are the profile's own times unless members exchange data and v < 1. The exchange is not told apart any more.
+    are the profile's own times unless members exchange data and v is not 1. The exchange is not told apart any more.
     """
     measured = profile.at(microbatch_size)
     slowest = min((d.speed for d in cluster.devices if d.kind == profile.device.kind), default=1.0)
-    if slowest >= 1.0 or not any(m.exchange_ns for m in measured):
+    if slowest == 1.0 or not any(m.exchange_ns for m in measured):
         return measured
     return tuple(_scalable(m, slowest) for m in measured)
 

@@ -123,7 +123,9 @@ def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
         if fastest is None:
             continue
         layers = [measured[name] for name in stage.layers]
-        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers) / fastest
+        exchanged_ns = sum(m.exchange_ns for m in layers)
+        worked_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers) - exchanged_ns
+        device_ns = worked_ns / fastest + exchanged_ns
         host_ns = sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not UNSET)
         if host_ns > MAX_HOST_OVER_DEVICE * device_ns:
             ratios[number] = host_ns / max(device_ns, 1)

@@ -170,11 +170,14 @@ def check_training(factory: str, arguments: Mapping[str, object], config: TrainC
 
 
 def _check_weights(config: TrainConfig, example: "Example") -> None:
-    """Raises BapipeError if the weights to start from are not the model's."""
+    """Raises BapipeError if the weights to start from are not the model's; a run that resumes does not read them."""
     if config.weights is not None:
+        from bapipe.runtime.checkpoint.folder import list_checkpoints
         from bapipe.runtime.checkpoint.weights import check_weights
 
-        check_weights(config.weights, example.module)
+        folder = config.checkpoint if config.resume else None
+        if folder is None or not folder.is_dir() or not list_checkpoints(folder):
+            check_weights(config.weights, example.module)
 
 
 @contextmanager

@@ -108,6 +108,7 @@ def test_what_prevents_weights_by_targets_is_named(note: Callable[[Tensor], obje
 
     found = fault(loss, torch.tensor([0, 1, 2, 3])) or ""
     assert found.startswith("if some targets are -100, the loss of a batch is ")
+    assert "is a sum" not in found
     assert words in found
     assert "weighted_mean" not in found
 
