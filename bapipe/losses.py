@@ -15,7 +15,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
         values: of a floating-point type.
         weights: not negative; of any type, and of a shape that broadcasts to that of the values.
     """
-    if has_torch_function((values, weights)):  # such as what `bapipe.equivalence.target_weights` watches losses with
+    if has_torch_function((values, weights)):  # such as what `bapipe.equivalence.noted_means` watches losses with
         result: Tensor = handle_torch_function(weighted_mean, (values, weights), values, weights)
         return result
     total = sum_of_weights(values, weights)
