@@ -6,6 +6,7 @@ from msgspec import UNSET
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, has_host_times
+from bapipe.planner.analysis.exchange import device_ns
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.options import RUNNABLE
 from bapipe.printable import printable
@@ -123,12 +124,10 @@ def _host_bound_stages(plan: Plan, profile: ModelProfile) -> str:
         if fastest is None:
             continue
         layers = [measured[name] for name in stage.layers]
-        exchanged_ns = sum(m.exchange_ns for m in layers)
-        worked_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers) - exchanged_ns
-        device_ns = worked_ns / fastest + exchanged_ns
+        on_device_ns = device_ns(layers, fastest)
         host_ns = sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not UNSET)
-        if host_ns > MAX_HOST_OVER_DEVICE * device_ns:
-            ratios[number] = host_ns / max(device_ns, 1)
+        if host_ns > MAX_HOST_OVER_DEVICE * on_device_ns:
+            ratios[number] = host_ns / max(on_device_ns, 1)
     if not ratios:
         return ""
     return (

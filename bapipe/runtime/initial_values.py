@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.runtime.tensor_changes import content
 from bapipe.tracing import persistent_state
 
 _log = logging.getLogger(__name__)
@@ -38,5 +39,4 @@ def _digest(tensor: Tensor) -> bytes:
     num = tensor.numel()
     places = torch.linspace(0, max(0, num - 1), min(_NUM_SAMPLED, num), dtype=torch.float64).long()
     indices = torch.unravel_index(places.to(tensor.device), tensor.shape) if tensor.dim() else ...
-    sampled = tensor.detach()[indices].reshape(-1).cpu().contiguous().view(torch.uint8)
-    return hashlib.sha256(sampled.numpy().tobytes()).digest()[:8]
+    return hashlib.sha256(content(tensor.detach()[indices])).digest()[:8]

@@ -1,4 +1,4 @@
-"""Which tensors have changed since: by torch's counts of writes to a tensor, so that no device has to be waited for."""
+"""The content of tensors, and which have changed: by torch's counts of writes, so that no device is waited for."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 from bapipe.torch_private import version
+
+
+def content(tensor: Tensor) -> bytes:
+    """Returns the values of a tensor as they lie in memory, row after row."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class TensorVersions:

@@ -14,7 +14,7 @@ from bapipe.errors import InvalidModel
 from bapipe.losses import weighted_mean
 from bapipe.profiler.measure import measure_model
 from bapipe.report.profiles import render_profile
-from tests.models.small_zoo import SMALL, small
+from tests.models.small_zoo import QUICK, with_four_samples
 
 CLASSES = torch.tensor([1.0, 5, 2, 1])
 WORDS = torch.tensor([[1, 2, 0], [3, 1, 2], [2, 2, 1], [1, 0, 0]])
@@ -217,12 +217,9 @@ def test_a_profile_says_so_and_that_the_stages_are_equal() -> None:
     assert lines[2].startswith("the loss is a sum over the batch")
 
 
-@pytest.mark.parametrize("name", sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"}))
+@pytest.mark.parametrize("name", QUICK)
 def test_no_loss_of_the_zoo_is_noticed(name: str) -> None:
-    torch.manual_seed(0)
-    example = small(name)
-    rows = torch.arange(4) % len(example.target)
-    batch = Microbatch(inputs=tuple(x[rows] for x in example.tensors), target=example.target[rows])
+    example, batch = with_four_samples(name)
     assert loss_over_parts(example.module, example.loss, batch) is None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bapipe.equivalence import Microbatch
 from bapipe.zoo import ZOO
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
@@ -47,6 +48,18 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def small(name: str) -> Example:
     return build(ZOO[name], SMALL[name])
+
+
+QUICK = sorted(set(SMALL) - {"bert_large", "gnmt8", "gnmt16"})
+"""Of each kind of model the smaller one."""
+
+
+def with_four_samples(name: str) -> tuple[Example, Microbatch]:
+    """An example with a micro-batch of its samples."""
+    torch.manual_seed(0)
+    example = small(name)
+    rows = torch.arange(4) % len(example.target)
+    return example, Microbatch(inputs=tuple(x[rows] for x in example.tensors), target=example.target[rows])
 
 
 def build_on_meta(factory: str, arguments: dict[str, Any]) -> Example:

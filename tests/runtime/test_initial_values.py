@@ -1,13 +1,11 @@
 """Initial values that processes do not share are told."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bapipe.runtime.initial_values import warn_of_unlike_values
+from tests.runtime.gathering import call_as_processes
 
 
 def module(seed: int) -> nn.Module:
@@ -18,17 +16,7 @@ def module(seed: int) -> nn.Module:
 
 
 def compared(monkeypatch: pytest.MonkeyPatch, *modules: nn.Module) -> None:
-    """As the last of some processes sees it."""
-    gathered: list[Any] = []
-
-    def gather(into: list[Any], own: Any, group: object) -> None:
-        gathered.append(own)
-        into[: len(gathered)] = gathered
-
-    monkeypatch.setattr(dist, "get_world_size", lambda group: len(modules))
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    for one in modules:
-        warn_of_unlike_values(one, None)
+    call_as_processes(monkeypatch, lambda one: warn_of_unlike_values(one, None), *modules)
 
 
 def test_equal_values_and_none_are_fine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """How long the members of a group exchange data for the layers of a stage."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET
 
@@ -27,14 +27,16 @@ def stage_layers(stage: StagePlan, profile: ModelProfile, microbatch_size: int) 
 
 
 def exchange_share(stage: StagePlan, profile: ModelProfile, microbatch_size: int, speed: float) -> float:
-    """Returns the share of the F and B of a stage in which the members of a group exchange data.
-
-    `speed` divides all else.
-    """
+    """Returns the share of the F and B of a stage, on a device of a speed, in which the members exchange data."""
     measured = stage_layers(stage, profile, microbatch_size)
+    return sum(m.exchange_ns for m in measured) / (device_ns(measured, speed) or 1)
+
+
+def device_ns(measured: Sequence[LayerMeasurement], speed: float) -> float:
+    """Returns how long F and B of layers take on a device, whose speed does not divide what members exchange."""
     exchanged_ns = sum(m.exchange_ns for m in measured)
     computed_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) - exchanged_ns
-    return exchanged_ns / (computed_ns / speed + exchanged_ns or 1)
+    return computed_ns / speed + exchanged_ns
 
 
 def exchange_ns(stage: StagePlan, profile: ModelProfile, microbatch_size: int) -> int:

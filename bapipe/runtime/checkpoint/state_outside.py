@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.runtime.tensor_changes import content
 from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, same_value
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class StateOutside:
             yield from _attributes(self._loss, " of the loss")
             for path, buffer in self._loss.named_buffers():
                 if not buffer.is_meta:
-                    content = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                    yield (f"buffer '{path}' of the loss", path), content.numpy().tobytes()
+                    yield (f"buffer '{path}' of the loss", path), content(buffer)
 
 
 def _attributes(module: nn.Module, of: str) -> Iterator[tuple[tuple[str, str], object]]:

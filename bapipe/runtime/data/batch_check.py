@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
+from bapipe.runtime.tensor_changes import content
 from bapipe.torch_device import dtype_name
 from bapipe.torch_settings import in_memory_format
 
@@ -95,7 +96,8 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     """
     digests: list[dict[tuple[str, int], str]] = [{}] * dist.get_world_size(group)
     ends = {(name, end): tensor[end:][:1].detach().cpu() for name, tensor in given.items() for end in (0, -1)}
-    own = {place: _digest(row) for place, row in ends.items() if row.any()}  # zeros may stand for no sample
+    # Zeros may stand for no sample.
+    own = {place: hashlib.sha256(content(row)).hexdigest() for place, row in ends.items() if row.any()}
     dist.all_gather_object(digests, own, group=group)
     first: dict[tuple[str, int], tuple[int, str]] = {}
     for process, others in enumerate(digests):
@@ -107,10 +109,6 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
                     "the same mini-batch, so seed shuffling and augmentation alike, and use no DistributedSampler; "
                     "None may stand for what a process does not need (`needs`, `needs_target`)"
                 )
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _describe(tensor: Tensor) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bapipe.runtime.plan_digest import NUM_DIGITS
+from bapipe.runtime.tensor_changes import content
 from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
@@ -21,12 +22,12 @@ def samples_digest(data: PipelineDataset[Any]) -> str | None:
 
 
 def _digest(data: PipelineDataset[Any], seed: int) -> str:
-    content = hashlib.sha256()
+    digest = hashlib.sha256()
     with all_generators_restored():
         seed_cpu_generators(seed)
         for index in (0, len(data) - 1):
             for part in item_parts(data[index]):
                 tensor = torch.as_tensor(part, device=CPU)
-                content.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-                content.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()[:NUM_DIGITS]
+                digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                digest.update(content(tensor))
+    return digest.hexdigest()[:NUM_DIGITS]

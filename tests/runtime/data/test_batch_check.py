@@ -1,28 +1,16 @@
 """Mini-batches that processes are given are compared."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.data.batch_check import GivenInput, by_name, check_same_batch
+from tests.runtime.gathering import call_as_processes
 
 
 def checked(monkeypatch: pytest.MonkeyPatch, *given: dict[str, Tensor]) -> None:
-    """As the last of some processes sees it."""
-    gathered: list[Any] = []
-
-    def gather(into: list[Any], own: Any, group: object) -> None:
-        gathered.append(own)
-        into[: len(gathered)] = gathered
-
-    monkeypatch.setattr(dist, "get_world_size", lambda group: len(given))
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    for one in given:
-        check_same_batch(one, None)
+    call_as_processes(monkeypatch, lambda one: check_same_batch(one, None), *given)
 
 
 def test_what_all_that_give_it_have_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
