@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from bapipe.losses import weighted_mean
     from bapipe.planner.compare import Comparison, compare
     from bapipe.planner.edit import Changes, edit
-    from bapipe.planner.goal import Goal
+    from bapipe.planner.inputs.goal import Goal
+    from bapipe.planner.inputs.options import PlanOptions
     from bapipe.planner.make import make
-    from bapipe.planner.options import PlanOptions
     from bapipe.planner.plan import plan, simulate
     from bapipe.profiler.profile import profile
     from bapipe.runtime.pipeline import Pipeline
@@ -61,7 +61,7 @@ _MODULE_OF = {
     "ConstraintsUnmet": "bapipe.errors",
     "Device": "bapipe.formats.cluster",
     "Example": "bapipe.zoo.example",
-    "Goal": "bapipe.planner.goal",
+    "Goal": "bapipe.planner.inputs.goal",
     "Infeasible": "bapipe.errors",
     "InvalidFile": "bapipe.errors",
     "InvalidModel": "bapipe.errors",
@@ -72,7 +72,7 @@ _MODULE_OF = {
     "Pipeline": "bapipe.runtime.pipeline",
     "PipelineDataset": "bapipe.zoo.data.dataset",
     "Plan": "bapipe.formats.plan",
-    "PlanOptions": "bapipe.planner.options",
+    "PlanOptions": "bapipe.planner.inputs.options",
     "Prediction": "bapipe.formats.prediction",
     "RunFailed": "bapipe.errors",
     "Settings": "bapipe.formats.settings",

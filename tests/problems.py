@@ -13,7 +13,7 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.random_profiles import of_groups, random_cluster, random_profile, with_exchanges, with_host_times
 from tests.strategies import drawn
 

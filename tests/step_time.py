@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs
 from bapipe.planner.plan_step import add_baselines, solve_step_time
+from bapipe.planner.results.solution import make_plan
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.solution import make_plan
-from bapipe.planner.validation import check_inputs
 from bapipe.progress import SearchProgress
 
 

@@ -53,6 +53,17 @@ LAYERS = [
 ]
 """Lowest first. A module imports from layers below its own; within a package such as `planner` from its files too."""
 
+PLANNER_FOLDERS = [
+    {"inputs", "compute"},
+    {"results"},
+    {"stages"},
+    {"branch_and_bound"},
+    {"action_order", "device_line", "fixed_placements", "long_chain", "throughput"},
+    {""},
+    {"analysis"},
+]
+"""Lowest first, as in `LAYERS`; "" is the files of `planner/` itself, which drive the searches."""
+
 TORCH = {
     "job",
     "tracing",
@@ -120,6 +131,18 @@ def test_imports_point_down(name: str, path: Path) -> None:
         assert any(target in layer for layer in LAYERS[:level]), (
             f"{path.name} imports {imported}, which is not below it"
         )
+
+
+def test_imports_between_folders_of_the_planner_point_down() -> None:
+    level = {folder: i for i, folders in enumerate(PLANNER_FOLDERS) for folder in folders}
+    for path in FILES:
+        if path.is_relative_to(PACKAGE / "planner"):
+            folder = path.parent.relative_to(PACKAGE / "planner").as_posix().removeprefix(".")
+            for imported, _ in imports(path):
+                parts = imported.split(".")
+                if parts[:2] == ["bapipe", "planner"]:
+                    target = parts[2] if len(parts) > 2 and parts[2] in level else ""
+                    assert target == folder or level[target] < level[folder], f"{relative(path)} imports {imported}"
 
 
 @pytest.mark.parametrize(("name", "path"), modules(), ids=lambda x: relative(x) if isinstance(x, Path) else "")
@@ -203,7 +226,7 @@ def test_small_problems_are_planned_without_the_compiler() -> None:
     """It takes half a second to load; only searches over many devices need it."""
     code = (
         "import sys, bapipe\n"
-        "from bapipe.planner.options import PlanOptions; from tests.builders import chain, devices\n"
+        "from bapipe.planner.inputs.options import PlanOptions; from tests.builders import chain, devices\n"
         "bapipe.plan({'a': chain([1, 2, 3])}, devices(2), PlanOptions(minibatch_size=4))\n"
         "print('numba' in sys.modules)"
     )

@@ -7,7 +7,7 @@ import pytest
 
 import bapipe
 from bapipe.options import options_from
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 
 

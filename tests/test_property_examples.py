@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture.providers import GLOBAL_CONSTANTS
 from hypothesis.internal.constants_ast import constants_from_module
 
-from bapipe.planner.branch_and_bound import recomputation
+from bapipe.planner.stages import recomputation
 from tests.strategies import examples
 
 

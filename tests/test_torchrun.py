@@ -2,7 +2,7 @@
 
 import pytest
 
-from bapipe.planner.inputs import probed_cluster
+from bapipe.planner.inputs.profiles import probed_cluster
 from bapipe.profiler import probe
 from bapipe.torchrun import Job, current_job, is_first_rank
 from tests.sources import FILES, relative

@@ -28,9 +28,9 @@ from bapipe.cli.progress import show_json, show_line, show_parts, show_written, 
 from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.planner.compare import compare as compare_schedules
-from bapipe.planner.deadline import deadline_of
-from bapipe.planner.options import EVERY_SCHEDULE, PlanOptions
-from bapipe.planner.validation import check_schedules
+from bapipe.planner.compute.deadline import deadline_of
+from bapipe.planner.inputs.options import EVERY_SCHEDULE, PlanOptions
+from bapipe.planner.inputs.validation import check_schedules
 from bapipe.report.remarks import halved_words
 from bapipe.schedules import ALL
 

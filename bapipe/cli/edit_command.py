@@ -6,7 +6,7 @@ from bapipe.explorer.state import State
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.decision import Decision, decision_of
+from bapipe.planner.results.decision import Decision, decision_of
 
 
 def command_lines(

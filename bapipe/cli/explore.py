@@ -35,7 +35,7 @@ from bapipe.explorer.session import Session
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read_any
 from bapipe.formats.plan import Plan
-from bapipe.planner.inputs import by_kind
+from bapipe.planner.inputs.profiles import by_kind
 from bapipe.report.chrome_trace import recorded_timelines
 from bapipe.schedules import ALL
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from bapipe.errors import BapipeError
-from bapipe.planner.goal import Goal
+from bapipe.planner.inputs.goal import Goal
 
 
 def share(text: str) -> float:

@@ -16,8 +16,8 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
-from bapipe.planner.inputs import by_kind, homogeneous_cluster, local_cluster
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import by_kind, homogeneous_cluster, local_cluster
 from bapipe.planner.plan import plan_cached
 from bapipe.profiler.profile import profile_model_cached
 from bapipe.simulator.cuts import check_layers

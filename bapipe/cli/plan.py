@@ -53,15 +53,13 @@ from bapipe.formats.plan import Objective, Plan
 from bapipe.formats.profile import ESTIMATE, ModelProfile, is_estimate
 from bapipe.planner.analysis.near_ties import near_ties
 from bapipe.planner.analysis.pinned import certify_pinned
-from bapipe.planner.deadline import UNLIMITED, Deadline, deadline_of
-from bapipe.planner.device_grouping import profiles_used_by, profiles_with_fewest_threads
-from bapipe.planner.inputs import Profiles, by_kind
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain as explain_plan
-from bapipe.planner.plan import pareto as pareto_front
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, deadline_of
+from bapipe.planner.inputs.device_grouping import profiles_used_by, profiles_with_fewest_threads
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import Profiles, by_kind
+from bapipe.planner.inputs.repeat_block import profiles_of_copies
+from bapipe.planner.inputs.validation import check_schedules, named_schedules
 from bapipe.planner.plan import plan_cached
-from bapipe.planner.repeat_block import profiles_of_copies
-from bapipe.planner.validation import check_schedules, named_schedules
 from bapipe.report.remarks import plan_remarks
 from bapipe.schedules import ALL
 from bapipe.units import percent_up
@@ -248,16 +246,20 @@ def _evaluate(
 def _explain(
     made: Plan, profiles: dict[str, ModelProfile], options: PlanOptions, deadline: Deadline
 ) -> tuple[str, ...]:
+    from bapipe.planner.analysis.explain import explain  # loads numpy
+
     with status("explaining: planning again with other cuts, links and memory"):
-        return explain_plan(made, profiles, options, deadline=deadline)
+        return explain(made, profiles, options, deadline=deadline)
 
 
 def _pareto_front(
     made: Plan, profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline
 ) -> "tuple[ParetoPoint, ...]":
+    from bapipe.planner.analysis.pareto import pareto  # loads numpy
+
     with status("searching the Pareto front") as update:
 
         def show_next(num_devices: int, limit_bytes: int) -> None:
             update(f"searching the Pareto front: {num_devices} devices, {report.mib(limit_bytes)} each")
 
-        return pareto_front(profiles, cluster, options, deadline=deadline, progress=show_next, known=made)
+        return pareto(profiles, cluster, options, deadline=deadline, progress=show_next, known=made)

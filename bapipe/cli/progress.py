@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bapipe import report
-from bapipe.planner.deadline import Compiling, Deadline
+from bapipe.planner.compute.deadline import Compiling, Deadline
 from bapipe.printable import MAX_LINE, printable
 from bapipe.progress import PartsProgress, SearchProgress
 from bapipe.simulator.timeline import Timeline

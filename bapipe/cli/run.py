@@ -21,7 +21,7 @@ from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
-from bapipe.planner.inputs import Profiles
+from bapipe.planner.inputs.profiles import Profiles
 from bapipe.runtime.run import check_profiles_used, check_training
 from bapipe.runtime.run import convert_checkpoint as convert
 from bapipe.runtime.run import export as export_checkpoint

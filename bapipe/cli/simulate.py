@@ -13,7 +13,7 @@ from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.progress import show_json, show_parts, show_timeline
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
-from bapipe.planner.inputs import by_kind
+from bapipe.planner.inputs.profiles import by_kind
 from bapipe.planner.make import judge
 
 

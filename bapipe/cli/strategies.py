@@ -10,10 +10,10 @@ from bapipe.cli.markdown import write_markdown
 from bapipe.cli.outputs import write_output_bytes
 from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import deadline_of
-from bapipe.planner.device_grouping import profiles_with_fewest_threads
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.strategies import compare_strategies
+from bapipe.planner.analysis.strategies import compare_strategies
+from bapipe.planner.compute.deadline import deadline_of
+from bapipe.planner.inputs.device_grouping import profiles_with_fewest_threads
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.report.strategies import StrategyTable, render_strategies, strategies_page
 
 

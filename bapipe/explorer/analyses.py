@@ -11,9 +11,10 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES, State, cluster_of
 from bapipe.explorer.vary import FIELDS, best_at, kind_of, on_axis
 from bapipe.formats.plan import Plan
-from bapipe.planner.analysis.explain import TOPICS
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain, pareto, plan
+from bapipe.planner.analysis.explain import TOPICS, explain
+from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.plan import plan
 
 FACTORS = 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0
 """Points of a curve over the bandwidth or the latency of the links."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.explorer.answers import Json
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 
 _log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.analysis.exchange import exchange_share, fixed_exchange_words
-from bapipe.planner.decision import Decision, decision_of, simulate_decision
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
 from bapipe.planner.make import balanced_decision, default_devices, exceeds_limit, legal_cuts, plan_of
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.validation import check_inputs, microbatch_sizes
-from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
+from bapipe.planner.results.decision import Decision, decision_of, simulate_decision
+from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.table import Schedule

@@ -14,7 +14,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.hardware import num_cores
 from bapipe.planner import nearby
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.plan import cached_plan_path, plan_cached
 from bapipe.processes import ChildError, LocalProcess, blocked, local_processes, receive
 

@@ -13,11 +13,11 @@ from bapipe.explorer.state import State, cluster_of
 from bapipe.explorer.sweep_processes import plan_chains
 from bapipe.formats.plan import Plan
 from bapipe.planner import nearby
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_schedules
 from bapipe.planner.plan import plan_cached
-from bapipe.planner.solution import faster_of
-from bapipe.planner.validation import check_schedules
+from bapipe.planner.results.solution import faster_of
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
 

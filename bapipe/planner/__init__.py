@@ -2,15 +2,18 @@
 
 Begin with `plan.py`. The path of a plan:
 
-1. `options.py`: `PlanOptions`, the same object in the command line and the searches; `validation.py` checks inputs.
-2. `device_grouping.py`: cores as single devices, or merged into devices of several threads.
-3. `linearizations.py`: the orders of the layers along which a branching model is cut.
-4. `plan_step.py` searches the shortest step along one order of the layers, as a `SearchRequest` says. `exact_search.py`
+1. `inputs/`: `PlanOptions`, the same object in the command line and the searches; `validation.py` checks inputs;
+   `device_grouping.py`: cores as single devices, or merged into devices of several threads.
+2. `linearizations.py`: the orders of the layers along which a branching model is cut.
+3. `plan_step.py` searches the shortest step along one order of the layers, as a `SearchRequest` says. `exact_search.py`
    uses `branch_and_bound/`, or `fixed_placements/` if devices have several stages, or `long_chain/` for models of many
    layers; `line_solution.py` uses `device_line/` for many devices. `action_order/` then searches a better order of
    actions. `throughput/` minimizes the largest load.
-5. `solution.py`: every search returns a `Solution`; `make_plan` builds the `Plan` of the best. `searched_space.py`
-   describes the searched space in the certificate. `baselines.py` adds the usual strategies, for comparison.
+4. `results/`: every search returns a `Solution`; `solution.make_plan` builds the `Plan` of the best, and
+   `searched_space.py` describes the searched space in its certificate. `baselines.py` adds the usual
+   strategies, for comparison.
 
-`analysis/` explains plans, evaluates hand-made ones and finds the Pareto front; `compare.py` compares schedules.
+Folders, each of which knows those before it only: `inputs/` and `compute/` (time and processors), `results/`, `stages/`
+(what stages cost and where they may run), `branch_and_bound/`, the other searches, the files of this folder, and then
+`analysis/`, which explains plans, evaluates hand-made ones, compares strategies and finds the Pareto front.
 """

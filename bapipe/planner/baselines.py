@@ -12,10 +12,10 @@ from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.branch_and_bound.devices import fastest_first
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.pace import Pace
-from bapipe.planner.solution import Solution
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.pace import Pace
+from bapipe.planner.results.solution import Solution
+from bapipe.planner.stages.devices import fastest_first
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_columns

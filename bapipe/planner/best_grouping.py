@@ -7,13 +7,13 @@ from math import inf
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.baselines import slower_than_this
-from bapipe.planner.deadline import Deadline, OutOfTime
-from bapipe.planner.device_grouping import Grouping
-from bapipe.planner.no_plan import bounds_without_plan, error_of_all
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import GroupingsSpace
-from bapipe.planner.solution import Rival, Solution, sort_alternatives
-from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.inputs.device_grouping import Grouping
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes, named_schedules
+from bapipe.planner.results.no_plan import bounds_without_plan, error_of_all
+from bapipe.planner.results.searched_space import GroupingsSpace
+from bapipe.planner.results.solution import Rival, Solution, sort_alternatives
 
 Solve = Callable[[Grouping, Deadline, Rival | None], Solution]
 """Searches the plans for one grouping until a deadline; a rival is the best plan for those before."""

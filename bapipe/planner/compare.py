@@ -10,12 +10,12 @@ from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
 from bapipe.planner.baselines import BASELINES, Baselines, baseline_alternatives
-from bapipe.planner.deadline import Deadline, deadline_of
-from bapipe.planner.inputs import Profiles, as_cluster, by_kind
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline, deadline_of
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
+from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.planner.plan import plan_once
-from bapipe.planner.solution import sort_alternatives
-from bapipe.planner.validation import microbatch_sizes, named_schedules
+from bapipe.planner.results.solution import sort_alternatives
 from bapipe.tables import data_frame, rows_html
 
 NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"

@@ -11,10 +11,10 @@ from bapipe.field_types import check_fields
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.options import options_from
-from bapipe.planner.decision import Decision, decision_of, simulate_decision
-from bapipe.planner.inputs import Profiles, by_kind
+from bapipe.planner.inputs.profiles import Profiles, by_kind
+from bapipe.planner.inputs.validation import unknown_schedule
 from bapipe.planner.make import check_memory, default_devices, plan_of, with_recomputation
-from bapipe.planner.validation import unknown_schedule
+from bapipe.planner.results.decision import Decision, decision_of, simulate_decision
 from bapipe.schedules import ALL
 from bapipe.units import Positive
 

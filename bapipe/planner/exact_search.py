@@ -6,19 +6,19 @@ from dataclasses import replace
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasible_error, least_infeasible
+from bapipe.planner.branch_and_bound.partition_space import disagree_at_cuts, partition_space
 from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.space import SearchSpace, search_space
-from bapipe.planner.constraints import check_constraints, parse_constraints
-from bapipe.planner.deadline import NothingFoundError, OutOfTime
-from bapipe.planner.decision import stage_plans
+from bapipe.planner.compute.deadline import NothingFoundError, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import microbatch_sizes
 from bapipe.planner.layout_search import search_layouts
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.partition_space import disagree_at_cuts, partition_space
+from bapipe.planner.results.decision import stage_plans
+from bapipe.planner.results.searched_space import PartitionSpace, SearchedSpace
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import PartitionSpace, SearchedSpace
-from bapipe.planner.solution import Solution
-from bapipe.planner.validation import microbatch_sizes
+from bapipe.planner.stages.constraints import check_constraints, parse_constraints
 
 MAX_NODES = 30_000
 """Node budget of a search without a time limit: some seconds."""

@@ -21,17 +21,17 @@ from bapipe.formats.certificate import ReachedGoal, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_grouping import Grouping, groupings
-from bapipe.planner.goal import Goal
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, proven_ns, space_without_memory
-from bapipe.planner.inputs import Profiles, by_kind, listed
-from bapipe.planner.options import SEARCH, PlanOptions, limit_that_leaves
-from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import is_of_stages, on_chosen_devices
-from bapipe.planner.solution import sort_alternatives
-from bapipe.planner.sub_clusters import SubClusters, sub_clusters, with_devices
-from bapipe.planner.validation import names_looped
+from bapipe.planner.inputs.device_grouping import Grouping, groupings
+from bapipe.planner.inputs.goal import Goal
+from bapipe.planner.inputs.options import SEARCH, PlanOptions, limit_that_leaves
+from bapipe.planner.inputs.profiles import Profiles, by_kind, listed
+from bapipe.planner.inputs.repeat_block import block_layers, repeat_block
+from bapipe.planner.inputs.sub_clusters import SubClusters, sub_clusters, with_devices
+from bapipe.planner.inputs.validation import names_looped
+from bapipe.planner.results.searched_space import is_of_stages, on_chosen_devices
+from bapipe.planner.results.solution import sort_alternatives
 from bapipe.progress import SearchProgress
 from bapipe.units import decimal
 
@@ -179,7 +179,7 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
 
 
 def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
-    from bapipe.planner.branch_and_bound.devices import ns_per_sample  # loads numpy
+    from bapipe.planner.stages.devices import ns_per_sample  # loads numpy
 
     times_ns = ns_per_sample(by_kind(setting.profiles), setting.cluster)
     num_devices = len(setting.cluster.devices)

@@ -9,12 +9,12 @@ from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import Certificate
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.planner.deadline import Deadline, OutOfTime
-from bapipe.planner.device_grouping import groupings
-from bapipe.planner.inputs import Profiles
-from bapipe.planner.options import SEARCH, PlanOptions
-from bapipe.planner.searched_space import counts_more_bytes, is_of_stages
-from bapipe.planner.work_bound import step_bound_ns
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.inputs.device_grouping import groupings
+from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.inputs.profiles import Profiles
+from bapipe.planner.results.searched_space import counts_more_bytes, is_of_stages
+from bapipe.planner.results.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 
 NUM_SHARES = 3

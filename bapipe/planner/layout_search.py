@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
-from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements

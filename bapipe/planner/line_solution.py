@@ -7,17 +7,17 @@ longer to begin. What both have found is joined, as far as it holds for the same
 
 from dataclasses import dataclass, replace
 
-from bapipe.planner.branch_and_bound.device_orders import device_orders
+from bapipe.planner.branch_and_bound.partition_space import line_space
 from bapipe.planner.branch_and_bound.space import tries_all_orders, tries_any_order
-from bapipe.planner.deadline import OutOfTime
+from bapipe.planner.compute.deadline import OutOfTime
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.search import LineSearch
-from bapipe.planner.partition_space import line_space
+from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, SearchedSpace
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, SearchedSpace
-from bapipe.planner.solution import Solution
+from bapipe.planner.stages.device_orders import device_orders
 from bapipe.schedules import SCHEDULES
 
 MIN_FIRST_DEVICES = 3

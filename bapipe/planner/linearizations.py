@@ -20,20 +20,20 @@ from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.baselines import compared_with
-from bapipe.planner.branch_and_bound.devices import ns_per_sample
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.decision import stage_plan
-from bapipe.planner.lightest_cuts import MORE_THAN_ANY, lightest_cuts
-from bapipe.planner.no_plan import bounds_without_plan, error_of_all
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import ActionOrderSpace, LinearizationsSpace, partitions_in
-from bapipe.planner.solution import Solution
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.results.decision import stage_plan
+from bapipe.planner.results.no_plan import bounds_without_plan, error_of_all
+from bapipe.planner.results.searched_space import ActionOrderSpace, LinearizationsSpace, partitions_in
+from bapipe.planner.results.solution import Solution
+from bapipe.planner.results.work_bound import step_bound_ns
+from bapipe.planner.stages.devices import ns_per_sample
 from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
+from bapipe.planner.throughput.lightest_cuts import MORE_THAN_ANY, lightest_cuts
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, slowest_of
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
-from bapipe.planner.work_bound import step_bound_ns
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 

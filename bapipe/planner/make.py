@@ -21,12 +21,12 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ModelProfile, common_settings
-from bapipe.planner.decision import Decision, check_devices, simulate_decision
-from bapipe.planner.inputs import Profiles, as_cluster, by_kind
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import is_of_stages
-from bapipe.planner.validation import check_inputs, microbatch_sizes
-from bapipe.planner.work_bound import WORK_BOUND, work_bound_ns
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
+from bapipe.planner.results.decision import Decision, check_devices, simulate_decision
+from bapipe.planner.results.searched_space import is_of_stages
+from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import LOOPED
 from bapipe.simulator.tied_weights import inseparable_layers
 from bapipe.simulator.timeline import StepColumns, Timeline

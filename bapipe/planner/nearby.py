@@ -12,20 +12,20 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.search import best_below
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.deadline import UNLIMITED, deadline_of
+from bapipe.planner.compute.deadline import UNLIMITED, deadline_of
 from bapipe.planner.device_line.best_naive import best_naive
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.search import has_many_devices
 from bapipe.planner.exact_search import solution_of, space_of_problems
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.long_chain.bisection import is_long_chain
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.solution import Solution, make_plan
-from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import step_bound_ns
+from bapipe.planner.results.solution import Solution, make_plan
+from bapipe.planner.results.work_bound import step_bound_ns
+from bapipe.planner.stages.intervals import INF
 from bapipe.schedules import SCHEDULES
 
 MAX_GAP = 0.005

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,21 +16,18 @@ from bapipe.formats.plan import THROUGHPUT, Plan, check_plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
 from bapipe.planner.best_grouping import best_grouping, search_order
-from bapipe.planner.deadline import Deadline, deadline_of
-from bapipe.planner.device_grouping import Grouping, groupings, profiles_with_fewest_threads
-from bapipe.planner.inputs import Profiles, as_cluster, by_kind, collected, listed
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline, deadline_of
+from bapipe.planner.inputs.device_grouping import Grouping, groupings, profiles_with_fewest_threads
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind, collected, listed
+from bapipe.planner.inputs.repeat_block import profiles_of_copies
+from bapipe.planner.inputs.validation import check_figures, check_inputs
 from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
-from bapipe.planner.repeat_block import profiles_of_copies
+from bapipe.planner.results.solution import Rival, Solution, make_plan
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.solution import Rival, Solution, make_plan
-from bapipe.planner.validation import check_figures, check_inputs, check_schedules
-from bapipe.progress import ParetoProgress, SearchProgress
+from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from bapipe.planner.analysis.pareto import ParetoPoint
 
 
 def plan(
@@ -169,40 +166,6 @@ def cached_plan_path(profiles: Profiles, cluster: Cluster, options: PlanOptions,
             **search,
         }
     )
-
-
-def explain(
-    plan: Plan,
-    profiles: Mapping[str, ModelProfile],
-    options: PlanOptions,
-    *,
-    deadline: Deadline | None = None,
-) -> tuple[str, ...]:
-    """Returns in words what limits a plan and what would help; see `bapipe.planner.analysis.explain`.
-
-    Raises:
-        BapipeError: an unknown schedule in `options`.
-    """
-    from bapipe.planner.analysis.explain import explain as in_words
-
-    check_schedules(options)
-    return in_words(plan, profiles, options, deadline=deadline or deadline_of(options.time_limit_s))
-
-
-def pareto(
-    profiles: Profiles,
-    cluster: Cluster,
-    options: PlanOptions,
-    *,
-    deadline: Deadline | None = None,
-    progress: ParetoProgress | None = None,
-    known: Plan | None = None,
-) -> "tuple[ParetoPoint, ...]":
-    """Returns the front of step time, peak memory and number of devices; see `bapipe.planner.analysis.pareto`."""
-    from bapipe.planner.analysis.pareto import pareto as front
-
-    deadline = deadline or deadline_of(options.time_limit_s)
-    return front(profiles, cluster.sequential, options, deadline=deadline, progress=progress, known=known)
 
 
 def _solve(request: SearchRequest) -> Solution:

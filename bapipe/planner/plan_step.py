@@ -7,12 +7,12 @@ from bapipe.errors import Infeasible
 from bapipe.formats.plan import Alternative
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.baselines import baseline_alternatives, slower_than_this
-from bapipe.planner.deadline import Deadline, OutOfTime
-from bapipe.planner.options import SEARCH, PlanOptions
-from bapipe.planner.pace import ACTIONS_PER_S
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.pace import ACTIONS_PER_S
+from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.results.searched_space import ActionOrderSpace, partitions_in
+from bapipe.planner.results.solution import Solution, sort_alternatives
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import ActionOrderSpace, partitions_in
-from bapipe.planner.solution import Solution, sort_alternatives
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
@@ -167,7 +167,7 @@ def _ending_earlier(request: SearchRequest) -> SearchRequest:
     Raises:
         OutOfTime: that takes more than half of the time that remains.
     """
-    from bapipe.planner.branch_and_bound.placements import positions_of_stages
+    from bapipe.planner.stages.placements import positions_of_stages
 
     deadline = request.deadline
     if not deadline.is_given:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.inputs import num_layers
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.solution import Rival
-from bapipe.planner.validation import microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import step_bound_ns
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import num_layers
+from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
+from bapipe.planner.results.solution import Rival
+from bapipe.planner.results.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
 
 

@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.planner.options import SEARCH
+from bapipe.planner.inputs.options import SEARCH
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, rate
 from bapipe.report.plans import replica_counts

@@ -8,7 +8,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, has_host_times
 from bapipe.planner.analysis.exchange import device_ns
 from bapipe.planner.analysis.near_ties import NearTie
-from bapipe.planner.options import RUNNABLE
+from bapipe.planner.inputs.options import RUNNABLE
 from bapipe.printable import printable
 from bapipe.report.formatting import mib
 from bapipe.schedules import LOOPED

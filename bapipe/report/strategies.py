@@ -8,8 +8,8 @@ from rich.table import Table
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.exchange import exchange_ns
+from bapipe.planner.analysis.strategies import Strategy
 from bapipe.planner.plan import simulate
-from bapipe.planner.strategies import Strategy
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table
 from bapipe.report.idle_time import idle_ns_by_cause

@@ -12,9 +12,9 @@ from bapipe.formats.certificate import Certificate, MemoryLimit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.sub_clusters import with_devices
 from bapipe.planner.plan import plan_once
-from bapipe.planner.sub_clusters import with_devices
 from bapipe.runtime.train_result import TrainResult
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.torchrun import current_job

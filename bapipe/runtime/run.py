@@ -16,7 +16,7 @@ from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
-from bapipe.planner.inputs import Profiles, by_kind
+from bapipe.planner.inputs.profiles import Profiles, by_kind
 from bapipe.processes import check_not_imported
 from bapipe.runtime.replan import run_with_replanning
 from bapipe.runtime.runnable import check_no_groups, type_to_run

@@ -1,7 +1,7 @@
 """Schedules by name. A new one is a function in a file of its own and one line here."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from bapipe.schedules.controllable_memory import v_half, v_min
 from bapipe.schedules.deeper_one_f_one_b import deeper_one_f_one_b
@@ -16,7 +16,7 @@ from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.looped_breadth_first import looped_breadth_first
 from bapipe.schedules.one_f_one_b import one_f_one_b
 from bapipe.schedules.one_f_one_b import order_of_rank as one_f_one_b_order_of_rank
-from bapipe.schedules.table import Action, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.schedules.zb_v import zb_v
 from bapipe.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -55,3 +55,9 @@ SIDE_BY_SIDE = frozenset({"fbp-as"})
 """Those for devices that run forward and backward side by side."""
 
 ALL: dict[str, Callable[[int, int], Schedule]] = {**SCHEDULES, **LOOPED}
+
+
+@cache
+def splits_backwards(schedule: str) -> bool:
+    """Returns whether a schedule runs the two parts of a backward, I and W, as actions of their own."""
+    return any(action.phase is Phase.WEIGHT_GRAD for order in ALL[schedule](2, 2).order for action in order)

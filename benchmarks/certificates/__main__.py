@@ -31,7 +31,7 @@ import msgspec
 
 import bapipe
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.planner.deadline import OutOfTime
+from bapipe.planner.compute.deadline import OutOfTime
 from benchmarks import parser_of
 from benchmarks.certificates.challenger import Challenger
 from benchmarks.certificates.every_plan import least_step_ns

@@ -8,8 +8,8 @@ from random import Random
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.validation import microbatch_sizes
+from bapipe.planner.inputs.validation import microbatch_sizes
+from bapipe.planner.stages.intervals import IntArray
 from bapipe.schedules import SCHEDULES
 from benchmarks.certificates.judge import HandPlan, Judge
 

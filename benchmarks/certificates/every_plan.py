@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
 
-from bapipe.planner.validation import microbatch_sizes
+from bapipe.planner.inputs.validation import microbatch_sizes
 from bapipe.schedules import SCHEDULES
 from benchmarks.certificates.judge import HandPlan, Judge
 

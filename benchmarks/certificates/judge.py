@@ -8,9 +8,9 @@ from itertools import pairwise, product
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.branch_and_bound.chain import Chain, stage_on
 from bapipe.planner.branch_and_bound.problem import step_ns_of
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.chain import Chain, stage_on
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule

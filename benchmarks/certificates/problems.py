@@ -12,7 +12,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.random_profiles import random_cluster, random_profile, with_host_times
 

@@ -17,7 +17,7 @@ from bapipe.formats.profile import ModelProfile, Split
 from bapipe.importers import import_file
 from bapipe.importers.paradl import is_paradl
 from bapipe.importers.sailor import group_profile, import_group, parse_models, parse_times
-from bapipe.planner.link_catalogue import cluster_like
+from bapipe.planner.inputs.link_catalogue import cluster_like
 from bapipe.planner.make import make
 from bapipe.report import render_cluster, render_plan, render_profile
 from benchmarks.fuzz.kinds import MAX_DEVICES, ORIGIN, Kind, WrongSuccess, check_says, check_shown, shown

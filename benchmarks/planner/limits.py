@@ -18,8 +18,8 @@ import msgspec
 
 import bapipe
 from bapipe.errors import BapipeError
-from bapipe.planner.deadline import COMPILING
-from bapipe.planner.options import SEARCH
+from bapipe.planner.compute.deadline import COMPILING
+from bapipe.planner.inputs.options import SEARCH
 from bapipe.schedules import ALL
 from benchmarks import parser_of
 from benchmarks.planner import scale

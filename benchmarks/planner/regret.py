@@ -37,7 +37,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import transfer_ns

@@ -41,9 +41,9 @@ from rich.table import Table
 
 import bapipe
 from bapipe.formats.plan import Plan
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import by_kind
 from bapipe.schedules import LOOPED
 from benchmarks import parser_of
 from benchmarks.certificates import __main__ as certificates

@@ -16,7 +16,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import encode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.planner.link_catalogue import cluster_like
+from bapipe.planner.inputs.link_catalogue import cluster_like
 from tests.builders import chain, devices
 from tests.explorer.page_data import data_of
 from tests.random_profiles import random_profile

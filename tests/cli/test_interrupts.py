@@ -11,7 +11,7 @@ from bapipe.cli import main
 from bapipe.cli.plan import _say_what_more_time_could_do
 from bapipe.formats.certificate import certify
 from bapipe.formats.plan import Plan, with_certificate
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.plan import plan_cached
 from tests.builders import chain, devices
 

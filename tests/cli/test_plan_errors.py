@@ -13,7 +13,7 @@ import pytest
 from bapipe.cli import main
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.random_profiles import random_profile
 from tests.step_time import plan_step_time
 

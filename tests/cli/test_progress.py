@@ -6,7 +6,7 @@ import time
 import pytest
 
 from bapipe.cli import progress
-from bapipe.planner.deadline import Compiling
+from bapipe.planner.compute.deadline import Compiling
 
 
 @pytest.fixture

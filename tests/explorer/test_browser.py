@@ -17,8 +17,8 @@ from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import decode
 from bapipe.formats.plan import Plan
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import pareto
+from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.explorer.chromium import PATH, Browser

@@ -34,8 +34,8 @@ from bapipe.formats.cluster import Link
 from bapipe.formats.codec import decode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import pareto
+from bapipe.planner.analysis.pareto import pareto
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.report.idle_time import CAUSES, idle_ns_by_cause
 from bapipe.schedules import ALL
 from bapipe.simulator.simulate import simulate

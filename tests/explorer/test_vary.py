@@ -22,8 +22,8 @@ from bapipe.formats.cache import cache_folder
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.profile import HALVED, ModelProfile
 from bapipe.planner import nearby
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.nearby import Point
-from bapipe.planner.options import PlanOptions
 from bapipe.processes import blocked
 from bapipe.report import variations_table, worth_words
 from bapipe.report.remarks import SCALED

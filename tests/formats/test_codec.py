@@ -28,7 +28,7 @@ from bapipe.formats.codec import (
 )
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules.table import Action, parse_actions
 from tests import ROOT
 from tests.builders import devices

@@ -90,7 +90,7 @@ def test_a_transfer_takes_latency_and_the_bandwidths_share_rounded_up() -> None:
 
 
 def test_layers_of_a_stage_add_up() -> None:
-    from bapipe.planner.branch_and_bound.chain import Chain
+    from bapipe.planner.stages.chain import Chain
 
     profile = random_profile(Random(3), 6)
     chain = Chain(profile, 2, 1.0)

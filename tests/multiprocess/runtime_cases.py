@@ -18,7 +18,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS
-from bapipe.planner.decision import stage_plan
+from bapipe.planner.results.decision import stage_plan
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline

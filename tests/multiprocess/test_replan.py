@@ -14,7 +14,7 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
 from bapipe.runtime import replan as replan_module
 from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan, run_with_replanning

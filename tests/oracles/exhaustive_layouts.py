@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, SearchResult
+from bapipe.planner.stages.placements import StagePlacement
 
 
 def exhaustive(problems: Sequence[Problem]) -> SearchResult | None:

@@ -4,12 +4,12 @@ import pytest
 
 from bapipe.errors import BapipeError, Infeasible
 from bapipe.planner.best_grouping import best_grouping
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_grouping import Grouping
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.device_grouping import Grouping
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan_step import solve_step_time
+from bapipe.planner.results.solution import Rival, Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.solution import Rival, Solution
 from tests.builders import chain, devices
 
 GROUPINGS = [Grouping(name=name, profiles={"a": chain([1, 2])}, cluster=devices(2)) for name in ("singles", "merged")]

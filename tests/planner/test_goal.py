@@ -21,15 +21,15 @@ from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.goal import Goal
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal_search import fewest_with_plan, first_with_plan, reach_goal
 from bapipe.planner.goal_setting import Answer, Setting
-from bapipe.planner.inputs import by_kind
-from bapipe.planner.options import SEARCH, PlanOptions
-from bapipe.planner.repeat_block import block_layers, repeat_block
-from bapipe.planner.searched_space import IF_ALL_LATER, MOST_AT_CUTS, on_chosen_devices
-from bapipe.planner.sub_clusters import sub_clusters
+from bapipe.planner.inputs.goal import Goal
+from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.inputs.profiles import by_kind
+from bapipe.planner.inputs.repeat_block import block_layers, repeat_block
+from bapipe.planner.inputs.sub_clusters import sub_clusters
+from bapipe.planner.results.searched_space import IF_ALL_LATER, MOST_AT_CUTS, on_chosen_devices
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from bapipe.units import decimal

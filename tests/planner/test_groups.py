@@ -13,10 +13,10 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
-from bapipe.planner.constraints import parse_constraints
-from bapipe.planner.device_groups import with_groups
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.device_groups import with_groups
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan import plan, simulate
+from bapipe.planner.stages.constraints import parse_constraints
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import layouts
 from tests.problems import heavy

@@ -10,7 +10,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 
 CLUSTER = devices(3, bytes_per_s=10**6)

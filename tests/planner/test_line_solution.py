@@ -7,15 +7,15 @@ from msgspec.structs import replace
 
 from bapipe.planner import line_solution
 from bapipe.planner.branch_and_bound import roots
-from bapipe.planner.branch_and_bound.device_orders import device_orders
 from bapipe.planner.branch_and_bound.space import has_sorted_devices
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
-from bapipe.planner.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
+from bapipe.planner.stages.device_orders import device_orders
 from bapipe.simulator.simulate import simulate
 from tests.planner.device_line.test_prefix_bound import plans
 from tests.planner.device_line.test_unlike_devices import unlike_line

@@ -15,19 +15,19 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets
+from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.pinned import certify_pinned
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.decision import Decision, simulate_decision
-from bapipe.planner.goal import Goal
-from bapipe.planner.lightest_cuts import lightest_cuts
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.goal import Goal
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.linearizations import _bound_ns, solve_over_linearizations
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain
 from bapipe.planner.plan_step import solve_partition, solve_step_time
+from bapipe.planner.results.decision import Decision, simulate_decision
+from bapipe.planner.results.searched_space import ActionOrderSpace, PartitionSpace
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import ActionOrderSpace, PartitionSpace
-from bapipe.planner.solution import Solution
 from bapipe.planner.throughput.contracted_graph import contracted_graph
+from bapipe.planner.throughput.lightest_cuts import lightest_cuts
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices, profile_of

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.planner.branch_and_bound import local_search
-from bapipe.planner.branch_and_bound.intervals import IntervalIndex
-from bapipe.planner.branch_and_bound.placements import PlacementGraph
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.fixed_placements.stage_times import StageTimes
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan import plan
+from bapipe.planner.stages.intervals import IntervalIndex
+from bapipe.planner.stages.placements import PlacementGraph
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.builders import chain, devices

@@ -16,11 +16,11 @@ from bapipe.formats.certificate import BY_HAND, OVER_LIMIT, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.planner.decision import decision_of
 from bapipe.planner.make import ANY_PLAN, judge
-from bapipe.planner.searched_space import ORDERS_OF_STAGES
-from bapipe.planner.solution import sort_alternatives
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.results.decision import decision_of
+from bapipe.planner.results.searched_space import ORDERS_OF_STAGES
+from bapipe.planner.results.solution import sort_alternatives
+from bapipe.planner.results.work_bound import work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule

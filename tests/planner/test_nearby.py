@@ -9,9 +9,9 @@ from bapipe.errors import BapipeError, Infeasible
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner import nearby
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.make import judge
 from bapipe.planner.nearby import MAX_GAP, Point, can_plan_nearby, plans_nearby
-from bapipe.planner.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.random_profiles import random_cluster, random_profile

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from tests.oracles.all_pipelines import Question, least_step
 from tests.random_profiles import random_cluster, random_profile

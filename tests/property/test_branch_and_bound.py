@@ -18,13 +18,13 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.infeasible import least_infeasible
-from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
-from bapipe.planner.deadline import NothingFoundError
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import NothingFoundError
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.intervals import INF
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.placement import merge_stages
 from bapipe.simulator.simulate import simulate, simulate_schedule

@@ -9,10 +9,11 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.sensitivity import sensitivity
 from bapipe.planner.analysis.time_balanced import time_balanced_plan
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain, plan_once
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.plan import plan_once
 from bapipe.simulator.simulate import simulate
 from tests import ROOT
 

@@ -17,7 +17,7 @@ from bapipe.estimates import estimate
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.profile import ModelProfile, Split
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules.placement import place_schedule
 from tests.oracles.reference_simulator import simulate as reference
 from tests.random_profiles import random_profile

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.long_chain.bisection import MAX_EXACT_INTERVALS, solve_long_chain
 from bapipe.planner.long_chain.relaxation import range_min
+from bapipe.planner.stages.intervals import INF
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import problems_of, random_problems

@@ -5,7 +5,7 @@ from random import Random
 
 from bapipe.graph.downsets import downsets, prefixes
 from bapipe.graph.layer_graph import of_layers, topological_order
-from bapipe.planner.solution import make_plan
+from bapipe.planner.results.solution import make_plan
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets
 from bapipe.planner.throughput.search import explore_throughput
 from tests.random_graphs import branching_profile

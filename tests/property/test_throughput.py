@@ -17,9 +17,9 @@ from bapipe.formats.codec import decode, encode
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import in_words
-from bapipe.planner.solution import make_plan
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.results.searched_space import in_words
+from bapipe.planner.results.solution import make_plan
 from bapipe.planner.throughput import search
 from bapipe.planner.throughput.load_search import is_homogeneous
 from bapipe.planner.throughput.search import MAX_DOWNSETS, explore_throughput, solve_throughput

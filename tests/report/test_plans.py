@@ -10,7 +10,7 @@ import bapipe
 from bapipe.formats.certificate import BY_HAND, NOT_CERTIFIED, certify
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.analysis.near_ties import near_ties
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.report.comparisons import render_comparison
 from bapipe.report.formatting import MAX_ROWS
 from bapipe.report.plan_changes import render_changes

@@ -11,7 +11,7 @@ from bapipe.formats.host_times import HostTimes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import HALVED, ModelProfile
 from bapipe.planner.analysis.near_ties import near_ties
-from bapipe.planner.options import RUNNABLE, PlanOptions
+from bapipe.planner.inputs.options import RUNNABLE, PlanOptions
 from bapipe.report.remarks import plan_remarks, scaled_words
 from tests.builders import chain, devices
 

@@ -12,7 +12,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import of_layers
-from bapipe.planner.branch_and_bound.chain import Chain, stage_on
+from bapipe.planner.stages.chain import Chain, stage_on
 from bapipe.report.layer_diagram import layer_rows
 from bapipe.schedules.table import Phase
 from bapipe.simulator import allreduce, stage_cost

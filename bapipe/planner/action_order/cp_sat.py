@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from bapipe.planner.action_order.bounds import heads_and_tails
 from bapipe.planner.action_order.evaluate import evaluate_order
 from bapipe.planner.action_order.problem import F, I, OrderProblem, Orders, W
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.formats.cluster import Cluster
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage

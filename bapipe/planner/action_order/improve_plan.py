@@ -15,12 +15,12 @@ from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.decision import stage_plan
-from bapipe.planner.options import SEARCH
-from bapipe.planner.pace import ACTIONS_PER_S
-from bapipe.planner.searched_space import ActionOrderSpace
-from bapipe.planner.solution import Solution
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.pace import ACTIONS_PER_S
+from bapipe.planner.inputs.options import SEARCH
+from bapipe.planner.results.decision import stage_plan
+from bapipe.planner.results.searched_space import ActionOrderSpace
+from bapipe.planner.results.solution import Solution
 from bapipe.schedules import ALL
 from bapipe.schedules.placement import permute_ranks
 from bapipe.schedules.table import Schedule

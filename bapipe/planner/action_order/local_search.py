@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 from bapipe.planner.action_order.problem import OrderProblem, Orders
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 
 MAX_SHIFT = 12
 """The furthest that one move shifts an action, in positions of its device's order."""

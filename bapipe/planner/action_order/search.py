@@ -24,7 +24,7 @@ from bapipe.planner.action_order.problem import (
     relaxation,
     sequential_schedule,
 )
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import compile_for_cluster, finish_ns, simulate_columns
 from bapipe.simulator.stage import Stage

@@ -9,6 +9,7 @@ Begin with `explain.explain`, which describes the results of the others in sente
 - `gap`: what the lower bound leaves out. `near_ties`: plans hardly slower that need much less.
 - `pareto`: the front of step time, peak memory and number of devices, by one search for each number of devices and
   each memory limit of a falling sequence.
+- `strategies`: the fastest plan of each of ParaDL's strategies.
 - `pinned`: a plan that a user made, simulated and certified against the bound over all plans.
 
 docs/algorithm.md, "Analysis", has the details.

@@ -16,8 +16,9 @@ from bapipe.planner.analysis.intra_layer import intra_layer
 from bapipe.planner.analysis.sensitivity import UNLIMITED_MEMORY, Effect, changes_of_resources, sensitivity
 from bapipe.planner.analysis.time_balanced import time_balanced_plan
 from bapipe.planner.baselines import slowdown_text
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline, OutOfTime, deadline_of
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_schedules
 from bapipe.printable import and_others
 from bapipe.simulator.simulate import simulate
 from bapipe.simulator.stage_cost import build_stages
@@ -51,14 +52,20 @@ def explain(
     profiles: Mapping[str, ModelProfile],
     options: PlanOptions,
     *,
-    deadline: Deadline = UNLIMITED,
+    deadline: Deadline | None = None,
 ) -> tuple[str, ...]:
-    """Returns a sentence or two on each of `TOPICS`.
+    """Returns in words what limits a plan and what would help: a sentence or two on each of `TOPICS`.
 
     Args:
         deadline: of what is simulated or planned again: a third of the time for other cuts, then half of what is left
-            for more of each resource if the gap is to be explained as well. Sentences say what was left out.
+            for more of each resource if the gap is to be explained as well. Sentences say what was left out. Without
+            one it is as `options.time_limit_s` says.
+
+    Raises:
+        BapipeError: an unknown schedule in `options`.
     """
+    check_schedules(options)
+    deadline = deadline or deadline_of(options.time_limit_s)
     cuts = _cuts(plan, profiles, options, deadline.share(3))
     first = deadline if plan.certificate.proven_optimal else deadline.share(2)
     effects = sensitivity(plan, profiles, options, deadline=first)

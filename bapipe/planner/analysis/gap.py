@@ -8,12 +8,12 @@ from bapipe.formats.certificate import outside_of
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.layer_graph import of_layers
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.results.work_bound import work_bound_ns
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.validation import microbatch_sizes, named_schedules
-from bapipe.planner.work_bound import work_bound_ns
 from bapipe.units import percent_up
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.edit import edit
-from bapipe.planner.inputs import Profiles
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import Profiles
 from bapipe.schedules import ALL
 
 MAX_SLOWDOWN = 0.02

@@ -7,14 +7,14 @@ from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
-from bapipe.planner.device_grouping import Grouping, groupings
+from bapipe.planner.compute.deadline import Deadline, NothingFoundError, OutOfTime, deadline_of
 from bapipe.planner.exact_search import solution_of, space_of_problems
-from bapipe.planner.inputs import Profiles
-from bapipe.planner.options import PlanOptions, limit_that_leaves
-from bapipe.planner.searched_space import ParetoSpace
-from bapipe.planner.solution import make_plan
-from bapipe.planner.validation import check_inputs
+from bapipe.planner.inputs.device_grouping import Grouping, groupings
+from bapipe.planner.inputs.options import PlanOptions, limit_that_leaves
+from bapipe.planner.inputs.profiles import Profiles
+from bapipe.planner.inputs.validation import check_inputs
+from bapipe.planner.results.searched_space import ParetoSpace
+from bapipe.planner.results.solution import make_plan
 from bapipe.progress import ParetoProgress
 
 NODES_PER_POINT = 3_000
@@ -46,17 +46,18 @@ def pareto(
     cluster: Cluster,
     options: PlanOptions,
     *,
-    deadline: Deadline = UNLIMITED,
+    deadline: Deadline | None = None,
     progress: ParetoProgress | None = None,
     known: Plan | None = None,
 ) -> tuple[ParetoPoint, ...]:
-    """Returns the front, the fastest plan first, by a search for each number of devices under less and less memory.
+    """Returns the front of step time, peak memory and number of devices, the fastest plan first.
 
-    The searches are along the profile's order of the layers, for the named schedules, and for each grouping of the
-    devices that `profiles` allow, as in `plan`. A plan that is `known`, which other searches may have found, is
-    compared with what they find.
+    There is a search for each number of devices under less and less memory. They are along the profile's order of the
+    layers, for the named schedules, and for each grouping of the devices that `profiles` allow, as in `plan`. A plan
+    that is `known`, which other searches may have found, is compared with what they find.
 
-    Points between the memory limits of two rounds are not searched. The deadline ends it with the points found so far.
+    Points between the memory limits of two rounds are not searched. The deadline, which is as `options.time_limit_s`
+    says if none is given, ends it with the points found so far.
 
     Raises:
         ConstraintsUnmet: no plan keeps the constraints.
@@ -64,7 +65,8 @@ def pareto(
     """
     if options.objective != "step":
         raise BapipeError(f"the Pareto front is of steps: leave `objective` {options.objective} out")
-    possible = groupings(profiles, cluster, options.group)
+    deadline = deadline or deadline_of(options.time_limit_s)
+    possible = groupings(profiles, cluster.sequential, options.group)
     found = [] if known is None else [_point(known)]
     unmet: list[ConstraintsUnmet] = []
     for number, grouping in enumerate(possible):

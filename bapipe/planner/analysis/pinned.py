@@ -8,15 +8,15 @@ from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.decision import decision_of, has_idle_replicas
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.partition_space import line_space
+from bapipe.planner.branch_and_bound.partition_space import line_space
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.results.decision import decision_of, has_idle_replicas
+from bapipe.planner.results.searched_space import in_words, memory_limit
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.searched_space import in_words, memory_limit
-from bapipe.planner.solution import Solution
-from bapipe.planner.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.printable import and_others
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate
@@ -76,7 +76,7 @@ def certify_pinned(
 
 def reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:
     """Returns what a plan decides otherwise than the options allow."""
-    from bapipe.planner.constraints import parse_constraints  # loads numpy
+    from bapipe.planner.stages.constraints import parse_constraints  # loads numpy
 
     rules, sizes = parse_constraints(options.constraints), microbatch_sizes(profiles, plan.cluster, options)
     rules.check_layers(next(iter(profiles.values())))

@@ -14,8 +14,8 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.pinned import BEST_FOUND
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
 from bapipe.planner.search_request import SearchRequest
 from bapipe.simulator.simulate import simulate

@@ -8,8 +8,8 @@ import msgspec
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.stages.chain import Chain
 
 MAX_LAYERS_TO_BALANCE = 400
 """Maximum number of layers: with more, the dynamic programme takes too long for a comparison."""

@@ -12,9 +12,9 @@ of eight admissible bounds, from what the placed stages cost and from a precompu
 
 Where to begin. docs/algorithm.md explains the whole with proofs. In the code, read in this order:
 
-    space.py             options -> problems: one per schedule and micro-batch size, by problem_builder.py
-    roots.py             the roots of a problem: which devices, and orders of devices, are searched;
-                         device_orders.py: the orders of many devices
+    space.py             options -> problems: one per schedule and micro-batch size, by problem_builder.py;
+                         partition_space.py: the same in words
+    roots.py             the roots of a problem: which devices, and orders of devices, are searched
     problem.py           one schedule at one micro-batch size; Layout (a solution) and its step time by the simulator
     search.py            best_first: the queue, dives, incumbents, the node budget
     partial_plan.py      PartialPlan, a node of the tree
@@ -22,15 +22,9 @@ Where to begin. docs/algorithm.md explains the whole with proofs. In the code, r
     next_stage.py        the bounds of the placed stages and the next one
     cost_to_go.py        the backward dynamic programme over placements and boundaries; sync classes
     stage_bound.py       the bounds of one stage in isolation
-    stage_candidates.py  times of a stage on a placement, for all intervals
-    stage_memory.py      which of them fit, and what they recompute; cut_transfers.py: what passes between two stages
-    stage_schedule.py    what an order of actions demands of one stage: in flight, memory peaks
-    intervals.py         all intervals of layers as flat arrays, with prefix sums
-    interval_times.py    their times, with those of all-reduces by interval_buckets.py; interval_memory.py: their bytes
-    placements.py        the graph of placements; devices.py: classes of devices (symmetry)
     local_search.py      the neighbourhoods that improve incumbents
     infeasible.py        when nothing fits: the least infeasible plan, and advice
-    chain.py             the same costs for one interval at a time, as the simulator wants them
 
+What stages cost, which of them fit and where they may run is in `bapipe.planner.stages`.
 Chains with hundreds of cuts are searched by `bapipe.planner.long_chain` instead.
 """

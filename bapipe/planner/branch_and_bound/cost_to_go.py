@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray, SomeIntervals
-from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
 from bapipe.planner.branch_and_bound.stage_bound import (
     LAST_MICROBATCH,
     RETURN,
@@ -33,8 +31,10 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     largest,
     maximum,
 )
-from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.stages.intervals import INF, BoolArray, IntArray, SomeIntervals
+from bapipe.planner.stages.placements import StagePlacement, in_postorder
+from bapipe.planner.stages.stage_candidates import StageCandidates, StageCostTable
 
 UNUSED = np.zeros(0, dtype=np.int64)
 """Stands for quantities that the schedule at hand does not need."""

@@ -9,15 +9,15 @@ import numpy as np
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.device_orders import device_orders
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement, in_postorder
+from bapipe.planner.branch_and_bound.partition_space import disagree_at_cuts
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
 from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders, tries_any_order
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.partition_space import disagree_at_cuts
-from bapipe.planner.validation import microbatch_sizes, names_looped
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import microbatch_sizes, names_looped
+from bapipe.planner.stages.device_orders import device_orders
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.placements import StagePlacement, in_postorder
 from bapipe.printable import and_others
 
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"

@@ -10,8 +10,8 @@ from itertools import permutations
 import numpy as np
 
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
-from bapipe.planner.branch_and_bound.placements import ClassCounts, StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.stages.placements import ClassCounts, StagePlacement
 
 CUT_MOVES = (-1, 1, -2, 2, -4, 4)
 """By how many boundaries a cut is moved."""

@@ -46,10 +46,8 @@ from copy import copy
 import numpy as np
 
 from bapipe.planner.branch_and_bound.cost_to_go import CostToGo, CostToGoTable, Transitions
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.next_stage import Extension, NextStageBounds
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan, PlacedStage
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.stage_bound import (
     BOUND_NAMES,
     FORWARDS_FIRST,
@@ -58,8 +56,10 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     clip_inf,
     maximum,
 )
-from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates, StageCostTable
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.placements import StagePlacement
+from bapipe.planner.stages.stage_candidates import StageCandidates, StageCostTable
 
 
 class LowerBound:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.planner.branch_and_bound.cost_to_go import Transitions, num_before_final
-from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan, PlacedStage
 from bapipe.planner.branch_and_bound.stage_bound import (
     LAST_MICROBATCH,
@@ -24,7 +22,9 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     largest,
     maximum,
 )
-from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates
+from bapipe.planner.stages.cut_transfers import CutTransfers
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.stage_candidates import StageCandidates
 
 
 @dataclass(frozen=True, slots=True)

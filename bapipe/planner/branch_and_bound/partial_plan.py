@@ -5,7 +5,7 @@ Letters such as f, x and e are those of `lower_bound.py`.
 
 from dataclasses import dataclass
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
+from bapipe.planner.stages.placements import StagePlacement
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from bapipe.formats.cluster import Cluster
-from bapipe.planner.branch_and_bound.chain import Chain, stage_on
-from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import ClassCounts, PlacementGraph, StagePlacement
-from bapipe.planner.branch_and_bound.shared_devices import SharedDevices
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.stages.chain import Chain, stage_on
+from bapipe.planner.stages.devices import DeviceClass
+from bapipe.planner.stages.intervals import IntArray
+from bapipe.planner.stages.placements import ClassCounts, PlacementGraph, StagePlacement
+from bapipe.planner.stages.shared_devices import SharedDevices
 from bapipe.schedules.placement import merge_stages, permute_ranks
 from bapipe.schedules.table import Schedule
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets

@@ -7,25 +7,25 @@ import numpy as np
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.branch_and_bound.cut_transfers import CutTransfers
-from bapipe.planner.branch_and_bound.devices import ClassLinks, ClassSymmetry, DeviceClass
-from bapipe.planner.branch_and_bound.interval_memory import IntervalMemory
-from bapipe.planner.branch_and_bound.interval_times import IntervalTimes
-from bapipe.planner.branch_and_bound.intervals import MAX_TIME, IntArray, IntervalIndex
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import ClassSequence, PlacementGraph
 from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.branch_and_bound.recomputation import LayerChoice, Recomputation, RecomputationBound
 from bapipe.planner.branch_and_bound.roots import make_roots, total_rate
-from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
-from bapipe.planner.branch_and_bound.stage_memory import StageMemory
-from bapipe.planner.branch_and_bound.stage_schedule import runs_forwards_first
-from bapipe.planner.constraints import Constraints
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.scalable_times import scalable_times
-from bapipe.planner.validation import named_schedules
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.scalable_times import scalable_times
+from bapipe.planner.inputs.validation import named_schedules
+from bapipe.planner.stages.chain import Chain
+from bapipe.planner.stages.constraints import Constraints
+from bapipe.planner.stages.cut_transfers import CutTransfers
+from bapipe.planner.stages.devices import ClassLinks, ClassSymmetry, DeviceClass
+from bapipe.planner.stages.interval_memory import IntervalMemory
+from bapipe.planner.stages.interval_times import IntervalTimes
+from bapipe.planner.stages.intervals import MAX_TIME, IntArray, IntervalIndex
+from bapipe.planner.stages.placements import ClassSequence, PlacementGraph
+from bapipe.planner.stages.recomputation import LayerChoice, Recomputation, RecomputationBound
+from bapipe.planner.stages.stage_candidates import StageCostTable
+from bapipe.planner.stages.stage_memory import StageMemory
+from bapipe.planner.stages.stage_schedule import runs_forwards_first
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
 

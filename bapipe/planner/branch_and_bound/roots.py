@@ -7,16 +7,16 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 
-from bapipe.planner.branch_and_bound.devices import DeviceClass
-from bapipe.planner.branch_and_bound.placements import (
+from bapipe.planner.branch_and_bound.problem import Root
+from bapipe.planner.results.searched_space import GIVEN_ORDER
+from bapipe.planner.stages.devices import DeviceClass
+from bapipe.planner.stages.placements import (
     ClassCounts,
     ClassSequence,
     PlacementGraph,
     StagePlacement,
     positions_of_stages,
 )
-from bapipe.planner.branch_and_bound.problem import Root
-from bapipe.planner.searched_space import GIVEN_ORDER
 from bapipe.schedules import SCHEDULES
 from bapipe.units import decimal
 

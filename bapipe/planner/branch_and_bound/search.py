@@ -17,11 +17,11 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from bapipe.planner.branch_and_bound.infeasible import fitting_layout, least_infeasible
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.branch_and_bound.local_search import change_schedule, move_cut, move_device
 from bapipe.planner.branch_and_bound.partial_plan import PartialPlan
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, NothingFoundError, OutOfTime
+from bapipe.planner.stages.intervals import INF, IntArray
 from bapipe.progress import SearchProgress
 
 DEFAULT_MAX_NODES = 20_000

@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.device_orders import device_orders
-from bapipe.planner.branch_and_bound.devices import (
+from bapipe.planner.branch_and_bound.problem import Problem
+from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
+from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.profiles import num_layers
+from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules, names_looped
+from bapipe.planner.results.searched_space import FASTEST_FIRST, on_first_devices
+from bapipe.planner.stages.constraints import check_constraints, parse_constraints
+from bapipe.planner.stages.device_orders import device_orders
+from bapipe.planner.stages.devices import (
     ClassLinks,
     DeviceClass,
     are_sorted,
     device_classes,
     ns_per_sample,
 )
-from bapipe.planner.branch_and_bound.placements import positions_of_stages
-from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
-from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
-from bapipe.planner.constraints import check_constraints, parse_constraints
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.inputs import num_layers
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import FASTEST_FIRST, on_first_devices
-from bapipe.planner.validation import microbatch_sizes, named_schedules, names_looped
+from bapipe.planner.stages.placements import positions_of_stages
 from bapipe.schedules import LOOPED, SCHEDULES
 
 

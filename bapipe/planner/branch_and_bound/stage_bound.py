@@ -9,9 +9,9 @@ from functools import reduce
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.stage_candidates import StageCandidates
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.placements import StagePlacement
+from bapipe.planner.stages.stage_candidates import StageCandidates
 
 WORK = "work"
 RETURN = "return"

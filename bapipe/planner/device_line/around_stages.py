@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined, least
+from bapipe.planner.compute.compiled import inlined, least
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
 from bapipe.planner.device_line.tracked_arrays import Tracked

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.trip_tables import ANY
+from bapipe.planner.stages.intervals import IntArray
 
 
 class Behind(NamedTuple):

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Sequence
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.pace import Pace
 from bapipe.planner.device_line.fitting_cuts import fitting_plans, seems_to_fit
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.stage_memory import StageMemory
-from bapipe.planner.pace import Pace
 from bapipe.schedules import SCHEDULES
 
 MIN_LATE, MAX_LATE = 3, 12

@@ -9,11 +9,11 @@ from functools import partial
 from math import inf
 
 from bapipe.hardware import num_cores
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.threads import in_threads
 from bapipe.planner.device_line.estimate import ESTIMATED, StepEstimate
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
-from bapipe.planner.threads import in_threads
 
 MIN_ACTIONS, MAX_ACTIONS = 800_000, 128_000_000
 """The walks of the first round end after estimates of as many actions as the micro-batches times two fifths of the

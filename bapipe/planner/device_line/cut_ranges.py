@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import isqrt
 from typing import Protocol
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 
 NEAR = ((0.6, 1.5), (0.85, 1.2))

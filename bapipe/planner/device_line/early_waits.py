@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.compiled import inlined
+from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Problem
+from bapipe.planner.stages.intervals import IntArray
 
 
 class Waits(NamedTuple):

@@ -5,9 +5,9 @@ While plans for many devices are searched for, they recompute nearly the best la
 
 from itertools import pairwise
 
-from bapipe.planner.branch_and_bound.recomputation import LayerChoice
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.line import TimedPlan
+from bapipe.planner.stages.recomputation import LayerChoice
 
 
 def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:

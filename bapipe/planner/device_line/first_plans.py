@@ -8,7 +8,7 @@ from itertools import product
 from math import inf, isinf
 from typing import NamedTuple
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.climb import Climbs, Estimated
 from bapipe.planner.device_line.fitting_cuts import fitting_plans
 from bapipe.planner.device_line.growing_stages import growing_stages

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Floats, Ints
 
 

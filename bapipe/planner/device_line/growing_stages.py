@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.in_flight import IN_FLIGHT
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.stages.intervals import IntArray
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
 SLACKS = tuple(0.002 * 4**power for power in range(6))

@@ -1,10 +1,8 @@
 """What the orders of schedules with one stage per device say about the forwards and backwards of a device."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 
-from bapipe.schedules import ALL
-from bapipe.schedules.table import Phase
+from bapipe.schedules import splits_backwards
 from bapipe.simulator.in_flight import InFlight
 
 FORWARDS_FIRST = ("gpipe", "gpipe-2bp")
@@ -39,12 +37,6 @@ LATE: Mapping[str, Callable[[int, int], int]] = {
 
 WEIGHTS_LAST = ("gpipe-2bp",)
 """Schedules in which all I of a device come before its first W."""
-
-
-@cache
-def splits_backwards(schedule: str) -> bool:
-    """Returns whether a schedule runs the two parts of a backward, I and W, as actions of their own."""
-    return any(action.phase is Phase.WEIGHT_GRAD for order in ALL[schedule](2, 2).order for action in order)
 
 
 def most_held(schedule: str, num_before: int, num_behind: int, num_microbatches: int, num_replicas: int) -> InFlight:

@@ -8,12 +8,12 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Link
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.device_line.in_flight import splits_backwards
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.savings import with_returned
-from bapipe.planner.scalable_times import scalable_times
+from bapipe.planner.inputs.scalable_times import scalable_times
+from bapipe.planner.stages.intervals import IntArray
+from bapipe.schedules import splits_backwards
 from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 

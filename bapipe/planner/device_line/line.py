@@ -10,19 +10,19 @@ from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.branch_and_bound.chain import Chain, stage_on
-from bapipe.planner.branch_and_bound.devices import device_classes, ns_per_sample
 from bapipe.planner.branch_and_bound.problem import step_ns_of
-from bapipe.planner.branch_and_bound.recomputation import MemoryLimit
-from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
-from bapipe.planner.constraints import is_among, parse_constraints
-from bapipe.planner.decision import has_idle_replicas, stage_plans
 from bapipe.planner.device_line.in_flight import most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import SearchedSpace
-from bapipe.planner.solution import Solution
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.results.decision import has_idle_replicas, stage_plans
+from bapipe.planner.results.searched_space import SearchedSpace
+from bapipe.planner.results.solution import Solution
+from bapipe.planner.stages.chain import Chain, stage_on
+from bapipe.planner.stages.constraints import is_among, parse_constraints
+from bapipe.planner.stages.devices import device_classes, ns_per_sample
+from bapipe.planner.stages.recomputation import MemoryLimit
+from bapipe.planner.stages.stage_schedule import memory_peaks
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
 from bapipe.schedules.table import Schedule

@@ -9,7 +9,7 @@ from math import floor
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Moves, Plan, Random
 
 NUM_MOVES = (1, 1, 1, 2, 3)

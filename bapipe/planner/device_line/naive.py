@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.branch_and_bound.placements import positions_of_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.equal_groups import group_sizes, halves
-from bapipe.planner.nearest_cuts import nearest_cuts
-from bapipe.planner.scalable_times import scalable_times
+from bapipe.planner.inputs.scalable_times import scalable_times
+from bapipe.planner.stages.equal_groups import group_sizes, halves
+from bapipe.planner.stages.intervals import IntArray
+from bapipe.planner.stages.nearest_cuts import nearest_cuts
+from bapipe.planner.stages.placements import positions_of_stages
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
 
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.cut_ranges import Relaxation
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.device_line.timed_plans import SLOW, TimedPlans
+from bapipe.planner.stages.intervals import INF
 
 MAX_BOUND_WORK = 25 * 512**2
 """Budget of the bisection, without a time limit, in squared devices for each limit that is decided."""

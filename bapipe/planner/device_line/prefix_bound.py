@@ -16,15 +16,13 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.in_flight import (
     FORWARDS_FIRST,
     IN_FLIGHT,
     IN_PAIRS,
     WEIGHTS_BEHIND_FORWARDS,
-    splits_backwards,
 )
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
@@ -35,6 +33,8 @@ from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.savings import no_savings, savings_of
 from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, STAGE, Boundaries, Problem, Savings
 from bapipe.planner.device_line.stage_kinds import StageKinds
+from bapipe.planner.stages.intervals import IntArray
+from bapipe.schedules import splits_backwards
 
 LAST_STAGE_GROWTH = 4
 """GPipe: the replicas of the last stage are told apart by powers of this."""

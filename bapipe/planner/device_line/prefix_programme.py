@@ -8,7 +8,7 @@ most are not within the limits even then, and one look says so.
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem

@@ -4,7 +4,7 @@ Recomputed layers lie in runs, at whose ends the tensors that pass from or to ot
 byte, the set that is worth the most is found from layer to layer. The line from one set to another that saves more has
 a price: as long as a set is worth more at it, that takes the place of one of the two, so that one saves less than what
 must be saved and the other one no less (the Lagrange dual of a knapsack). Between them may be sets on neither side of
-the line, of which the cheapest single run is tried. `branch_and_bound/recomputation.py` makes the exact choice.
+the line, of which the cheapest single run is tried. `stages/recomputation.py` makes the exact choice.
 """
 
 from math import inf
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import LayerItems
 
 MAX_PRICES = 40

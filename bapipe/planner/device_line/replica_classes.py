@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
+from bapipe.planner.stages.intervals import IntArray
 
 MAX_ALIKE = 128
 """More devices that are alike are told apart by the micro-batches of a replica alone."""

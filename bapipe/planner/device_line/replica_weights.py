@@ -6,9 +6,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 from bapipe.planner.device_line.replica_classes import ReplicaClasses
+from bapipe.planner.stages.intervals import IntArray
 
 FloatArray = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import ROUNDING_NS, PrefixBound

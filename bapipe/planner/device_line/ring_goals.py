@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.trip_bound import BY_COARSE, BY_TRIPS

@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import partial
 
 from bapipe.hardware import num_cores
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.threads import in_threads
 from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_range import Known, PlanRange, by_last_stage, parts_of, wide_ranges
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import TripBound
-from bapipe.planner.threads import in_threads
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""

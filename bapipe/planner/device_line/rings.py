@@ -3,9 +3,9 @@
 import numpy as np
 from msgspec import UNSET
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.stages.intervals import IntArray
 
 
 class Rings:

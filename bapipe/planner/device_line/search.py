@@ -33,8 +33,7 @@ from itertools import islice, product
 from math import inf
 
 from bapipe.formats.cluster import Cluster
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import USEFUL, Climbs, Estimated
 from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
 from bapipe.planner.device_line.estimate import ESTIMATED
@@ -46,7 +45,8 @@ from bapipe.planner.device_line.ring_goals import RingGoals
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.single_devices import SingleDevices
 from bapipe.planner.device_line.timed_plans import Shape, TimedPlans, shape_of
-from bapipe.planner.solution import Rival
+from bapipe.planner.results.solution import Rival
+from bapipe.planner.stages.intervals import INF
 from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 

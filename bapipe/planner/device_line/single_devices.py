@@ -29,11 +29,12 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS, splits_backwards
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.replica_weights import FloatArray
-from bapipe.planner.scalable_times import scalable_times
+from bapipe.planner.inputs.scalable_times import scalable_times
+from bapipe.schedules import splits_backwards
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
 
 ROUNDING_NS = 2.0

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.stage_arrays import Boundaries, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 

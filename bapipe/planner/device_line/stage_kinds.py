@@ -4,8 +4,8 @@ from itertools import product
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.layer_sums import LayerSums
+from bapipe.planner.stages.intervals import IntArray
 
 
 class StageKinds:

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from bapipe.planner.compiled import inlined
+from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
 from bapipe.planner.device_line.search_arrays import Costs, Ints, Notes, Plan, Records, Replicas
 

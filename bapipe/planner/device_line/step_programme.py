@@ -8,7 +8,7 @@ the simulator (`longest_path.py`), action by action.
 
 from math import inf
 
-from bapipe.planner.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Costs, Floats, Notes, Plan, Records
 from bapipe.planner.device_line.stage_programme import fill_stages
 

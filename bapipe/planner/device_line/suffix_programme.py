@@ -4,7 +4,7 @@ A state is a number of devices and of cuts; of each the first boundary is known 
 all work. Prefixes that do not reach it are of no use.
 """
 
-from bapipe.planner.compiled import compiled
+from bapipe.planner.compute.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem

@@ -2,11 +2,11 @@
 
 import time
 
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.pace import TIMES_SIMULATED, Pace
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
-from bapipe.planner.pace import TIMES_SIMULATED, Pace
+from bapipe.planner.stages.intervals import INF
 from bapipe.progress import SearchProgress
 
 SLOW = 1.2

@@ -11,7 +11,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked_arrays import (
@@ -27,6 +26,7 @@ from bapipe.planner.device_line.tracked_arrays import (
     Tracked,
 )
 from bapipe.planner.device_line.trip_tables import AFTER
+from bapipe.planner.stages.intervals import IntArray
 
 SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bapipe.hardware import num_cores
-from bapipe.planner.branch_and_bound.intervals import IntArray
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.compute.threads import in_waves
 from bapipe.planner.device_line.behind import Behind, in_band
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
-from bapipe.planner.threads import in_waves
+from bapipe.planner.stages.intervals import IntArray
 
 if TYPE_CHECKING:
     from bapipe.planner.device_line.early_waits import Waits

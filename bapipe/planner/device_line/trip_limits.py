@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.compiled import inlined
+from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Floats, Problem, Savings

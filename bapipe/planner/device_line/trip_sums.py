@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined
+from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.stage_arrays import (
     BACKWARD,
     BEFORE_GRADIENTS,

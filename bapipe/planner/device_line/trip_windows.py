@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined
+from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 from bapipe.planner.device_line.trip_tables import Scratch, Window
 

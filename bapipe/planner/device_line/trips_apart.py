@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import inlined, least
+from bapipe.planner.compute.compiled import inlined, least
 from bapipe.planner.device_line.around_stages import note_least
 from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, Floats, Problem
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.planner.compiled import compiled, inlined, least
+from bapipe.planner.compute.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import (
     add,
     behind_ends,

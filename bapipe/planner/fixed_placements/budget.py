@@ -1,6 +1,6 @@
 """The budget of a search, counted in simulated actions so that results do not depend on the speed of the machine."""
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 
 
 class Budget:

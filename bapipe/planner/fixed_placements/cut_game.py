@@ -5,13 +5,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.fixed_placements.local_search import PRODUCTS_PER_ACTION
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.path_bound import Paths
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.possible_cuts import MAX_EXACT, PossibleCuts, minimize
+from bapipe.planner.stages.intervals import INF, IntArray
 
 GAME_ITERATIONS, GAME_COST = 60, 4_000
 """Iterations of the solver of a game, and the simulated actions that take as long."""

@@ -19,10 +19,8 @@ from itertools import islice
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.cut_game import (
     NUM_LAST_KEPT,
@@ -37,6 +35,8 @@ from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import Paths
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.possible_cuts import PossibleCuts, all_cuts, minimize
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress
 
 MAX_PIPELINES = 64

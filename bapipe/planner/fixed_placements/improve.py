@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.equal_groups import pipeline_with_replicas
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
 from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.stages.equal_groups import pipeline_with_replicas
+from bapipe.planner.stages.placements import StagePlacement
 
 MAX_ENTRIES = 20_000_000
 """Maximum number of entries of a pipeline's table, the times of all replicas with all intervals, for local search."""

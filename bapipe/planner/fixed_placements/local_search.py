@@ -8,10 +8,10 @@ path. So soon almost every neighbour that is no better is recognized without a s
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
+from bapipe.planner.stages.intervals import IntArray
 
 CUT_MOVES, BLOCK_MOVES = (1, 2, 4, 8), (1, 2)
 """By how many boundaries one cut is moved, and several neighbouring ones together."""

@@ -6,7 +6,7 @@ whole numbers, and all sums stay below 2^53, so that floating point is exact in 
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
+from bapipe.planner.stages.intervals import IntArray
 
 TOTAL = 1 << 20
 """The numbers of a strategy add up to about this."""

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.nearest_cuts import nearest_cuts
+from bapipe.planner.stages.nearest_cuts import nearest_cuts
+from bapipe.planner.stages.placements import StagePlacement
 
 Cuts = tuple[int, ...]
 """The boundaries at which stages begin and end, from 0 to the last one."""

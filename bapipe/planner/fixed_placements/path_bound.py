@@ -12,10 +12,10 @@ from itertools import islice
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.pipeline import MAX_SUM, Pipeline
+from bapipe.planner.stages.intervals import INF, IntArray
 
 GAME_ITERATIONS = 300
 """Iterations of the solver of each round's game."""

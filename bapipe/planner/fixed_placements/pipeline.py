@@ -10,13 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF, BoolArray, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.stage_times import StageTable, StageTimes
-from bapipe.planner.longest_path import LongestPath
+from bapipe.planner.stages.intervals import INF, BoolArray, IntArray
+from bapipe.planner.stages.longest_path import LongestPath
+from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules.table import Phase
 from bapipe.simulator.compiled import NUM_PHASES
 from bapipe.simulator.simulate import longest_path_is_exact

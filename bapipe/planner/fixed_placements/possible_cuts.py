@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.stages.intervals import BoolArray, IntArray
 
 MAX_EXACT = 1 << 53
 """Sums of times below this are exact in floating point."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import IntArray
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.stages.intervals import IntArray
 
 MAX_MOVES, ONE_CUT_SHARE = 3, 0.6
 """Maximum number of moves from cuts to a neighbour of theirs; the share of moves that shift a single cut."""

@@ -15,17 +15,17 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.equal_groups import halves
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.random_moves import Climb, go_on, neighbours
+from bapipe.planner.stages.equal_groups import halves
+from bapipe.planner.stages.intervals import INF
+from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress
 
 ROUNDS_PER_TURN = 5

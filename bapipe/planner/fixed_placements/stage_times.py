@@ -11,11 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from bapipe.planner.branch_and_bound.interval_times import Times
-from bapipe.planner.branch_and_bound.intervals import BoolArray, IntArray, Rows
-from bapipe.planner.branch_and_bound.placements import StagePlacement
-from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.stages.interval_times import Times
+from bapipe.planner.stages.intervals import BoolArray, IntArray, Rows
+from bapipe.planner.stages.placements import StagePlacement
+from bapipe.planner.stages.stage_candidates import StageCostTable
 
 MAX_TABLED = 30_000
 """Maximum number of intervals that are all computed at once: those of a chain of 240 boundaries."""

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.equal_groups import group_sizes, halves, pipeline_with_replicas
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
+from bapipe.planner.stages.equal_groups import group_sizes, halves, pipeline_with_replicas
+from bapipe.planner.stages.placements import StagePlacement
 
 
 class BalancedCuts:

@@ -15,16 +15,16 @@ The budget is counted in simulated actions, so that results do not depend on the
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR, best_first
-from bapipe.planner.branch_and_bound.stage_candidates import StageCostTable
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.long_chain.balanced import BalancedCuts, uniform_pipelines
 from bapipe.planner.long_chain.close_gap import close_gap
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
+from bapipe.planner.stages.intervals import INF
+from bapipe.planner.stages.placements import StagePlacement
+from bapipe.planner.stages.stage_candidates import StageCostTable
 from bapipe.progress import SearchProgress
 
 MIN_BOUNDARIES = 300

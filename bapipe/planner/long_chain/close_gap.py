@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_below
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.long_chain.relaxation import Relaxation
 from bapipe.progress import SearchProgress
 

@@ -4,7 +4,7 @@ The more layers, the more time and memory they take. If that is not so, as with 
 counts as little as the minimum over all longer ones with the same begin (a suffix minimum). So nothing here exceeds
 what the simulator says, and the feasible intervals with one begin form a range of ends: `relaxation.py` needs that.
 
-Shapes: `[intervals]` and `[boundaries]` as in `branch_and_bound/intervals.py`.
+Shapes: `[intervals]` and `[boundaries]` as in `stages/intervals.py`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.planner.branch_and_bound.cost_to_go import num_before_final
-from bapipe.planner.branch_and_bound.intervals import MAX_TIME, BoolArray, IntArray
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
-from bapipe.planner.branch_and_bound.placements import StagePlacement, reachable
-from bapipe.planner.branch_and_bound.stage_candidates import ReplicaCost, StageCostTable
+from bapipe.planner.stages.intervals import MAX_TIME, BoolArray, IntArray
+from bapipe.planner.stages.placements import StagePlacement, reachable
+from bapipe.planner.stages.stage_candidates import ReplicaCost, StageCostTable
 from bapipe.simulator.in_flight import InFlight
 from bapipe.simulator.interval_costs import gradient_crosses, prefix_sums
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.planner.branch_and_bound.cost_to_go import sharing_key
-from bapipe.planner.branch_and_bound.intervals import INF, IntArray
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.long_chain.feasible_intervals import BottleneckReplica, FeasibleIntervals
+from bapipe.planner.stages.intervals import INF, IntArray
+from bapipe.planner.stages.placements import StagePlacement
 
 Path = tuple[tuple[int, ...], tuple[StagePlacement, ...]]
 """A complete plan: the boundaries at which stages begin and end, and their placements."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import prefixes
 from bapipe.graph.layer_graph import Graph, contract, depth_first_order, of_layers, topological_order
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.load_search import LoadSolution
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.neighbourhood import neighbouring_downsets

@@ -19,8 +19,8 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
 from bapipe.graph.minimum_cut import minimum_cut
-from bapipe.planner.deadline import UNLIMITED, Deadline
-from bapipe.planner.scalable_times import scalable_times
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.scalable_times import scalable_times
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.problem import IntArray

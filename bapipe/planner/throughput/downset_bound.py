@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.downset_covers import Covers
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.planner.equal_groups import group_sizes
+from bapipe.planner.stages.equal_groups import group_sizes
 from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, slowest_of
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns

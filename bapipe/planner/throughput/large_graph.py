@@ -22,7 +22,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.throughput.cut_windows import CutWindows, crossing_tensors, cut_windows, work_of_nodes
 from bapipe.planner.throughput.downset_bound import DownsetBound, downset_bound
 from bapipe.planner.throughput.downset_covers import Covers, covers_of

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, host_sum_links, slowest_of

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from bapipe.formats.plan import THROUGHPUT, Alternative
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.searched_space import ThroughputSpace
-from bapipe.planner.solution import Solution
+from bapipe.planner.results.searched_space import ThroughputSpace
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Schedule

@@ -23,7 +23,7 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.downset_covers import packed_bits
 from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes, ring_ns, transfer_ns
 

@@ -7,7 +7,7 @@ it may lack less: the search is repeated among the downsets next to its cuts unt
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.loads import Boundaries
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import Alternative
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.solution import sort_alternatives
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.results.solution import sort_alternatives
 from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution

@@ -9,10 +9,12 @@ from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.searched_space import ThroughputSpace
-from bapipe.planner.solution import Solution
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
+from bapipe.planner.results.searched_space import ThroughputSpace
+from bapipe.planner.results.solution import Solution
+from bapipe.planner.results.work_bound import work_bound_ns
 from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
@@ -24,8 +26,6 @@ from bapipe.planner.throughput.load_solution import solution_of
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
 from bapipe.planner.throughput.naive_plans import best_naive_plans, naive_alternatives
-from bapipe.planner.validation import check_inputs, microbatch_sizes
-from bapipe.planner.work_bound import work_bound_ns
 from bapipe.progress import LoadProgress
 
 MAX_DOWNSETS = 3000

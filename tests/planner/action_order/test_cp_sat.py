@@ -11,7 +11,7 @@ import os, signal, threading, time
 from random import Random
 from bapipe.planner.action_order.cp_sat import solve
 from bapipe.planner.action_order.problem import order_problem, orders_of, sequential_schedule
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from tests.random_pipelines import random_pipeline
 
 p = random_pipeline(Random(1), (0, 1, 2, 3, 0, 1, 2, 3), 8)

@@ -10,14 +10,14 @@ from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.planner.action_order.improve_plan import _neighbours, improve_plan
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
-from bapipe.planner.solution import Solution
 from bapipe.simulator.simulate import simulate, simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from tests.builders import MS, chain, devices
-from tests.planner.test_work_bound import random_profiles
+from tests.planner.results.test_work_bound import random_profiles
 from tests.random_profiles import random_cluster, random_profile
 from tests.step_time import plan_step_time
 

@@ -10,7 +10,7 @@ from bapipe.planner.action_order.bounds import Job, preemptive_one_machine_ns
 from bapipe.planner.action_order.fuse_backward import fuse_backward
 from bapipe.planner.action_order.problem import sequential_schedule
 from bapipe.planner.action_order.search import OrderSolution, search_order
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Phase, Schedule, parse_action
 from bapipe.simulator.simulate import simulate_columns, simulate_schedule

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 
 from bapipe.planner.analysis.critical_path import critical_path, time_shares
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate, simulate_schedule

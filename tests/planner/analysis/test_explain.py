@@ -7,14 +7,13 @@ from bapipe.errors import BapipeError
 from bapipe.formats.certificate import certify
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.analysis.explain import TOPICS, _over_cuts, _strategy
+from bapipe.planner.analysis.explain import TOPICS, _over_cuts, _strategy, explain
 from bapipe.planner.analysis.gap import explain_gap
 from bapipe.planner.analysis.time_balanced import time_balanced_plan
-from bapipe.planner.branch_and_bound.chain import Chain
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.make import make
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain
+from bapipe.planner.stages.chain import Chain
 from bapipe.simulator.stage import StageCost
 from tests.builders import chain, devices
 from tests.step_time import plan_step_time

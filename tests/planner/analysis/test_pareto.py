@@ -7,7 +7,7 @@ import bapipe
 from bapipe.errors import BapipeError, ConstraintsUnmet
 from bapipe.formats.certificate import NOT_CERTIFIED
 from bapipe.planner.analysis.pareto import pareto
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.step_time import plan_step_time

@@ -13,13 +13,15 @@ from bapipe.formats.codec import decode, encode
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.analysis.explain import explain
+from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.pinned import BEST_FOUND, certify_pinned
 from bapipe.planner.edit import edit
-from bapipe.planner.goal import Goal
+from bapipe.planner.inputs.goal import Goal
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.make import make
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.plan import explain, pareto, plan
-from bapipe.planner.solution import make_plan
+from bapipe.planner.plan import plan
+from bapipe.planner.results.solution import make_plan
 from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.analysis.sensitivity import MEMORY, UNLIMITED_MEMORY, sensitivity
 from bapipe.planner.edit import edit
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.simulate import simulate
 from tests.builders import chain, devices
 from tests.step_time import plan_step_time

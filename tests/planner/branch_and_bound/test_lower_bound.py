@@ -22,7 +22,7 @@ from bapipe.planner.branch_and_bound.stage_bound import (
     WORK,
     ZIGZAG,
 )
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.property.test_branch_and_bound import Prefixes, random_pipeline
 from tests.random_profiles import random_cluster, random_profile
 

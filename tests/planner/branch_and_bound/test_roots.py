@@ -8,10 +8,10 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.planner.branch_and_bound.devices import device_classes
 from bapipe.planner.branch_and_bound.roots import MAX_DEVICE_ORDERS, _all_orders, num_in_any_order
 from bapipe.planner.branch_and_bound.space import search_space
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.devices import device_classes
 from tests.builders import chain
 
 FAST, SLOW = Bandwidth(bytes_per_s=10**12, latency_ns=0), Bandwidth(bytes_per_s=10**9, latency_ns=0)

@@ -3,7 +3,7 @@
 import pytest
 
 from bapipe.planner.branch_and_bound.search import _BestFirst
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner import threads
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute import threads
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line import climb as climb_module
 from bapipe.planner.device_line.climb import Climbs
 from bapipe.planner.device_line.estimate import StepEstimate
@@ -18,7 +18,7 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.neighbourhood import Neighbourhood
 from bapipe.planner.device_line.search import LineSearch
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
 

@@ -3,7 +3,7 @@
 from math import inf
 from typing import Any
 
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, seems_to_fit
 from bapipe.planner.device_line.fitting_groups import fitting_groups

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.cut_ranges import CutRanges
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line

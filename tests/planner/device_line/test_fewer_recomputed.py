@@ -1,6 +1,6 @@
 """The layers that the stages of a plan recompute are the best ones, by all choices."""
 
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.fewer_recomputed import with_fewer_recomputed
 from tests.planner.device_line.test_prefix_bound import plans, tight_line, timed_with_any_recomputed
 

@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.deadline import Deadline
+from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
 from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.stage_memory import StageMemory
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import compositions

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.growing_stages import growing_stages
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 
 

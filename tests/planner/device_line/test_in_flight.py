@@ -5,14 +5,13 @@ from random import Random
 
 import pytest
 
-from bapipe.planner.branch_and_bound.stage_schedule import memory_peaks
 from bapipe.planner.device_line.in_flight import (
     IN_FLIGHT,
     WEIGHTS_BEHIND_FORWARDS,
     most_held,
-    splits_backwards,
 )
-from bapipe.schedules import SCHEDULES
+from bapipe.planner.stages.stage_schedule import memory_peaks
+from bapipe.schedules import SCHEDULES, splits_backwards
 from bapipe.schedules.placement import merge_stages
 from bapipe.schedules.table import Phase
 

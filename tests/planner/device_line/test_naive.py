@@ -4,7 +4,7 @@ import pytest
 
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 
 

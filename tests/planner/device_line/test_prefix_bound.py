@@ -11,15 +11,15 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.device_line.stage_limits import least_again
-from bapipe.planner.options import PlanOptions
-from bapipe.planner.work_bound import work_bound_ns
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.results.work_bound import work_bound_ns
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.interval_costs import cut_bytes

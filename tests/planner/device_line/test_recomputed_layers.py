@@ -10,13 +10,13 @@ import pytest
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import LOSS, ModelProfile
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.device_line.search_arrays import LayerItems
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.in_flight import InFlight
 from tests.builders import chain, devices
 from tests.random_graphs import branching_profile

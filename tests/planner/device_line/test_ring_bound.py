@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import prefix_bound, ring_ranges
 from bapipe.planner.device_line.early_waits import count_turns, early_waits
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
@@ -18,7 +18,7 @@ from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.ring_goals import RingGoals
 from bapipe.planner.device_line.ring_ranges import RingRanges
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line
 from tests.planner.device_line.test_unlike_devices import unlike_line

@@ -8,16 +8,16 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.planner.branch_and_bound.device_orders import device_orders
-from bapipe.planner.branch_and_bound.stage_schedule import stage_schedule_of
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 from bapipe.planner.device_line.single_devices import SingleDevices
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.line_solution import solve_on_line
-from bapipe.planner.options import PlanOptions
 from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.stages.device_orders import device_orders
+from bapipe.planner.stages.stage_schedule import stage_schedule_of
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Phase
 from tests.builders import chain, devices

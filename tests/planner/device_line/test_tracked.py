@@ -12,7 +12,7 @@ from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.device_line.trip_tables import AFTER
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 
 

@@ -12,9 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.planner import threads
-from bapipe.planner.branch_and_bound.device_orders import device_orders
-from bapipe.planner.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.compute import threads
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import replica_classes, ring_goals, ring_ranges, tracked, trip_bound, trips_before
 from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
 from bapipe.planner.device_line.behind import Behind
@@ -34,7 +33,8 @@ from bapipe.planner.device_line.trip_sums import Sums, first_begins, last_ends
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Tables, Window
 from bapipe.planner.device_line.trips_apart import note_apart
 from bapipe.planner.device_line.trips_before import _note_stages, _note_trips
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.device_orders import device_orders
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
 from tests.planner.device_line.test_ring_bound import alike_line

@@ -7,12 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.formats.cluster import Device
-from bapipe.planner.branch_and_bound.device_orders import device_orders
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line import replica_classes
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.device_orders import device_orders
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans, random_line

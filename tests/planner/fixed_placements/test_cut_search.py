@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner.branch_and_bound.intervals import INF
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements import cut_search
@@ -15,8 +14,9 @@ from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cut
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.possible_cuts import all_cuts, minimize
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.layout_search import search_layouts
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.stages.intervals import INF
 from bapipe.schedules import LOOPED
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive

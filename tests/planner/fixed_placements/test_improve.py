@@ -6,7 +6,7 @@ from random import Random
 from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements.improve import improve
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.problems import random_problems

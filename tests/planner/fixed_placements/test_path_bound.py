@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
 from bapipe.planner.fixed_placements.pipeline import Pipeline
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules import LOOPED
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import pipelines

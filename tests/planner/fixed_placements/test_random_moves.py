@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline

@@ -7,8 +7,8 @@ from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements.naive_cuts import naive_cuts
 from bapipe.planner.fixed_placements.search import search_fixed_placements
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.layout_search import search_layouts
-from bapipe.planner.options import PlanOptions
 from bapipe.schedules import LOOPED
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, pipelines

@@ -5,13 +5,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from bapipe.planner.branch_and_bound.intervals import INF
-from bapipe.planner.branch_and_bound.placements import StagePlacement
 from bapipe.planner.branch_and_bound.problem import Problem
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.fixed_placements import stage_times
 from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.fixed_placements.stage_times import StageTimes
+from bapipe.planner.stages.intervals import INF
+from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules import LOOPED
 from tests.oracles.exhaustive_layouts import pipelines
 from tests.problems import random_problems

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
-from bapipe.planner.deadline import Deadline, OutOfTime
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.long_chain.bisection import solve_long_chain
-from bapipe.planner.options import PlanOptions
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive
 from tests.problems import random_problems

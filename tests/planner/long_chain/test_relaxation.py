@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from bapipe.planner.branch_and_bound.cost_to_go import sharing_key
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.long_chain.bisection import solve_long_chain
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Relaxation
-from bapipe.planner.options import PlanOptions
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts, pipelines
 from tests.problems import random_problems

@@ -11,7 +11,7 @@ import pytest
 from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import downsets, members
 from bapipe.graph.layer_graph import Graph, contract, of_layers
-from bapipe.planner.deadline import UNLIMITED
+from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.throughput import downset_bound
 from bapipe.planner.throughput.cut_windows import crossing_tensors, cut_windows, work_of_nodes
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices

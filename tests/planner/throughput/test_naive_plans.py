@@ -13,8 +13,8 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Link
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.planner.deadline import Deadline
-from bapipe.planner.options import PlanOptions
+from bapipe.planner.compute.deadline import Deadline
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan import plan_once
 from bapipe.planner.throughput.load_search import is_homogeneous
 from bapipe.planner.throughput.loads import slowest_of

@@ -1,0 +1,97 @@
+"""Options of planning: what a user fixes or allows, passed unchanged from the command line to the searches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import msgspec
+
+from bapipe.field_types import check_fields
+from bapipe.formats.certificate import MemoryLimit
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.plan import Objective
+from bapipe.planner.inputs.goal import Goal
+from bapipe.schedules import ALL, SIDE_BY_SIDE
+from bapipe.units import NonNegative, NonNegativeFloat, Positive, Share, decimal
+
+RUNNABLE = tuple(name for name in ALL if name not in SIDE_BY_SIDE)
+"""The schedules that torch can run."""
+
+SEARCH = "search"
+"""In place of the name of a schedule: the order of the actions is searched."""
+
+EVERY_SCHEDULE = "all"
+"""In place of the names in `RUNNABLE`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a user fixes or allows, besides the profiles and the cluster.
+
+    Attributes:
+        minibatch_size: the samples of one optimizer step, those of all replicas together.
+        schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
+            them, the order of the best plan with stages of one device each is then improved by a search that starts
+            from the other named schedules (if there are none, from all with one stage per device). The result is never
+            slower than the best plan with those, with replicas if they are allowed.
+        num_stages, microbatch_size: None to search them.
+        memory_limit_bytes: a limit on the bytes of every device, besides its memory.
+        memory_margin: the share to leave free of what a device may use: its memory, or `memory_limit_bytes`.
+        replicas: whether a stage may have several devices.
+        recompute: whether stages that do not fit otherwise may recompute their forward.
+        constraints: such as `conv1 with conv2`, or a single one; see `bapipe.planner.stages.constraints`.
+        objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
+        time_limit_s: how long planning may take, all its searches together; the result then depends on the machine.
+            Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
+            only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
+        group: how many members each device has, of the profiles given: 1 for single devices. None for any.
+        goal: the least memory or devices, or the largest model, in place of the shortest step; see `planner.goal`.
+        search_effort: how much work the search for an order does: about so many seconds of it.
+
+    Raises:
+        BapipeError: a value of another type, or out of range.
+    """
+
+    minibatch_size: Positive
+    schedules: Sequence[str] = ("1f1b", "gpipe")
+    num_stages: Positive | None = None
+    microbatch_size: Positive | None = None
+    memory_limit_bytes: NonNegative | None = None
+    memory_margin: Share = 0.0
+    replicas: bool = True
+    recompute: bool = True
+    constraints: Sequence[str] = ()
+    objective: Objective = "step"
+    time_limit_s: NonNegativeFloat | None = None
+    search_effort: NonNegativeFloat = 10.0
+    group: Positive | None = None
+    goal: Goal | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("schedules", "constraints"):  # of which a single one may be given as a text
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        check_fields(self)
+        names = [name for one in self.schedules for name in (RUNNABLE if one == EVERY_SCHEDULE else (one,))]
+        object.__setattr__(self, "schedules", tuple(dict.fromkeys(names)))
+
+    def limits(self, cluster: Cluster) -> list[int]:
+        """Returns the bytes that each device may hold."""
+        limit = self.memory
+        return [limit.usable_bytes(device.memory_bytes) for device in cluster.devices]
+
+    @property
+    def memory(self) -> MemoryLimit:
+        """What is given of `memory_limit_bytes` and `memory_margin`."""
+        given = msgspec.UNSET if self.memory_limit_bytes is None else self.memory_limit_bytes
+        return MemoryLimit(bytes_per_device=given, margin=self.memory_margin)
+
+    @property
+    def in_words(self) -> str:
+        """The constraints in one text."""
+        return "; ".join(self.constraints)
+
+
+def limit_that_leaves(num_bytes: int, margin: float) -> int:
+    """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""
+    return ceil((num_bytes + 1) / (1 - decimal(margin))) - 1  # a byte more would leave another one

@@ -1,0 +1,30 @@
+"""What it means for a space that of one of its parts there is an error instead of a plan."""
+
+from collections.abc import Sequence
+
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
+from bapipe.planner.compute.deadline import OutOfTime
+
+
+def bounds_without_plan(error: BapipeError) -> tuple[int, ...]:
+    """Returns the lower bound that remains of a part; none if it is proven to have no plan."""
+    if isinstance(error, OutOfTime):
+        return (error.lower_bound_ns,)
+    if isinstance(error, Infeasible | ConstraintsUnmet) and not error.is_proven:
+        return (0,)  # it may have the fastest plan of all
+    return ()
+
+
+def error_of_all(errors: Sequence[BapipeError]) -> BapipeError:
+    """Returns the error of a space of which each part has one.
+
+    The first that proves nothing, as then nothing is proven of the space; else the first that says that nothing fits;
+    else the first, about constraints or sizes.
+    """
+    return min(errors, key=_what_it_says)
+
+
+def _what_it_says(error: BapipeError) -> int:
+    if bounds_without_plan(error):
+        return 0
+    return 1 if isinstance(error, Infeasible) else 2

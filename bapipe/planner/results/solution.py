@@ -1,0 +1,106 @@
+"""The result of a search, and the one function that makes a plan of it.
+
+Every search returns a `Solution`. The best one over linearizations and device groupings is chosen, and alternatives
+are added; `make_plan` then builds the `Plan` once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from bapipe.formats.certificate import certify
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.codec import fingerprint
+from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, with_certificate
+from bapipe.formats.prediction import Prediction
+from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.stage_plan import StagePlan
+from bapipe.planner.results.searched_space import SearchedSpace, in_words, memory_limit
+from bapipe.schedules.table import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The best plan for another grouping of the devices: what a search need not beat, nor prove more than.
+
+    Attributes:
+        objective_ns: its value of the objective.
+        lower_bound_ns: what is proven of all plans for the groupings searched so far.
+    """
+
+    objective_ns: int
+    lower_bound_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best stages and order of a space, with a lower bound on all of that space.
+
+    Attributes:
+        schedule: the name of the schedule of which `table` is the order.
+        prediction: of one step, by the simulator.
+        lower_bound_ns: on the objective: the step time, or the largest load of a device.
+    """
+
+    profiles: Mapping[str, ModelProfile]
+    cluster: Cluster
+    objective: Objective = "step"
+    minibatch_size: int
+    microbatch_size: int
+    schedule: str
+    table: Schedule
+    stages: tuple[StagePlan, ...]
+    prediction: Prediction
+    lower_bound_ns: int
+    space: SearchedSpace
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def objective_ns(self) -> int:
+        """The value of the objective: the step time, or the largest load of a device."""
+        return self.prediction.objective_ns
+
+
+def make_plan(solution: Solution) -> Plan:
+    """Returns the plan of a solution, with its certificate.
+
+    Raises:
+        BapipeError: the profiles were measured with different settings.
+    """
+    cluster, table = solution.cluster, solution.table
+    profile = solution.profiles[cluster.devices[table.devices[0][0]].kind]  # of the first stage; all are of one model
+    plan = Plan(
+        model=profile.model,
+        factory=profile.factory,
+        arguments=profile.arguments,
+        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(solution.profiles.items())},
+        settings=common_settings(solution.profiles.values()),
+        cluster=cluster,
+        objective=THROUGHPUT if solution.objective == THROUGHPUT else msgspec.UNSET,
+        minibatch_size=solution.minibatch_size,
+        microbatch_size=solution.microbatch_size,
+        num_microbatches=table.num_microbatches,
+        schedule=solution.schedule,
+        stages=solution.stages,
+        order=tuple(tuple(map(str, actions)) for actions in table.order),
+        prediction=solution.prediction,
+        alternatives=solution.alternatives,
+    )
+    space = solution.space
+    certificate = certify(solution.objective_ns, solution.lower_bound_ns, in_words(space), memory_limit(space))
+    return with_certificate(plan, certificate)
+
+
+def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
+    """Returns the alternatives that fit first, then the others; the fastest first in each."""
+    return tuple(sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns)))
+
+
+def faster_of(plan: Plan, other: Plan | None) -> Plan:
+    """Returns the faster of two plans of one space, with the bound of the first."""
+    if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
+        return plan
+    step_ns, proven = other.prediction.step_ns, plan.certificate
+    bound_ns = min(step_ns, proven.lower_bound_ns)
+    return with_certificate(other, certify(step_ns, bound_ns, proven.space, proven.memory))

@@ -1,0 +1,75 @@
+"""The orders in which plans for many devices take them: the cluster's, and by speed or memory where they differ."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from msgspec import UNSET
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.profile import ModelProfile
+from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.results.searched_space import GIVEN_ORDER
+from bapipe.planner.stages.constraints import parse_constraints
+from bapipe.planner.stages.devices import ns_per_sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOrder:
+    """An order of a cluster's ranks; `words` name it in a certificate and are part of plan files."""
+
+    words: str
+    ranks: tuple[int, ...]
+
+
+def device_orders(
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+) -> tuple[DeviceOrder, ...]:
+    """Returns the orders that differ: the cluster's, the fastest first, the slowest first, and the most memory first.
+
+    In the last one early stages, which hold more micro-batches, have the most memory, and devices with little may be
+    left out. Of devices that differ in nothing but their speed the cluster's order is left out, as it is one of many
+    at random.
+    The devices of a host stay together where links within hosts are not like those between them.
+    """
+    limits, times_ns = options.limits(cluster), ns_per_sample(profiles, cluster)
+    hosts = [device.host for device in cluster.devices]
+    are_links_alike = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
+    keeps_hosts = not are_links_alike and len(set(hosts)) > 1
+    is_at_random = _differ_in_speed_alone(cluster, options) and are_links_alike and not cluster.links
+    orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
+    what = " hosts" if keeps_hosts else ""
+    rankings: list[tuple[str, Sequence[float]]] = [
+        (f"the fastest{what} first", times_ns),
+        (f"the slowest{what} first", [-ns for ns in times_ns]),
+    ]
+    if len(set(limits)) > 1:
+        subject = "the hosts" if keeps_hosts else "those"
+        rankings.append((f"{subject} with the most memory first", [-limit for limit in limits]))
+    for words, values in rankings:
+        ranks = _ascending(values, hosts, keeps_hosts=keeps_hosts)
+        if all(ranks != order.ranks for order in orders):
+            orders.append(DeviceOrder(words=words, ranks=ranks))
+    return tuple(orders)
+
+
+def _differ_in_speed_alone(cluster: Cluster, options: PlanOptions) -> bool:
+    """Whether devices have different speeds, but do not differ in anything else of their own."""
+    allowed = parse_constraints(options.constraints).allowed_layers(cluster)
+    what_else = {
+        (device.kind, device.overlaps_transfers, *of_rank)
+        for device, *of_rank in zip(cluster.devices, options.limits(cluster), allowed, strict=True)
+    }
+    return len(what_else) == 1 < len({device.speed for device in cluster.devices})
+
+
+def _ascending(values: Sequence[float], hosts: Sequence[str], *, keeps_hosts: bool) -> tuple[int, ...]:
+    """The ranks by their values; if hosts are kept, those of each host together, and hosts by their mean values."""
+    mean = {host: fmean(value for own, value in zip(hosts, values, strict=True) if own == host) for host in set(hosts)}
+    first = {host: hosts.index(host) for host in mean}
+
+    def key(rank: int) -> tuple[float, int, float]:
+        host = hosts[rank]
+        return (mean[host], first[host], values[rank]) if keeps_hosts else (values[rank], 0, 0.0)
+
+    return tuple(sorted(range(len(hosts)), key=key))

@@ -1,0 +1,284 @@
+"""Which layers of a stage are recomputed: those of the least forward time with which the stage fits.
+
+A knapsack in which, where recomputed layers meet others, the tensors between the two are kept (docs/simulator.md).
+`LayerChoice` solves it exactly (`layer_knapsack.py`), for a stage alone or for all stages of a device together.
+`RecomputationBound` bounds it for all intervals at once: without the tensors between, the dual of the fractional
+knapsack (Dantzig 1957), of which any multiplier gives a lower bound.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+
+from bapipe.formats.cluster import Cluster
+from bapipe.formats.measurement import LayerMeasurement
+from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.inputs.scalable_times import scalable_times, scales_exchange
+from bapipe.planner.stages.intervals import INF, IntArray, IntervalIndex, Rows
+from bapipe.planner.stages.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
+
+MAX_LABELS = 4_096
+"""Points of a Pareto frontier that are kept; only beyond that a choice may miss the best one."""
+
+FEW_LABELS = 32
+"""Points that are kept for a first choice, whose time then bounds the exact one."""
+
+NUM_MULTIPLIERS = 16
+"""Multipliers of the bound: each costs an array of all intervals."""
+
+MAX_BRANCHED_LAYERS = 48
+"""Layers of a stage with many tensors in use side by side up to which its choices are gone through."""
+
+MAX_SIDE_BY_SIDE = 2
+"""Tensors in use side by side, whose producers' choices are the states of the dynamic programme."""
+
+MAX_LABELS_TOGETHER = 128
+"""Points of a frontier that are kept if a device has several stages: under many limits, more points are on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """A state of a replica, in which what its micro-batches hold must fit.
+
+    Attributes:
+        kind: of device.
+        kept, in_backward: numbers of micro-batches, as `InFlight` counts them.
+        room_bytes: what is left for their stashes.
+    """
+
+    kind: str
+    kept: int
+    in_backward: int
+    room_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimit:
+    """A state of a device with several stages, in which what their micro-batches hold must fit.
+
+    Attributes:
+        kept, in_backward: numbers of micro-batches of each stage, as `InFlight` counts them. [stages]
+        room_bytes: what is left for their stashes.
+    """
+
+    kept: tuple[int, ...]
+    in_backward: tuple[int, ...]
+    room_bytes: int
+
+    def of(self, stage: int, kind: str) -> MemoryLimit:
+        """Returns what it says of one of the stages, if the others keep nothing."""
+        return MemoryLimit(
+            kind=kind, kept=self.kept[stage], in_backward=self.in_backward[stage], room_bytes=self.room_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedLayers:
+    """A choice of layers.
+
+    Attributes:
+        layers: the numbers of those that are recomputed.
+        is_best: whether no other choice takes less time.
+        fits: false if none was found with which the stage fits, though there may be one.
+    """
+
+    layers: frozenset[int]
+    is_best: bool = True
+    fits: bool = True
+
+
+class RecomputationBound:
+    """Lower bounds of the forward time that recomputation repeats, for all intervals on one kind of device."""
+
+    def __init__(
+        self,
+        intervals: IntervalIndex,
+        measured: Sequence[LayerMeasurement],
+        deadline: Deadline = UNLIMITED,
+    ) -> None:
+        """`measured` are the layers; `deadline` ends the making of the tables with OutOfTime."""
+        forward = np.array([m.forward_ns for m in measured], dtype=np.float64)
+        stash = np.array([m.stash_bytes for m in measured], dtype=np.float64)
+        densities = np.unique(forward[stash > 0] / stash[stash > 0])
+        # Those at which all stashes together cost more than 64 bits hold are left out, in which sums would be wrong.
+        densities = densities[densities * (1 + stash.sum()) < float(INF >> 1)]
+        chosen = np.unique(np.linspace(0, len(densities) - 1, min(NUM_MULTIPLIERS, len(densities))).astype(int))
+        self._multipliers = [float(densities[i]) for i in chosen]
+        # What layers that save more than the multiplier asks for give away at it. [multipliers][intervals]
+        surplus = [np.ceil(np.maximum(0, ns * stash * (1 + EPSILON) - forward)) for ns in self._multipliers]
+        self._surplus: list[IntArray] = []
+        for of_layers in surplus:
+            deadline.check()
+            self._surplus.append(intervals.sums([int(value) for value in of_layers]))
+
+    def least_ns(self, saved_bytes: IntArray, rows: Rows) -> IntArray:
+        """Returns a lower bound of F of any layers of each interval whose stashes have a number of bytes. [rows]"""
+        # For any multiplier: F >= ns * saved - sum over the layers of max(0, ns * stash - F).
+        least = np.zeros(saved_bytes.shape, dtype=np.int64)
+        saved = np.minimum(saved_bytes, INF >> 8).astype(np.float64)
+        for ns, surplus in zip(self._multipliers, self._surplus, strict=True):
+            value = np.minimum(np.floor(ns * saved * (1 - EPSILON)), float(INF >> 8)).astype(np.int64)
+            least = np.maximum(least, value - surplus[rows])
+        return least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """Bounds by kind of device, and the choice, at one micro-batch size."""
+
+    bounds: Mapping[str, RecomputationBound]
+    choice: "LayerChoice"
+
+
+class LayerChoice:
+    """Chooses the recomputed layers of stages, at one micro-batch size.
+
+    Attributes:
+        has_host_times: whether actions may take as long as the host needs, not the device.
+    """
+
+    def __init__(
+        self,
+        profiles: Mapping[str, ModelProfile],
+        cluster: Cluster,
+        microbatch_size: int,
+        deadline: Deadline = UNLIMITED,
+    ) -> None:
+        """After `deadline` stages recompute all of their layers, which may not be the best choice."""
+        self.deadline = deadline
+        first = next(iter(profiles.values()))
+        self._names = [layer.name for layer in first.layers]
+        self._inputs = [layer.inputs for layer in first.layers]
+        self._outputs = [layer.outputs for layer in first.layers]
+        measured = {kind: scalable_times(profile, microbatch_size, cluster) for kind, profile in profiles.items()}
+        self.has_host_times = any(map(has_host_times, profiles.values()))
+        self._is_in_proportion = not any(scales_exchange(profile, cluster) for profile in profiles.values())
+        self._forward_ns = {kind: [m.forward_ns for m in of_kind] for kind, of_kind in measured.items()}
+        self._stash = {kind: np.array([m.stash_bytes for m in of_kind]) for kind, of_kind in measured.items()}
+        self._tensor_bytes = {
+            kind: {
+                name: num_bytes
+                for layer, m in zip(profiles[kind].layers, of_kind, strict=True)
+                for name, num_bytes in zip(layer.outputs, m.output_bytes, strict=True)
+            }
+            for kind, of_kind in measured.items()
+        }
+        self._found: dict[tuple[int, int, str, tuple[MemoryLimit, ...]], RecomputedLayers | None] = {}
+        self._found_together: dict[Hashable, KnapsackSolution] = {}
+
+    def best(
+        self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, *, whole_fits: bool
+    ) -> RecomputedLayers | None:
+        """Returns which of the layers [begin, end) to recompute, None if the stage does not fit with any.
+
+        It has the least sum of F; with replicas of several kinds, summed over the kinds.
+
+        Args:
+            first_kind: of the first replica, whose profile gives the sizes of tensors.
+            whole_fits: whether the stage fits if all of it is recomputed, from its input.
+        """
+        key = begin, end, first_kind, tuple(sorted(set(limits), key=repr))
+        if key not in self._found and whole_fits and self._is_too_wide(begin, end, first_kind):
+            self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=False)
+        if key not in self._found:
+            kinds = sorted({limit.kind for limit in limits})
+            stage = self._items(begin, end, first_kind, kinds, key[3])
+            room = np.array([limit.room_bytes for limit in key[3]])
+            knapsack = LayerKnapsack([stage], room, self.deadline)
+            upper_bound_ns = sum(stage.forward_ns) if whole_fits else INF
+            best = self._solve(knapsack, upper_bound_ns, MAX_LABELS)
+            # The least F on the device need not be the least if the host is slower, or on a device of another speed if
+            # members exchange data.
+            is_best = best.is_best and len(kinds) == 1 and self._is_in_proportion and not self.has_host_times
+            if best.total_ns < upper_bound_ns:
+                self._found[key] = RecomputedLayers(layers=best.layers, is_best=is_best)
+            elif whole_fits:
+                self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=is_best)
+            else:
+                self._found[key] = (
+                    None if best.is_best else RecomputedLayers(layers=frozenset(), is_best=False, fits=False)
+                )
+        return self._found[key]
+
+    def best_together(
+        self,
+        stages: Sequence[tuple[int, int]],
+        limits: Sequence[DeviceLimit],
+        kind: str,
+        *,
+        input_bytes: Sequence[int],
+        weights: Sequence[int],
+    ) -> KnapsackSolution:
+        """Returns which layers of the stages of a device to recompute: those of the least weighted sum of F.
+
+        Args:
+            stages: (begin, end) of each.
+            kind: of the device.
+            input_bytes: what a micro-batch of each stage keeps if all of it is recomputed. [stages]
+            weights: what each nanosecond of a stage counts. [stages]
+        """
+        key = tuple(stages), tuple(sorted(set(limits), key=repr)), kind, tuple(input_bytes), tuple(weights)
+        if key not in self._found_together:
+            wide = [self._is_too_wide(begin, end, kind) for begin, end in stages]
+            items = []
+            for s, (begin, end) in enumerate(stages):
+                of_stage = self._items(begin, end, kind, [kind], [limit.of(s, kind) for limit in key[1]])
+                items.append(
+                    replace(
+                        of_stage,
+                        forward_ns=[weights[s] * ns for ns in of_stage.forward_ns],
+                        # Of a stage that is too wide, all layers or none.
+                        may_recompute=(False,) * (end - begin) if wide[s] else of_stage.may_recompute,
+                        input_bytes=input_bytes[s],
+                    )
+                )
+            knapsack = LayerKnapsack(items, np.array([limit.room_bytes for limit in key[1]]), self.deadline)
+            found = self._solve(knapsack, INF, MAX_LABELS_TOGETHER)
+            self._found_together[key] = replace(found, is_best=found.is_best and not any(wide))
+        return self._found_together[key]
+
+    def _items(
+        self, begin: int, end: int, first_kind: str, kinds: Sequence[str], limits: Sequence[MemoryLimit]
+    ) -> StageItems:
+        """The layers of a stage whose replicas are of some kinds; running a layer again costs the sum over these."""
+        return StageItems(
+            begin=begin,
+            forward_ns=[sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)],
+            stash_bytes=np.stack([self._stash[limit.kind][begin:end] for limit in limits], axis=1),
+            may_recompute=[name != LOSS for name in self._names[begin:end]],
+            tensors=self._tensors(begin, end, first_kind),
+            kept=np.array([limit.kept for limit in limits]),
+            in_backward=np.array([limit.in_backward for limit in limits]),
+        )
+
+    def _solve(self, knapsack: LayerKnapsack, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
+        """Returns a choice below an upper bound: a first one from few labels, whose time then bounds the exact one."""
+        first = knapsack.solve(upper_bound_ns, FEW_LABELS)
+        if first.is_best or self.deadline.is_over:
+            return first
+        found = knapsack.solve(min(first.total_ns, upper_bound_ns), max_labels)
+        better = min((found, first), key=lambda solution: solution.total_ns)
+        return replace(better, is_best=found.is_best)
+
+    def _is_too_wide(self, begin: int, end: int, kind: str) -> bool:
+        """Returns whether a long stage has so many tensors in use at once that its choices are not gone through."""
+        if end - begin <= MAX_BRANCHED_LAYERS:
+            return False
+        change = [0] * (end - begin + 1)
+        for producer, _, users in self._tensors(begin, end, kind):
+            change[max(producer, 0)] += 1
+            change[users[-1]] -= 1
+        return max(accumulate(change)) > MAX_SIDE_BY_SIDE
+
+    def _tensors(self, begin: int, end: int, kind: str) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Returns (producer or -1, bytes, users) of the tensors that layers [begin, end) use; numbers from 0."""
+        producer = {name: i - begin for i in range(begin, end) for name in self._outputs[i]}
+        users: dict[str, list[int]] = {}
+        for i in range(begin, end):
+            for name in dict.fromkeys(self._inputs[i]):
+                users.setdefault(name, []).append(i - begin)
+        sizes = self._tensor_bytes[kind]
+        return [(producer.get(name, -1), sizes[name], tuple(of)) for name, of in users.items() if sizes.get(name)]

@@ -1,0 +1,72 @@
+"""Compiled code that is kept in the cache."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapipe.planner.compute import compiled
+from tests import ROOT
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from bapipe.planner.compute import compiled as module
+
+@module.compiled
+def total(first, second):
+    return first + second
+
+print(total(1, 2), total(0.5, 1.0))
+"""
+
+
+def run(folder: Path) -> str:
+    path = folder / "adds.py"
+    path.write_text(SCRIPT)
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    kept = sorted((folder / "cache").rglob("*.nb?"))
+    return {path: path.read_bytes() for path in kept}
+
+
+def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
+    """A byte changed anywhere, half of a file, none of it: numba would fail, or run what it reads."""
+    assert run(tmp_path) == "3 1.5\n"
+    whole = files(tmp_path)
+    assert len(whole) == 3  # an index, and the code for each of two types
+    assert run(tmp_path) == "3 1.5\n"
+    assert files(tmp_path) == whole  # which was read
+    rng = random.Random(0)
+    for path, content in whole.items():
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 0xFF
+        for damaged in (bytes(flipped), content[: len(content) // 2], b""):
+            path.write_bytes(damaged)
+            assert run(tmp_path) == "3 1.5\n"
+    assert run(tmp_path) == "3 1.5\n"
+    whole = files(tmp_path)
+    assert run(tmp_path) == "3 1.5\n"
+    assert files(tmp_path) == whole
+
+
+def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    for age in range(6):
+        old = tmp_path / "compiled" / f"version{age}"
+        old.mkdir(parents=True)
+        (old / "code.nbc").write_bytes(b"x")
+        os.utime(old, (1000 - age, 1000 - age))
+    folder = Path(compiled._code_folder.__wrapped__())
+    left = {path.name for path in (tmp_path / "compiled").iterdir()}
+    assert left == {folder.name, "version0", "version1"}
