@@ -216,7 +216,7 @@ def default_group_timeout(device: torch.device) -> Any:
     """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
     group = dist.distributed_c10d._get_default_group()
     # Neither a group that is written in Python says it, nor torch's for tests.
-    options = group._get_backend(device).options if type(group) is dist.ProcessGroup else None
+    options = _backend(group, device).options if type(group) is dist.ProcessGroup else None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
 
 
@@ -227,8 +227,8 @@ def forget_unfinished_groups() -> None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long operations of a group of gloo may take from now on."""
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    """Sets how long collectives of a group of gloo may take from now on."""
+    _backend(group, torch.device("cpu"))._set_default_timeout(timeout)
 
 
 def occupy_gpu(device: torch.device, cycles: int) -> None:
@@ -243,8 +243,14 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
     group = group or dist.distributed_c10d._get_default_group()
     if type(group) is not dist.ProcessGroup:  # one that is written in Python is its own backend
         return str(dist.get_backend(group))
-    name: str = group._get_backend(device).name()
+    name: str = _backend(group, device).name()
     return name
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns what runs a group's operations on a device: TORCH_DISTRIBUTED_DEBUG=DETAIL puts checks around it."""
+    backend: Any = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 # A backward in two parts, I and W

@@ -52,6 +52,9 @@ class _Job:
 _JOBS: WeakKeyDictionary[dist.ProcessGroup, _Job] = WeakKeyDictionary()
 """The jobs of the default groups that were made here, as torch too keeps the default group for all of a process."""
 
+_TIMEOUTS: WeakKeyDictionary[dist.ProcessGroup, timedelta] = WeakKeyDictionary()
+"""How long operations of the proven groups may take."""
+
 
 def use_loopback() -> None:
     """Lets this process connect to others of this machine only: nobody outside can, and its name need not resolve."""
@@ -121,6 +124,20 @@ def new_proven_group(ranks: Sequence[int] | None, timeout: timedelta, backend: s
     return _make_proven(job, make, timeout)
 
 
+def wait(work: dist.Work | None, group: dist.ProcessGroup | None = None) -> None:
+    """Waits for a send or a receive of a group, None for the default one, for as long as its operations may take.
+
+    `work.wait()` does so of groups that were made elsewhere. Of one that is made and proven here, gloo's connections
+    keep the patience with which they were made, and only collectives heed a later timeout.
+
+    Raises:
+        RuntimeError: that takes longer, or the connection is lost.
+    """
+    assert work is not None, "this process is in the group"
+    proven = group or dist.group.WORLD
+    work.wait(_TIMEOUTS.get(proven, timedelta()) if proven is not None else timedelta())  # none: the backend's own
+
+
 def barrier() -> None:
     """Waits until all ranks of the default group are here, under NCCL on this process's GPU: torch warns of a guess."""
     dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
@@ -141,6 +158,7 @@ def _make_proven(
         if group is not None and not fault:
             if isinstance(group, dist.ProcessGroup):
                 set_group_timeout(group, timeout)
+                _TIMEOUTS[group] = timeout
             return group
         _give_up(group)
     raise BapipeError(fault)

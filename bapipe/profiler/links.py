@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import Bandwidth
-from bapipe.job.groups import barrier
+from bapipe.job.groups import barrier, wait
 from bapipe.profiler.spawn import measure_in_ranks
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (10, 12, 14, 16, 18, 20, 22, 24, 25))
@@ -98,8 +98,7 @@ def _round_trip_ns(rank: int, message: Tensor) -> int:
     start = time.perf_counter_ns()
     for sender in (0, 1):
         work = dist.isend(message, 1 - rank) if rank == sender else dist.irecv(message, 1 - rank)
-        assert work is not None
-        work.wait()
+        wait(work)
     if message.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter_ns() - start

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
-from bapipe.job.groups import barrier, init_proven_group, meet
+from bapipe.job.groups import barrier, init_proven_group, meet, wait
 from bapipe.job.interfaces import check_interface, choose_interface
 from bapipe.job.rendezvous import open_store, outer_address
 from bapipe.job.secret import job_secret
@@ -157,9 +157,9 @@ def _broadcast_in_pair(source: int, pair: tuple[int, int], times_ns: list[int]) 
     """Returns the times of rank `source` of a pair, on both ranks."""
     times = torch.tensor(times_ns, dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     if dist.get_rank() == source:
-        dist.send(times, _other(pair))
+        wait(dist.isend(times, _other(pair)))
     else:
-        dist.recv(times, _other(pair))
+        wait(dist.irecv(times, _other(pair)))
     return [int(t) for t in times.tolist()]
 
 
@@ -181,11 +181,11 @@ def _one_way_ns(direction: tuple[int, int], message: Tensor, answer: Tensor) -> 
     """Returns the time of a message and its answer; only the sender's value is meaningful."""
     start = _now_ns()
     if dist.get_rank() == direction[0]:
-        dist.send(message, direction[1])
-        dist.recv(answer, direction[1])
+        wait(dist.isend(message, direction[1]))
+        wait(dist.irecv(answer, direction[1]))
     else:
-        dist.recv(message, direction[0])
-        dist.send(answer, direction[0])
+        wait(dist.irecv(message, direction[0]))
+        wait(dist.isend(answer, direction[0]))
     return _now_ns() - start
 
 
@@ -199,7 +199,7 @@ def _both_ways_ns(pair: tuple[int, int], sent: Tensor, received: Tensor) -> int:
         [dist.P2POp(dist.irecv, received, _other(pair)), dist.P2POp(dist.isend, sent, _other(pair))]
     )
     for work in works:
-        work.wait()
+        wait(work)
     return _now_ns() - start
 
 
@@ -208,7 +208,7 @@ def _slowdown(pair: tuple[int, int], message: Tensor) -> float:
     matrix = torch.randn(256, 256, device=message.device)
     if dist.get_rank() == pair[1]:
         for _ in range(_NUM_MESSAGES):
-            dist.send(message, pair[0])
+            wait(dist.isend(message, pair[0]))
         return 0.0
     if message.is_cuda:
         return _slowdown_on_cuda(message, pair[1], matrix)
@@ -246,7 +246,7 @@ def _compute_times_ns(matrix: Tensor) -> list[int]:
 
 def _receive_all(message: Tensor, source: int) -> None:
     for _ in range(_NUM_MESSAGES):
-        dist.recv(message, source)
+        wait(dist.irecv(message, source))
 
 
 def _compute_ns(matrix: Tensor) -> int:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from bapipe.job.groups import wait
+
 _NUM_ROUND_TRIPS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -117,10 +119,10 @@ def _host() -> tuple[str, str]:
 def _answer_with_time(peer: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
     message = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(_NUM_ROUND_TRIPS):
-        dist.recv(message, group=group, group_src=peer)
+        wait(dist.irecv(message, group=group, group_src=peer), group)
         message.item()  # waits until it is there: NCCL's call returns before
         message.fill_(time.perf_counter_ns())
-        dist.send(message, group=group, group_dst=peer)
+        wait(dist.isend(message, group=group, group_dst=peer), group)
 
 
 def _offset_to_rank_0(device: torch.device, group: dist.ProcessGroup | None) -> int:
@@ -128,8 +130,8 @@ def _offset_to_rank_0(device: torch.device, group: dist.ProcessGroup | None) -> 
     best: tuple[int, int] | None = None  # (round trip, offset), of the shortest round trip
     for _ in range(_NUM_ROUND_TRIPS):
         start_ns = time.perf_counter_ns()
-        dist.send(message, group=group, group_dst=0)
-        dist.recv(message, group=group, group_src=0)
+        wait(dist.isend(message, group=group, group_dst=0), group)
+        wait(dist.irecv(message, group=group, group_src=0), group)
         remote_ns = int(message.item())
         end_ns = time.perf_counter_ns()
         sample = (end_ns - start_ns, (start_ns + end_ns) // 2 - remote_ns)

@@ -102,11 +102,11 @@ def connect_channels(layout: ProcessLayout) -> Channels:
     sent, received = torch.zeros(1, device=layout.device), torch.zeros(1, device=layout.device)
     for low, high in pairs:
         if own == low:  # the ascending group first, on both sides
-            channels.send(sent, high).wait()
-            channels.receive(received, high).wait()
+            channels.wait(channels.send(sent, high))
+            channels.wait(channels.receive(received, high))
         elif own == high:
-            channels.receive(received, low).wait()
-            channels.send(sent, low).wait()
+            channels.wait(channels.receive(received, low))
+            channels.wait(channels.send(sent, low))
     return channels
 
 

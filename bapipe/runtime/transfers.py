@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.job.groups import wait
 from bapipe.runtime.lowering import End, Transfer, receive_of
 from bapipe.schedules.table import Action, Phase
 
@@ -38,6 +39,10 @@ class Channels:
         """Posts a receive from a process."""
         group = self.ascending if source < self.process else self.descending
         return _posted(dist.irecv(tensor, group=group, group_src=source))
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for what was posted."""
+        wait(work, self.ascending)  # the other group may take as long
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
@@ -79,4 +84,4 @@ class Transfers:
 
     def _release(self, transfer: Transfer) -> None:
         for work in self._posted.pop(transfer, ()):
-            work.wait()
+            self._channels.wait(work)

@@ -23,6 +23,7 @@ from bapipe.job.sockets import open_sockets
 from bapipe.runtime.data import workers
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
+from bapipe.torch_private import backend_name
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 
@@ -78,6 +79,27 @@ def talkative(rank: Rank) -> int:
         rank.report(bytes(10_000))
         dist.barrier()
     return rank.index
+
+
+def late_sender(rank: Rank) -> list[tuple[str, float]]:
+    """Rank 0 sends later than connecting may take, in a group as it is and in one that torch checks.
+
+    Returns the backend of each group, and the number in place of 0 that this rank has then.
+    """
+    results = []
+    for level in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
+        dist.set_debug_level(level)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "PATIENCE", [timedelta(seconds=seconds) for seconds in (1, 20, 20)])
+            group = new_proven_group(None, timedelta(seconds=60))
+        number = torch.zeros(1)
+        if rank.index == 0:
+            time.sleep(1.5)
+            groups.wait(dist.isend(number + 7, 1, group), group)
+        else:
+            groups.wait(dist.irecv(number, 0, group), group)
+        results.append((backend_name(group, number.device), number.item()))
+    return results
 
 
 BEHAVIOURS = ("closes", "is silent", "attacks the second group", "attacks at every attempt")

@@ -18,7 +18,7 @@ from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.store import JobStore
 from bapipe.runtime.launch.processes import launch
 from tests import ROOT
-from tests.multiprocess.launch_cases import alone, both, default_workers, talkative, three_steps
+from tests.multiprocess.launch_cases import alone, both, default_workers, late_sender, talkative, three_steps
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -71,6 +71,11 @@ def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
         launch(both, NAMES, "hang", timeout_s=3)
     assert str(caught.value) == ("rank 1 (cpu1) hangs at step 3: rank 0 (cpu0) waited more than 3 s for another rank")
     assert caught.value.lost == ("cpu1",)
+
+
+def test_a_rank_waits_longer_for_another_one_than_connecting_may_take() -> None:
+    """gloo's transfers keep the time limit of connecting, where its collectives take a later one."""
+    assert launch(late_sender, NAMES, timeout_s=60) == [[("gloo", 0), ("gloo", 0)], [("gloo", 7), ("gloo", 7)]]
 
 
 def test_a_callback_may_take_longer_than_the_timeout() -> None:

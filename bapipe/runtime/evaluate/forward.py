@@ -236,7 +236,7 @@ class _StageTensors:
             return self.outputs.pop((stage - 1, microbatch))
         received = self.received.pop((stage, microbatch))
         for _, work in received:
-            work.wait()
+            self.channels.wait(work)
         return tuple(buffer for buffer, _ in received)
 
     def send(self, stage: int, microbatch: int, destination: int) -> None:
@@ -256,7 +256,7 @@ class _StageTensors:
 
     def _wait_for_oldest(self) -> None:
         for work in self.sent.popleft():
-            work.wait()
+            self.channels.wait(work)
 
     def _example(self, size: int, name: str) -> Tensor:
         if size not in self.examples:
