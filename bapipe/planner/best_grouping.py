@@ -12,7 +12,7 @@ from bapipe.planner.inputs.device_grouping import Grouping
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.results.no_plan import bounds_without_plan, error_of_all
-from bapipe.planner.results.searched_space import GroupingsSpace
+from bapipe.planner.results.searched_space import GroupingsSpace, is_of_action_orders
 from bapipe.planner.results.solution import Rival, Solution, sort_alternatives
 
 Solve = Callable[[Grouping, Deadline, Rival | None], Solution]
@@ -65,7 +65,7 @@ def best_grouping(
     """
     solutions: dict[str, Solution] = {}
     refused: list[BapipeError] = []
-    bounds_ns: list[int] = []
+    without_plan_ns: list[int] = []
     rival: Rival | None = None
     for number, grouping in enumerate(order or possible):
         num_left = len(possible) - number
@@ -74,12 +74,12 @@ def best_grouping(
             found = solve(grouping, share, rival)
         except (Infeasible, ConstraintsUnmet, OutOfTime) as error:
             refused.append(error)
-            bounds_ns += bounds_without_plan(error)
+            without_plan_ns += bounds_without_plan(error)
             continue
         solutions[grouping.name] = found
-        bounds_ns.append(found.lower_bound_ns)
         if rival is None or found.objective_ns < rival.objective_ns:
-            rival = Rival(objective_ns=found.objective_ns, lower_bound_ns=min(bounds_ns))
+            bound_ns = min([each.bound_of_all_ns for each in solutions.values()] + without_plan_ns)
+            rival = Rival(objective_ns=found.objective_ns, lower_bound_ns=bound_ns)
     if not solutions:
         raise error_of_all(refused)
     names = [grouping.name for grouping in possible]
@@ -88,12 +88,21 @@ def best_grouping(
     if len(possible) == 1:
         return best
     others = tuple(_alternative(name, other, best) for name, other in solutions.items() if other is not best)
+    bound_ns = min([_bound_ns(other, best) for other in solutions.values()] + without_plan_ns)
+    of_all_ns = min([other.bound_of_all_ns for other in solutions.values()] + without_plan_ns)
     return replace(
         best,
-        lower_bound_ns=min(bounds_ns),
+        lower_bound_ns=bound_ns,
+        asked_bound_ns=None if of_all_ns == bound_ns else of_all_ns,
         space=GroupingsSpace(names=tuple(names), of_best=best.space),
         alternatives=sort_alternatives((*best.alternatives, *others)),
     )
+
+
+def _bound_ns(solution: Solution, best: Solution) -> int:
+    """Returns what is proven of one grouping, for plans such as those that the space of the best one has."""
+    is_alike = is_of_action_orders(solution.space) and is_of_action_orders(best.space)
+    return solution.lower_bound_ns if solution is best or is_alike else solution.bound_of_all_ns
 
 
 def _alternative(name: str, solution: Solution, best: Solution) -> Alternative:

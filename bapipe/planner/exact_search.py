@@ -67,7 +67,7 @@ def find_best_layout(request: SearchRequest) -> tuple[PartitionSpace, SearchResu
 
 def _check_table_size(request: SearchRequest) -> None:
     """Raises OutOfTime if the tables of all intervals of layers need too much memory, or more time than is left."""
-    num_boundaries = len(DeviceLine(request.profiles, request.cluster, request.options).cuts)
+    num_boundaries = len(DeviceLine(*request.inputs).cuts)
     num_intervals = num_boundaries * (num_boundaries - 1) // 2
     unlike = {(device.kind, device.speed) for device in request.cluster.devices}
     num_bytes = num_intervals * (BYTES_PER_SIZE * len(request.microbatch_sizes) + BYTES_PER_KIND * len(unlike))

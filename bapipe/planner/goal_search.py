@@ -70,7 +70,7 @@ def reach_goal(
     setting = Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
-    fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
+    fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress).plan
     space = space_without_memory(fastest.certificate) if goal.least == "memory" else None
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
     if fastest.prediction.objective_ns > setting.limit_ns:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +27,19 @@ ANY_NS = 2**62
 NO_PLAN_NS = ANY_NS + 1
 """In place of the lower bound of plans of which it is proven that there are none."""
 
-Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Plan]
+
+class Found(NamedTuple):
+    """What a search has found.
+
+    Attributes:
+        bound_ns: on all plans that were asked for; the certificate's may be of a part of them.
+    """
+
+    plan: Plan
+    bound_ns: int
+
+
+Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Found]
 """Searches for the shortest step."""
 
 
@@ -87,7 +100,7 @@ class Setting:
         if self.deadline.is_over:
             return known
         try:
-            found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress)
+            found = self.search(self.profiles, self.cluster, self.options, self.deadline, self.progress).plan
         except (Infeasible, ConstraintsUnmet, OutOfTime):
             return known
         return found if found.prediction.objective_ns <= known.prediction.objective_ns else known
@@ -115,13 +128,12 @@ class Setting:
     def _found(self, deadline: Deadline, progress: SearchProgress) -> tuple[Plan | None, int]:
         """Returns the plan that a search finds, None if none, and the lower bound that it proves."""
         try:
-            plan = self.search(self.profiles, self.cluster, self.options, deadline, progress)
+            return self.search(self.profiles, self.cluster, self.options, deadline, progress)
         except (Infeasible, ConstraintsUnmet) as error:
             return None, NO_PLAN_NS if error.is_proven else 0
         except OutOfTime as error:
             # Of the named schedules only, where orders of actions are searched, too.
             return None, 0 if SEARCH in self.options.schedules else error.lower_bound_ns
-        return plan, proven_ns(plan.certificate)
 
     @property
     def least_ns(self) -> int:

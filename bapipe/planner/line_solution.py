@@ -68,7 +68,7 @@ def solve_first(request: SearchRequest) -> LineSolution | None:
     simple = [name for name in asked if name in SCHEDULES]
     if not simple:
         return None
-    profiles, cluster, options = request.profiles, request.cluster, request.options
+    profiles, cluster, options = request.inputs
     num_devices = len(cluster.devices)
     if num_devices < MIN_FIRST_DEVICES:
         return None
@@ -86,7 +86,7 @@ def solve_on_line(request: SearchRequest, *, is_last: bool = True) -> LineSoluti
     Args:
         is_last: whether no other search follows.
     """
-    profiles, cluster, options = request.profiles, request.cluster, request.options
+    profiles, cluster, options = request.inputs
     line = DeviceLine(profiles, cluster, options)
     orders = device_orders(profiles, cluster, options)
     search = LineSearch(
@@ -127,7 +127,7 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
         raise OutOfTime(
             f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
         ) from None
-    space = line_space(request.profiles, request.cluster, request.options, list(orders))
+    space = line_space(*request.inputs, list(orders))
     return best.line.solution(best, bound_ns, space)
 
 
@@ -144,7 +144,7 @@ def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> dic
     Args:
         holds_for_all: whether what is proven holds for plans in any order, also where a search knows some of them.
     """
-    inputs = request.profiles, request.cluster, request.options
+    inputs = request.inputs
     line = DeviceLine(*inputs)
     given = {GIVEN_ORDER: line}
     ordered = {order.words: line.in_order(order.ranks) for order in device_orders(*inputs)}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,13 @@ def plan(
     deadline = deadline or deadline_of(options.time_limit_s)
     if options.goal is not None:
         from bapipe.planner.goal_search import reach_goal
+        from bapipe.planner.goal_setting import Found
+
+        def search(
+            profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: SearchProgress
+        ) -> Found:
+            solution = _solve_groupings(profiles, cluster, options, deadline, progress, orders_for)
+            return Found(make_plan(solution), solution.bound_of_all_ns)
 
         goal, options = options.goal, replace(options, goal=None)
         # The least memory is asked for under lower and lower limits.
@@ -72,22 +78,22 @@ def plan(
             cluster,
             options,
             goal,
-            search=partial(_plan_groupings, orders_for=orders_for),
+            search=search,
             deadline=deadline,
             progress=progress,
         )
-    return _plan_groupings(profiles, cluster, options, deadline, progress)
+    return make_plan(_solve_groupings(profiles, cluster, options, deadline, progress))
 
 
-def _plan_groupings(
+def _solve_groupings(
     profiles: Profiles,
     cluster: Cluster,
     options: PlanOptions,
     deadline: Deadline,
     progress: SearchProgress | None,
     orders_for: tuple[PlanOptions, ...] = (),
-) -> Plan:
-    """Returns the plan with the shortest step, or the least load, over the groupings of the devices."""
+) -> Solution:
+    """Returns the solution with the shortest step, or the least load, over the groupings of the devices."""
 
     def solve(grouping: Grouping, until: Deadline, rival: Rival | None) -> Solution:
         return _solve(
@@ -103,7 +109,7 @@ def _plan_groupings(
         )
 
     possible = groupings(profiles, cluster, options.group)
-    return make_plan(best_grouping(possible, solve, deadline, search_order(possible, options)))
+    return best_grouping(possible, solve, deadline, search_order(possible, options))
 
 
 def plan_once(

@@ -92,7 +92,8 @@ def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:
     if improved.schedule != SEARCH:
         if start.prediction.step_ns >= named.prediction.step_ns:
             return named
-        return replace(start, lower_bound_ns=min(named.lower_bound_ns, start.prediction.step_ns), space=named.space)
+        bound_ns = min(named.lower_bound_ns, start.prediction.step_ns)
+        return replace(start, lower_bound_ns=bound_ns, space=named.space, asked_bound_ns=named.asked_bound_ns)
     if start is named:
         return improved
     if improved.prediction.step_ns < named.prediction.step_ns:
@@ -125,7 +126,12 @@ def solve_partition(request: SearchRequest) -> Solution:
 def with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
     """Returns a solution whose bound is at least the one that needs no search."""
     bound_ns = max(solution.lower_bound_ns, request.step_bound_ns)
-    return replace(solution, lower_bound_ns=min(bound_ns, solution.prediction.step_ns))
+    is_of_all = solution.asked_bound_ns is None and not isinstance(solution.space, ActionOrderSpace)
+    return replace(
+        solution,
+        lower_bound_ns=min(bound_ns, solution.prediction.step_ns),
+        asked_bound_ns=None if is_of_all else request.step_bound_ns,
+    )
 
 
 def _solve_partition(request: SearchRequest) -> Solution:
@@ -195,13 +201,16 @@ def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:
 
 def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     """Returns the first solution joined with that of an exact search of the same orders of devices, or of any order."""
+    from bapipe.planner.branch_and_bound.space import tries_any_order
     from bapipe.planner.exact_search import find_best_layout, solution_of
 
     try:
         request = _ending_earlier(request)
         space, result = find_best_layout(replace(request, progress=_without_worse(request.progress, first.solution)))
     except (OutOfTime, Infeasible):
-        return first.solution
+        if first.has_every_schedule and (first.has_every_order or not tries_any_order(*request.inputs)):
+            return first.solution
+        return replace(first.solution, asked_bound_ns=request.step_bound_ns)
     return first.joined(solution_of(request.profiles, result, request.options.minibatch_size, space))
 
 

@@ -40,6 +40,10 @@ class SearchRequest:
     orders_for: tuple[PlanOptions, ...] = ()
 
     @property
+    def inputs(self) -> tuple[Mapping[str, ModelProfile], Cluster, PlanOptions]:
+        return self.profiles, self.cluster, self.options
+
+    @property
     def num_layers(self) -> int:
         return num_layers(self.profiles)
 
@@ -51,9 +55,9 @@ class SearchRequest:
     @property
     def microbatch_sizes(self) -> list[int]:
         """The micro-batch sizes to search, ascending; raises BapipeError if no size is possible."""
-        return microbatch_sizes(self.profiles, self.cluster, self.options)
+        return microbatch_sizes(*self.inputs)
 
     @property
     def step_bound_ns(self) -> int:
         """A time that no step of any plan can beat; it needs no search."""
-        return step_bound_ns(self.profiles, self.cluster, self.options)
+        return step_bound_ns(*self.inputs)

@@ -1,5 +1,7 @@
 """The best plan over groupings of the devices."""
 
+from dataclasses import replace
+
 import pytest
 
 from bapipe.errors import BapipeError, Infeasible
@@ -42,3 +44,16 @@ def test_a_grouping_without_a_plan_leaves_a_proof_only_if_none_fits(error: Infea
 
     found = best_grouping(GROUPINGS, solve, UNLIMITED)
     assert (found.lower_bound_ns == found.prediction.step_ns) == is_optimal
+
+
+@pytest.mark.parametrize("is_of_part", [False, True])
+def test_a_bound_of_a_part_of_the_plans_of_a_grouping_is_not_one_of_all(is_of_part: bool) -> None:
+    """Of the second grouping the search was cut off before it had looked at all schedules."""
+
+    def solve(grouping: Grouping, deadline: Deadline, rival: Rival | None) -> Solution:
+        options = PlanOptions(minibatch_size=4)
+        found = solve_step_time(SearchRequest(profiles=grouping.profiles, cluster=grouping.cluster, options=options))
+        return replace(found, asked_bound_ns=7) if is_of_part and rival is not None else found
+
+    found = best_grouping(GROUPINGS, solve, UNLIMITED)
+    assert found.lower_bound_ns == found.bound_of_all_ns == (7 if is_of_part else found.prediction.step_ns)

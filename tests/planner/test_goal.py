@@ -23,7 +23,7 @@ from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal_search import fewest_with_plan, first_with_plan, reach_goal
-from bapipe.planner.goal_setting import Answer, Setting
+from bapipe.planner.goal_setting import Answer, Found, Setting
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
 from bapipe.planner.inputs.profiles import by_kind
@@ -41,9 +41,14 @@ from tests.step_time import plan_step_time
 SEEDS = range(6)
 
 
-def search(profiles: Any, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: Any) -> Plan:
+def search(profiles: Any, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: Any) -> Found:
     """The search along the profile's order alone, which is what the enumeration has."""
-    return plan_step_time(by_kind(profiles), cluster, options, deadline=deadline, progress=progress)
+    return found(plan_step_time(by_kind(profiles), cluster, options, deadline=deadline, progress=progress))
+
+
+def found(plan: Plan) -> Found:
+    """A plan whose certificate is of all plans that were asked for."""
+    return Found(plan, plan.certificate.lower_bound_ns)
 
 
 def reached(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, goal: Goal) -> Plan:
@@ -205,11 +210,11 @@ def test_the_memory_of_a_goal_is_what_the_plan_needs() -> None:
     light = bapipe.plan(profile, devices(2), minibatch_size=4)
     assert peak_bytes(light) < peak_bytes(heavy)
 
-    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Plan:
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Found:
         if options.memory_limit_bytes is None:
-            return heavy
+            return found(heavy)
         if options.memory_limit_bytes == peak_bytes(heavy):
-            return light
+            return found(light)
         raise OutOfTime("ended")
 
     options = PlanOptions(minibatch_size=4)
@@ -268,10 +273,10 @@ def test_each_number_of_unlike_devices_that_are_too_many_for_all_orders_is_searc
     )
     asked = set()
 
-    def search(_: Any, cluster: Cluster, *__: object) -> Plan:
+    def search(_: Any, cluster: Cluster, *__: object) -> Found:
         asked.add(len(cluster.devices))
         if len(cluster.devices) in (7, 9):
-            return on_devices(len(cluster.devices))
+            return found(on_devices(len(cluster.devices)))
         raise Infeasible("none", is_proven=True)
 
     cluster, options = msgspec.structs.replace(devices(9), devices=unlike), PlanOptions(minibatch_size=1)
@@ -428,9 +433,9 @@ def test_what_was_not_searched_is_bounded_by_its_work() -> None:
     options = PlanOptions(minibatch_size=8)
     slow = msgspec.structs.replace(cluster, devices=cluster.devices[2:])
 
-    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Plan:
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Found:
         if cluster.devices[:2] == slow.devices or len(cluster.devices) == 4:
-            return bapipe.plan(profiles, slow, options)
+            return found(bapipe.plan(profiles, slow, options))
         raise OutOfTime("ended")
 
     plan = reach_goal(profile, cluster, options, Goal(least="devices"), search=search, deadline=Deadline(None))
@@ -444,7 +449,7 @@ def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: 
     """A bound that is told while it runs may be of a part of the plans: then it is searched to its end."""
     tries = []
 
-    def search(_: Any, __: Any, ___: Any, deadline: Deadline, progress: Callable[[int, int, int], None]) -> Plan:
+    def search(_: Any, __: Any, ___: Any, deadline: Deadline, progress: Callable[[int, int, int], None]) -> Found:
         tries.append(deadline)
         progress(1, 300, 99)
         assert not deadline.is_over
@@ -529,7 +534,7 @@ def test_a_limit_under_which_plans_are_slow_says_nothing_of_lower_ones_where_rec
 
 
 def test_a_block_without_copies_is_refused_before_anything_is_searched() -> None:
-    def never(*_: object) -> Plan:
+    def never(*_: object) -> Found:
         pytest.fail("searched")
 
     profile, options = chain([1, 2]), PlanOptions(minibatch_size=4)
@@ -578,12 +583,12 @@ def test_a_named_schedule_that_does_not_fit_proves_nothing_about_other_orders() 
 def test_a_bound_that_leaves_plans_out_refutes_nothing(schedules: tuple[str, ...], words: str) -> None:
     plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
     certificate = msgspec.structs.replace(plan.certificate, space=f"{plan.certificate.space}; {words}")
-    found = with_certificate(plan, certificate)
+    answer = found(with_certificate(plan, certificate))
     setting = Setting(
         profiles=(chain([1, 2]),),
         cluster=devices(2),
         options=PlanOptions(minibatch_size=4, schedules=schedules),
-        search=lambda *_: found,
+        search=lambda *_: answer,
         deadline=UNLIMITED,
         progress=lambda *_: None,
         limit_ns=certificate.lower_bound_ns - 1,
@@ -651,7 +656,7 @@ def test_an_unproven_bound_below_the_throughput_asked_for_refutes_nothing() -> N
                 devices(2),
                 PlanOptions(minibatch_size=4),
                 goal,
-                search=lambda *_: unproven,
+                search=lambda *_: found(unproven),
                 deadline=Deadline(None),
             )
         assert caught.value.is_proven == is_proven
@@ -757,7 +762,7 @@ def test_the_fewest_devices_for_throughput_are_looked_for_in_every_order() -> No
 def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
     schedules: tuple[str, ...], error: BapipeError
 ) -> None:
-    def search(*_: object) -> Plan:
+    def search(*_: object) -> Found:
         raise error
 
     setting = Setting(

@@ -5,10 +5,10 @@ from dataclasses import replace as with_fields
 import pytest
 from msgspec.structs import replace
 
-from bapipe.planner import line_solution
+from bapipe.planner import exact_search, line_solution
 from bapipe.planner.branch_and_bound import roots
 from bapipe.planner.branch_and_bound.space import has_sorted_devices
-from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
@@ -17,6 +17,7 @@ from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, o
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.stages.device_orders import device_orders
 from bapipe.simulator.simulate import simulate
+from tests.builders import chain, devices
 from tests.planner.device_line.test_prefix_bound import plans
 from tests.planner.device_line.test_unlike_devices import unlike_line
 from tests.step_time import plan_step_time
@@ -154,3 +155,31 @@ def test_progress_never_shows_a_slower_plan_than_the_first_one() -> None:
     assert shown
     assert [best for best, _ in shown] == sorted((best for best, _ in shown), reverse=True)
     assert all(bound <= best for best, bound in shown)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "speeds", "is_of_part"),
+    [
+        (("gpipe",), (1.0, 1.0, 1.0), False),
+        (("gpipe", "zb-v"), (1.0, 1.0, 1.0), True),  # a line has one stage a device
+        (("gpipe",), (1.0, 2.0, 1.0), True),  # and devices in some orders, where the exact search tries any
+    ],
+)
+def test_a_first_solution_alone_says_whether_its_bound_is_of_a_part(
+    schedules: tuple[str, ...], speeds: tuple[float, ...], is_of_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_: SearchRequest) -> None:
+        raise OutOfTime("ended")
+
+    monkeypatch.setattr(exact_search, "find_best_layout", cut_off)
+    monkeypatch.setattr(roots, "MAX_DEVICE_GROUPS", 1000)  # any order of three devices
+    cluster = devices(3)
+    unlike = tuple(replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True))
+    request = SearchRequest(
+        profiles={"a": chain([2, 1, 2, 1])},
+        cluster=replace(cluster, devices=unlike),
+        options=PlanOptions(minibatch_size=4, schedules=schedules, replicas=False),
+    )
+    found = solve_partition(request)
+    assert found.bound_of_all_ns == (request.step_bound_ns if is_of_part else found.lower_bound_ns)
+    assert request.step_bound_ns < found.lower_bound_ns

@@ -205,6 +205,17 @@ def in_words(space: SearchedSpace) -> str:
             )
 
 
+def is_of_action_orders(space: SearchedSpace) -> bool:
+    """Returns whether a space is about the orders of actions of some stages."""
+    match space:
+        case LinearizationsSpace():
+            return is_of_action_orders(space.along_each)
+        case GroupingsSpace():
+            return is_of_action_orders(space.of_best)
+        case _:
+            return isinstance(space, ActionOrderSpace)
+
+
 def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
     """Returns the limit that the plans of a space keep to, if there is one."""
     match space:

@@ -41,6 +41,9 @@ class Solution:
         schedule: the name of the schedule of which `table` is the order.
         prediction: of one step, by the simulator.
         lower_bound_ns: on the objective: the step time, or the largest load of a device.
+        space: the plans for which `lower_bound_ns` holds.
+        asked_bound_ns: what holds for all plans that were asked for, if `space` is only a part of them: the search was
+            cut off before it had looked at other schedules or orders of devices, or it searched orders of actions.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -54,7 +57,13 @@ class Solution:
     prediction: Prediction
     lower_bound_ns: int
     space: SearchedSpace
+    asked_bound_ns: int | None = None
     alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def bound_of_all_ns(self) -> int:
+        """A lower bound on all plans that were asked for."""
+        return self.lower_bound_ns if self.asked_bound_ns is None else self.asked_bound_ns
 
     @property
     def objective_ns(self) -> int:
