@@ -56,11 +56,13 @@ def certify_pinned(
     )
     try:
         found = solve_partition(request)
-        best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.lower_bound_ns
+        best, space, bound_ns = (_best_found(found, timeline.step_ns),), found.space, found.bound_of_all_ns
+        if found.asked_bound_ns is not None:  # the search was cut off, and the pinned plan may be of what it left out
+            space = line_space(*request.inputs)
     except OutOfTime as error:  # then the pinned plan is the only one known
-        space, bound_ns = line_space(profiles, plan.cluster, options), error.lower_bound_ns
+        space, bound_ns = line_space(*request.inputs), error.lower_bound_ns
     except (Infeasible, ConstraintsUnmet):  # no plan of the space fits, or keeps the constraints
-        space, bound_ns = line_space(profiles, plan.cluster, options), request.step_bound_ns
+        space, bound_ns = line_space(*request.inputs), request.step_bound_ns
     judged = msgspec.structs.replace(
         plan,
         objective=msgspec.UNSET,  # the bound is of steps

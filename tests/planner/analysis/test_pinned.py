@@ -13,15 +13,19 @@ from bapipe.formats.codec import decode, encode
 from bapipe.formats.measurement import Measurement
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner import exact_search, line_solution
 from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.pinned import BEST_FOUND, certify_pinned
+from bapipe.planner.compute.deadline import OutOfTime
 from bapipe.planner.edit import edit
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.make import make
 from bapipe.planner.plan import plan
 from bapipe.planner.results.solution import make_plan
+from bapipe.planner.results.work_bound import step_bound_ns
+from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.throughput.search import solve_throughput
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
@@ -139,6 +143,29 @@ def test_a_pinned_plan_is_not_called_optimal_over_the_space_beside_it() -> None:
     told = proof(certify_pinned(best, profiles, OPTIONS).certificate)
     assert told.startswith("no plan of this space is faster than the pinned one: every cut of 4 layers")
     assert proof(certify_pinned(unbalanced, profiles, OPTIONS).certificate).startswith("the pinned plan is within ")
+
+
+def test_a_bound_of_other_schedules_does_not_prove_a_pinned_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search was cut off when it knew of GPipe alone, whose best plan takes longer than the pinned one."""
+    profiles, cluster, options = (
+        {"a": chain([1] * 6)},
+        devices(3),
+        dataclasses.replace(OPTIONS, schedules=("gpipe", "zb-v")),
+    )
+    by_hand = make(profiles["a"], cluster, minibatch_size=4, microbatch_size=1, schedule="zb-v")
+    found = certify_pinned(by_hand, profiles, dataclasses.replace(options, schedules=("gpipe",)))
+    assert outside_of(found.certificate)
+
+    def cut_off(_: SearchRequest) -> None:
+        raise OutOfTime("ended")
+
+    monkeypatch.setattr(exact_search, "find_best_layout", cut_off)
+    monkeypatch.setattr(line_solution, "MIN_FIRST", 1)
+    pinned = certify_pinned(by_hand, profiles, options)
+    assert not outside_of(pinned.certificate)
+    assert not pinned.certificate.proven_optimal
+    assert pinned.certificate.lower_bound_ns == step_bound_ns(profiles, cluster, options)
+    assert "schedules gpipe, zb-v;" in pinned.certificate.space
 
 
 def test_a_plan_changed_from_a_pinned_one_is_not_pinned() -> None:
