@@ -21,7 +21,7 @@ from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_profiles import layer_profiles
 from bapipe.profiler.layer_times import LayerTimes, time_layers
-from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, prepared
+from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, loss_on_device, prepared
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
@@ -105,6 +105,7 @@ def measure_model(
     with (
         prepared_cpu(settings.threads) if device.type == "cpu" else nullcontext(),
         prepared(module, device, settings, move=not layer_by_layer),
+        loss_on_device(loss, device),
         only_tensor_inputs(module, inputs) as tensors,
     ):
         found = traced(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.printable import shortened
@@ -86,6 +87,20 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
             _restore_strides(strides)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
+
+
+@contextmanager
+def loss_on_device(loss: Loss, device: torch.device) -> Iterator[None]:
+    """Has a loss that is a module on the device meanwhile, then where it was: weights of classes are its buffers."""
+    home = next((tensor.device for tensor in loss.state_dict().values()), None) if isinstance(loss, nn.Module) else None
+    if home is None:
+        yield
+        return
+    loss.to(device)
+    try:
+        yield
+    finally:
+        loss.to(home)
 
 
 def _restore_strides(strides: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> None:

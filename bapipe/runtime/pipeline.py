@@ -187,6 +187,8 @@ class Pipeline:
         drop_others(self._split, self._state.tensors())
         self._peak_memory = PeakMemory(self._device, self._state.tensors())
         materialize(self._split, self._state.tensors(), self._device, seed, initialize)
+        if isinstance(loss, nn.Module):
+            loss.to(self._device)  # its buffers, such as weights of classes
 
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._clock = clock_for(self._device)

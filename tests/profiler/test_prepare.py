@@ -113,6 +113,16 @@ def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert moves == [torch.device("meta"), CPU]
 
 
+def test_the_weights_of_a_loss_are_on_the_device_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[torch.device] = []
+    monkeypatch.setattr(nn.Module, "to", lambda _, device: moves.append(device))
+    with prepare.loss_on_device(nn.CrossEntropyLoss(weight=torch.ones(3)), torch.device("meta")):
+        assert moves == [torch.device("meta")]
+    assert moves == [torch.device("meta"), CPU]
+    with prepare.loss_on_device(nn.functional.mse_loss, torch.device("meta")):
+        assert len(moves) == 2
+
+
 @pytest.mark.parametrize("before", [torch.contiguous_format, torch.channels_last])
 def test_tensors_keep_their_memory_format(before: torch.memory_format) -> None:
     module = nn.Conv2d(3, 4, 3).to(memory_format=before)  # type: ignore[call-overload]

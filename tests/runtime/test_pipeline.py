@@ -224,3 +224,19 @@ def test_what_is_made_must_be_an_optimizer_of_steps(optimizer: Any, message: str
 def test_a_pipeline_starts_at_the_number_of_a_step(step: Any) -> None:
     with pytest.raises(BapipeError, match=r"^`step` is .*: want a whole number of at least 0$"):
         pipelined().start_at(step)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_weights_of_a_loss_go_to_the_device_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[nn.Module, torch.device]] = []
+    move = nn.Module.to
+
+    def noted(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        moved.extend((module, place) for place in args if isinstance(place, torch.device))
+        return move(module, *args, **options)
+
+    monkeypatch.setattr(nn.Module, "to", noted)
+    loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    Pipeline(nn.Sequential(nn.Linear(3, 3)), plan, loss=loss, inputs=(X,)).step(X, target=Y.sigmoid())
+    assert (loss, torch.device("cpu")) in moved
