@@ -93,7 +93,7 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
 def loss_on_device(loss: Loss, device: torch.device) -> Iterator[None]:
     """Has a loss that is a module on the device meanwhile, then where it was: weights of classes are its buffers."""
     home = next((tensor.device for tensor in loss.state_dict().values()), None) if isinstance(loss, nn.Module) else None
-    if home is None:
+    if home is None or not isinstance(loss, nn.Module):
         yield
         return
     loss.to(device)
