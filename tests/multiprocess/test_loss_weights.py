@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import bapipe
 from bapipe.equivalence import WeightsAhead, weighted_loss
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, LayerFailed
+from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.torch_private import FakeTensor
+from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan
 
@@ -269,6 +272,23 @@ def test_micro_batches_with_nothing_to_learn_count_nothing_in_an_evaluation(loss
     assert found is not None
     assert found.loss_weight == weight
     assert found.loss == pytest.approx(parts[1] if weight == 1 else sum(parts) / 2, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+def test_mini_batches_with_nothing_to_learn_count_nothing_in_an_evaluation() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(12, 6)
+    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=guarded, inputs=[x[:4]], evaluates=True, check=False)
+    target = torch.tensor([1, IGNORED, 2, 0] + 4 * [IGNORED] + [3] + 3 * [IGNORED])  # mini-batches of 4
+    data = EvaluationData(
+        dataset=as_pipeline_dataset(TensorDataset(x, target)),
+        metrics={"rows": lambda o, t: t != IGNORED},
+        generation=None,
+    )
+    found = evaluate(pipeline, plan, data, torch.device("cpu"), 0, lambda _: None)
+    assert found.loss == pytest.approx(functional.cross_entropy(module(x), target, ignore_index=IGNORED).item())
+    assert found.metrics == (("rows", 4 / 12),)
 
 
 @pytest.mark.usefixtures("alone")

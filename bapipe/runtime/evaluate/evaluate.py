@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.data.loader import load
+from bapipe.runtime.evaluate.forward import LossSums
 from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_result import Evaluation
@@ -72,7 +72,7 @@ def evaluate(
     """
     start_ns = time.perf_counter_ns()
     total = len(data.dataset)
-    sums = torch.zeros(2 + len(data.metrics), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(LossSums._fields) + len(data.metrics), dtype=torch.float64, device=device)
     texts: list[str] = []
     for first in range(0, total, plan.minibatch_size):
         chosen = range(first, min(first + plan.minibatch_size, total))
@@ -82,15 +82,15 @@ def evaluate(
             words = greedy_decode(pipeline, data.generation, inputs, (len(chosen), data.max_length), device)
             texts += [data.dataset.text(row) for row in words.tolist()]
         on_progress(chosen.stop)
-    loss, weight, *values = sums.tolist()
-    metrics = {name: value / total for name, value in zip(data.metrics, values, strict=True)}
+    losses, of_metrics = sums[: len(LossSums._fields)], sums[len(LossSums._fields) :]
+    metrics = {name: value / total for name, value in zip(data.metrics, of_metrics.tolist(), strict=True)}
     if data.generation is not None:
         references = [data.dataset.reference(index) for index in range(total)]
         metrics |= {name: score(texts, references) for name, score in data.generation.scores.items()}
     return Evaluation(
         steps=steps,
         num_samples=total,
-        loss=loss / weight if weight else nan,
+        loss=LossSums(*losses.tolist()).mean,
         metrics=tuple(metrics.items()),
         elapsed_ns=time.perf_counter_ns() - start_ns,
     )
@@ -104,21 +104,20 @@ def _sums(
     num_samples: int,
     device: torch.device,
 ) -> Tensor:
-    """Returns the loss of a batch times its weight, the weight, and metrics summed over its samples, on every rank."""
+    """Returns the `LossSums` of a batch, and metrics summed over its samples, on every rank."""
     result = pipeline.evaluate(*inputs, target=target, num_samples=num_samples, keep=_output if metrics else _nothing)
-    # [ranks that know the loss, its weighted sum, its weight, sum of each metric]
-    sums = torch.zeros(3 + len(metrics), dtype=torch.float64, device=device)
-    if result is not None and result.loss is not None and target is not None:
-        sums[0] = 1
-        if result.loss_weight:
-            sums[1], sums[2] = result.loss * result.loss_weight, result.loss_weight
+    # [ranks that know the losses, their sums, sum of each metric]
+    of_metrics = 1 + len(LossSums._fields)
+    sums = torch.zeros(of_metrics + len(metrics), dtype=torch.float64, device=device)
+    if result is not None and result.losses is not None and target is not None:
+        sums[:of_metrics] = torch.tensor((1, *result.losses), dtype=torch.float64)
         for rows, output in zip(result.rows, result.outputs, strict=True) if metrics else ():
             expected = target[rows.start : rows.stop].to(device)
-            for i, (name, metric) in enumerate(metrics.items(), start=3):
+            for i, (name, metric) in enumerate(metrics.items(), start=of_metrics):
                 sums[i] += _of_each_sample(name, metric(output, expected), len(rows)).double().sum()
     dist.all_reduce(sums)
-    # Every replica of the last stage gave the whole loss, but the metrics of its own samples only.
-    sums[1:3] /= sums[0].clone()  # not of the host: a GPU would be waited for
+    # Every replica of the last stage gave all losses, but the metrics of its own samples only.
+    sums[1:of_metrics] /= sums[0].clone()  # not of the host: a GPU would be waited for
     return sums[1:]
 
 

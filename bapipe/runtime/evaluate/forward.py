@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,62 @@ from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
 
 
+class LossSums(NamedTuple):
+    """Sums over micro-batches, from which their mean loss follows.
+
+    Attributes:
+        by_weight, weight: the losses by the weights of their targets, and those weights, of losses that are means.
+        by_samples, num_samples: the losses by their samples, and the samples.
+        num_means, num_others: micro-batches whose loss is a mean over targets, and that compute one without being it.
+    """
+
+    by_weight: float
+    weight: float
+    by_samples: float
+    num_samples: float
+    num_means: float
+    num_others: float
+
+    @property
+    def mean(self) -> float:
+        """The mean over targets if all losses that have any are means over them, else over samples; NaN without any."""
+        total, weight = self._counted
+        return total / weight if weight else nan
+
+    @property
+    def mean_weight(self) -> float:
+        """Of what weights together, or of how many samples, it is the mean."""
+        return self._counted[1]
+
+    @property
+    def _counted(self) -> tuple[float, float]:
+        is_mean = self.num_means > 0 and self.num_others == 0
+        return (self.by_weight, self.weight) if is_mean else (self.by_samples, self.num_samples)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
     """The result of a forward pass, on a rank of the last stage.
 
     Attributes:
-        loss: mean over all samples, or over the targets of torch's cross entropy by their weights, those of other
-            ranks included; None if no target was given.
-        loss_weight: of how many samples, or of what weights together, it is the mean.
+        losses: of all micro-batches, those of other ranks included; None if no target was given.
         outputs: of each micro-batch of this rank, what the model returns, or what `keep` made of it.
         rows: of each of them, its samples in the mini-batch.
     """
 
-    loss: float | None
-    loss_weight: float
+    losses: LossSums | None
     outputs: tuple[Any, ...]
     rows: tuple[range, ...]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over all samples, or over the targets of torch's cross entropy by their weights."""
+        return None if self.losses is None else self.losses.mean
+
+    @property
+    def loss_weight(self) -> float:
+        """Of how many samples, or of what weights together, it is the mean."""
+        return 0.0 if self.losses is None else self.losses.mean_weight
 
 
 @contextmanager
@@ -114,7 +154,7 @@ class ForwardExecutor:
         """
         device = self._layout.device
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
-        sums = torch.zeros(6, dtype=torch.float64, device=device)  # see `_weighted_loss`
+        sums = torch.zeros(len(LossSums._fields), dtype=torch.float64, device=device)
         kept: dict[int, Any] = {}
         with (
             torch.no_grad(),
@@ -129,20 +169,14 @@ class ForwardExecutor:
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
             return None
-        loss, weight = (None, 0.0) if target is None else _by_what_counts(*self._sum_over_replicas(sums).tolist())
         return ForwardResult(
-            loss=None if loss is None else loss / weight if weight else nan,
-            loss_weight=weight,
+            losses=None if target is None else LossSums(*self._sum_over_replicas(sums).tolist()),
             outputs=tuple(kept.values()),
             rows=tuple(rows[m] for m in kept),
         )
 
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Returns what a micro-batch adds to the sums of losses. [6]
-
-        The loss by the weight of its targets, and that weight; the loss by samples, and their number; and 1 if it is a
-        mean over targets, or 1 if it computes some without being one.
-        """
+        """Returns what a micro-batch adds to `LossSums`, in its order. [6]"""
         found = weighted_loss(self._loss, output, target)
         loss, weight = found.value.double(), found.weight
         zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
@@ -171,13 +205,6 @@ class ForwardExecutor:
                 else:
                     yield m, outputs
         transfers.finish()
-
-
-def _by_what_counts(
-    by_weight: float, weight: float, by_samples: float, num_samples: float, num_means: float, num_others: float
-) -> tuple[float, float]:
-    """Returns the sum of losses, and of what they are means over: targets if all that have any are such means."""
-    return (by_weight, weight) if num_means > 0 and num_others == 0 else (by_samples, num_samples)
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
