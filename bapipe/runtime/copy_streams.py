@@ -36,6 +36,12 @@ def copying_beside(
         tensor.record_stream(computing)
 
 
+def wait_for_copies(stream: torch.cuda.Stream | None) -> None:
+    """Waits, on the host, until the copies on a stream are complete: their sources may then be overwritten."""
+    if stream is not None:
+        stream.synchronize()
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """Copies of tensors on the host, which are complete after an event on the device; None if they are already."""

@@ -16,7 +16,7 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
-from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
+from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_for_copies, wait_on_device
 from bapipe.runtime.cut_model import cut_model
 from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.evaluate.forward import ForwardResult
@@ -277,7 +277,8 @@ class Pipeline:
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
-        Reading the loss waits until the device has computed it; `start_step` leaves that to the caller.
+        Reading the loss waits until the device has computed it; `start_step` leaves that to the caller. When this
+        returns, the tensors that it was given may be overwritten.
 
         Inputs are given in the order of `input_names`, or as one mapping by these names. Every rank is given the same
         mini-batch, which the first step compares. What this rank does not load (see `needs`, `needs_target`) may be
@@ -295,12 +296,19 @@ class Pipeline:
             given = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor) and tensor.dim() > 0}
             check_same_batch(given, self._layout.group)
         loss = self.start_step(*inputs, target=target, bucket=bucket)
-        return None if loss is None else loss.read()
+        if loss is None:
+            wait_for_copies(self._copy_stream)  # which a loss that has been read was computed after
+            return None
+        return loss.read()
 
     def start_step(
         self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
-        """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does."""
+        """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does.
+
+        A GPU may still be copying from page-locked memory what this was given: it must stay as it is until the step is
+        done on the GPU of this rank.
+        """
         self._check_no_autocast_around()
         num_buckets = len(self._executors) - 1
         if bucket is not None and not 0 <= bucket < num_buckets:

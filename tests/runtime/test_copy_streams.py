@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bapipe.runtime import copy_streams
-from bapipe.runtime.copy_streams import copied_to_host, copying_beside, wait_on_device
+from bapipe.runtime.copy_streams import copied_to_host, copying_beside, wait_for_copies, wait_on_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,6 +50,9 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.run_to(self.num_given)
 
 
 @pytest.fixture
@@ -128,6 +131,19 @@ def test_what_is_computed_waits_for_the_inputs(computing: Stream) -> None:
     computing.run_to(computing.num_given)
     assert done == ["copied", "computed"]
     assert recorded == [computing]
+
+
+def test_what_was_copied_may_be_overwritten_after_a_wait(computing: Stream) -> None:
+    """As a caller that refills one page-locked buffer does; the GPU has not computed anything by then."""
+    stream: Any = Stream()
+    buffer, copy = torch.ones(1), torch.zeros(1)
+    with copying_beside(CUDA, stream, [buffer]):
+        torch.cuda.current_stream(CUDA).give(lambda: copy.copy_(buffer))  # type: ignore[attr-defined]
+    wait_for_copies(stream)
+    buffer.zero_()
+    computing.run_to(computing.num_given)
+    assert copy.item() == 1
+    wait_for_copies(None)
 
 
 @pytest.mark.parametrize(("device", "done"), [("cpu", ["augmented", "converted"]), ("meta", ["converted"])])

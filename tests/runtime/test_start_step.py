@@ -78,6 +78,20 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.Mon
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_step_without_a_loss_waits_for_the_copies_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with a loss does by reading it; a caller may refill a page-locked buffer then."""
+    pipeline, _ = pipelined()
+    waited: list[object] = []
+    monkeypatch.setattr(pipeline_module, "wait_for_copies", waited.append)
+    assert pipeline.step(X, target=Y) is not None
+    assert waited == []
+    monkeypatch.setattr(Pipeline, "start_step", lambda *_, **__: None)  # as on a rank of the first stage
+    monkeypatch.setattr(pipeline, "_copy_stream", "copies")
+    assert pipeline.step(X, target=Y) is None
+    assert waited == ["copies"]
+
+
 class Limited(nn.Module):
     """Forwards scale rows of two embeddings, and set a row of the third."""
 
