@@ -59,7 +59,7 @@ def check_stages_equal(
 
     The stages run as in the plan: with recomputation, with I and W apart. The first process of the group compares, for
     all have the same module, and tells the others; every process calls this. Nothing is compared if its module has
-    parameters on the meta device, nor, with a warning, if that would take long where they are while GPUs wait.
+    parameters on the meta device, nor, with a warning, if that would take long on a CPU while GPUs wait.
 
     Returns in what the stages differ from the module when they evaluate a micro-batch of a single sample, as the last
     one may be; None if they do not, or were not compared.
@@ -103,7 +103,8 @@ def _faults(
         return None, None
     try:
         _check_tied(parts, ())
-        if trains_on.type == "cuda" and (pass_s := _pass_s(parts, plan, inputs)) > _MAX_PASS_S:
+        slow = trains_on.type == "cuda" and device.type == "cpu"
+        if slow and (pass_s := _pass_s(parts, plan, inputs)) > _MAX_PASS_S:
             _log.warning(
                 "the stages are not compared with the model again, as when it was profiled: a forward and backward on "
                 "this machine's CPU takes %.0f s",
@@ -149,7 +150,7 @@ def _evaluation_faults(parts: Split, inputs: Sequence[Tensor], plan: Plan) -> tu
 
 
 def _pass_s(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> float:
-    """Returns how long F and B of a micro-batch of the module take where it is; 0 if they fail."""
+    """Returns how long F and B of a micro-batch of the module take on a CPU; 0 if they fail."""
     start_s = time.monotonic()
     try:
         run_original(parts.model.root, _weighted_sum, _microbatches(parts, plan, inputs)[:1])

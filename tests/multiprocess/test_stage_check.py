@@ -15,6 +15,7 @@ from bapipe.runtime import stage_check
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.replica_state import BufferAverage
 from bapipe.runtime.split import split
+from bapipe.torch_device import CPU, describe
 from bapipe.tracing import trace
 from bapipe.tracing.stage_module import stage_module
 from tests.multiprocess.runtime_cases import Residual, make_plan
@@ -74,7 +75,21 @@ def test_gpus_do_not_wait_long_for_the_cpu(
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_pass_is_timed_where_the_module_is() -> None:
+def test_a_module_on_a_gpu_is_compared_however_long_its_first_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which libraries are loaded, and nothing waits for the GPU."""
+    monkeypatch.setattr(stage_check, "device_of", lambda module: torch.device("cuda"))
+    monkeypatch.setattr(stage_check, "describe", lambda device: describe(CPU))
+    monkeypatch.setattr(stage_check, "_pass_s", lambda *_: 9.0)
+    monkeypatch.setattr(stage_check, "_training_fault", lambda *_: "compared")
+    plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
+    with pytest.raises(InvalidModel, match=r"^compared$"):
+        stage_check.check_stages_equal(
+            split(trace(module, [X]), plan, [X]), [X], plan, None, trains_on=torch.device("cuda")
+        )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_on_a_cpu_is_timed() -> None:
     plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
     parts = split(trace(module, [X]), plan, [X])
     assert 0 < stage_check._pass_s(parts, plan, [X]) < 60
