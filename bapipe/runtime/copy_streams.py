@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bapipe.runtime.pinned_memory import host_tensors
+
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Returns a stream for the copies of one kind; None on a CPU."""
@@ -67,7 +69,7 @@ def copied_to_host(
         return HostCopy({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
     first, computing = frozenset(changed_by_forwards), torch.cuda.current_stream(stream.device)
     names = sorted(tensors, key=lambda name: name not in first)
-    targets = {name: pinned_like(tensors[name]) for name in names}
+    targets = host_tensors(tensors)
     stream.wait_stream(computing)
     with torch.cuda.stream(stream):
         for name in names:
@@ -77,12 +79,7 @@ def copied_to_host(
         for name in names:
             if name not in first:
                 start_copy(targets[name], tensors[name])
-        return HostCopy({name: targets[name] for name in tensors}, stream.record_event())
-
-
-def pinned_like(tensor: Tensor) -> Tensor:
-    """Returns a tensor on the host, in page-locked memory, to which a GPU copies by itself."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return HostCopy(targets, stream.record_event())
 
 
 def start_copy(target: Tensor, source: Tensor) -> None:

@@ -70,7 +70,9 @@ def computing(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(copy_streams, "pinned_like", torch.zeros_like)
+    monkeypatch.setattr(
+        copy_streams, "host_tensors", lambda tensors: {name: torch.zeros_like(x) for name, x in tensors.items()}
+    )
     monkeypatch.setattr(copy_streams, "start_copy", lambda to, source: current[-1].give(lambda: to.copy_(source)))
     return compute
 

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 class CheckpointWriter:
     """Writes checkpoints while training continues, one at a time; every rank calls it together.
 
-    `save` copies the tensors and returns; a thread writes them, each rank those that it owns, to a file of its own. The
+    `save` copies the tensors that this rank owns and returns; a thread writes them, to a file of the rank's own. The
     thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
     send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
     a crash leaves no half checkpoint. One that cannot be written is tried once more. (Not torch.distributed.checkpoint:
@@ -126,8 +126,11 @@ class CheckpointWriter:
         named |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
         buffers = {NON_PERSISTENT + name: tensor for name, tensor in non_persistent.items()}
         at_once = {MODEL + name for name in changed_by_forwards} | set(buffers)
-        copy = copied_to_host(named | buffers, at_once, self._copy_stream)
-        self._thread = Thread(target=self._write, args=(manifest, copy, dict(optimizer.numbers)), daemon=True)
+        specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(named | buffers))
+        owners = owners_of(specs)
+        own = {name: tensor for name, tensor in (named | buffers).items() if owners[name] == dist.get_rank()}
+        copy = copied_to_host(own, at_once, self._copy_stream)
+        self._thread = Thread(target=self._write, args=(manifest, specs, copy, dict(optimizer.numbers)), daemon=True)
         self._thread.start()
         return copy.done
 
@@ -148,16 +151,20 @@ class CheckpointWriter:
         if self._error is not None:
             raise RunFailed(str(self._error)) from None
 
-    def _write(self, manifest: Manifest, copy: HostCopy, numbers: dict[str, Number]) -> None:
-        step, state = manifest.position.step, copy.tensors
+    def _write(
+        self,
+        manifest: Manifest,
+        specs: Sequence[Mapping[str, TensorSpec]],
+        copy: HostCopy,
+        numbers: dict[str, Number],
+    ) -> None:
+        """Writes this rank's tensors, of which `copy` are copies; `specs` are the tensors that each rank has."""
+        step, own = manifest.position.step, copy.tensors
         try:
             if self._copy_stream is not None:  # a thread begins on GPU 0, and waiting there makes a context on it
                 torch.cuda.set_device(self._copy_stream.device)
             copy.wait()
-            specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(state))
             all_numbers: list[dict[str, Number]] = self._gather(numbers)
-            owners = owners_of(specs)
-            own = {name: tensor for name, tensor in state.items() if owners[name] == dist.get_rank()}
             manifest = _completed(manifest, specs, all_numbers)
             fault = self._fault_of_try(manifest, own)
             if fault is not None:

@@ -48,6 +48,24 @@ def test_the_thread_that_writes_waits_on_the_gpu_of_its_rank(tmp_path: Path, mon
     assert seen == [("set", gpu), ("wait", None)]
 
 
+def test_a_rank_copies_what_it_writes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica writes need not take page-locked memory of this rank."""
+    owners, copied = writer.owners_of, list[set[str]]()
+
+    def owners_of(specs: Any) -> dict[str, int]:
+        return {name: int("weight" in name) for name in owners(specs)}
+
+    def noted(tensors: Any, *rest: Any) -> copy_streams.HostCopy:
+        copied.append(set(tensors))
+        return copy_streams.copied_to_host(tensors, *rest)
+
+    monkeypatch.setattr(writer, "owners_of", owners_of)
+    monkeypatch.setattr(writer, "copied_to_host", noted)
+    go(tmp_path / "run", 2)
+    assert "model/0.bias" in copied[0]
+    assert not any("weight" in name for name in copied[0])
+
+
 def failing(times: int) -> Any:
     """Returns a `write_tensors` that finds the disk full for some times, after half of the file is there."""
     left = [times]
