@@ -54,8 +54,8 @@ class Transfers:
     """The transfers of a step that have been posted, each until it is known to be done.
 
     A work of a send holds its tensors. With gloo, waiting for a work returns when it is done. With NCCL, only the
-    current stream waits, not this process; the caching allocator then gives the memory of what was sent to kernels of
-    that stream alone, which run after the send.
+    current stream waits, not this process. The caching allocator gives the memory of what was sent away only when this
+    process finds that NCCL's stream has sent it (`record_stream`): what the host has launched ahead stays in use.
     """
 
     def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[Transfer]]) -> None:
