@@ -38,6 +38,17 @@ def copying_beside(
         tensor.record_stream(computing)
 
 
+def copied_ahead(tensor: Tensor | None, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor | None:
+    """Returns a copy on the device that is made beside what it computes, for a later `copying_beside` on the stream.
+
+    A tensor that is there already, or None, is returned as it is.
+    """
+    if tensor is None or stream is None:
+        return tensor
+    with torch.cuda.stream(stream):
+        return tensor.to(device, non_blocking=True)
+
+
 def wait_for_copies(stream: torch.cuda.Stream | None) -> None:
     """Waits, on the host, until the copies on a stream are complete: their sources may then be overwritten."""
     if stream is not None:

@@ -16,7 +16,7 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.clock import clock_for
-from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_for_copies, wait_on_device
+from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies, wait_on_device
 from bapipe.runtime.cut_model import cut_model
 from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.evaluate.forward import ForwardResult
@@ -343,6 +343,13 @@ class Pipeline:
             return None
         last = self._replicas.get(len(self._plan.stages) - 1)
         return PendingLoss(loss if last is None else last.total(loss), scale)
+
+    def copied_ahead(
+        self, inputs: Sequence[Tensor | None], target: Tensor | None
+    ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+        """Returns copies of a mini-batch on the device, for the next `start_step`; they are made while it computes."""
+        *copies, own_target = (copied_ahead(x, self._device, self._copy_stream) for x in (*inputs, target))
+        return tuple(copies), own_target
 
     def _stage_inputs(self, loaded: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Returns the inputs of the first stage by position, and those that later stages load by argument name."""

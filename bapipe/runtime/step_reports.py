@@ -69,6 +69,7 @@ class StepReports:
         self._clock = clock_for(rank.device)
         self._started: list[_StartedStep] = []
         self._batch: Batch | None = None  # of the last step
+        self._late_ns = 0  # how much later the next step is because its batch was waited for before a report
 
     @property
     def are_due(self) -> bool:
@@ -87,23 +88,27 @@ class StepReports:
                 learning_rate=learning_rate,
                 before=before,
                 as_planned=batch.bucket is None,
-                data_ns=data_ns,
+                data_ns=self._late_ns + data_ns,
                 loss=loss,
                 start=start,
                 end=self._clock.stamp(),
             )
         )
-        self._batch = batch
+        self._batch, self._late_ns = batch, 0
 
-    def collect(self) -> tuple[tuple[StepReport, ...], int]:
+    def collect(self, ahead_ns: int = 0) -> tuple[tuple[StepReport, ...], int]:
         """Returns reports on the steps since the last call, and the signal that has asked a rank to stop, or 0.
+
+        `ahead_ns` is how long this rank has just waited for the batch of the next step, while the device had work.
 
         Raises:
             RunFailed: a loss is not finite.
         """
         steps, self._started = self._started, []
+        drawn = self._clock.stamp() if ahead_ns else None
         losses = [None if each.loss is None else each.loss.read() for each in steps]  # waits for the device
         lengths_ns = [self._clock.length_ns(each.start, each.end) for each in steps]
+        self._late_ns = min(ahead_ns, self._clock.length_ns(steps[-1].end, drawn)) if ahead_ns else 0
         peak = self._pipeline.peak_bytes()
         row: list[float] = [self._pipeline.busy_ns(), -1 if peak is None else peak]
         row += [self._rank.stop_signal, losses[0] is not None]

@@ -176,6 +176,7 @@ def _train_steps(
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
     history, evaluations, position = _History(), list[Evaluation](), start
+    ahead: Batch | None = None
     if validation is not None and start.step > 0 and config.evaluates_after(start.step):
         try:
             evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step, may_stop=True))
@@ -187,14 +188,19 @@ def _train_steps(
         learning_rate = config.learning_rate_at(step, job.learning_rate)
         pipeline.set_learning_rate(learning_rate)
         before_ns = time.perf_counter_ns()
-        batch = next(loader)
+        batch = next(loader) if ahead is None else ahead
         reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
-        position = batch.after
+        position, ahead, ahead_ns = batch.after, None, 0
         if outside is not None and step == start.step:
             outside.warn_if_changed()
         if not (reports.are_due or config.pauses_after(step + 1)):
             continue
-        finished, stop_signal = reports.collect()
+        if rank.device.type == "cuda" and not config.pauses_after(step + 1):
+            # A report waits for the GPU, which can copy the next mini-batch meanwhile.
+            before_ns = time.perf_counter_ns()
+            ahead = _copied_ahead(pipeline, next(loader))
+            ahead_ns = time.perf_counter_ns() - before_ns
+        finished, stop_signal = reports.collect(ahead_ns)
         for report in finished:
             history.add(report)
             if rank.index == 0:
@@ -214,6 +220,12 @@ def _train_steps(
                     _save(pipeline, job, writer, batch.after, step)
                 raise _stopped(asked.number, step + 1, writer) from None
     return history, evaluations
+
+
+def _copied_ahead(pipeline: Pipeline, batch: Batch) -> Batch:
+    """Returns a mini-batch whose tensors are being copied to the device."""
+    inputs, target = pipeline.copied_ahead(batch.inputs, batch.target)
+    return replace(batch, inputs=inputs, target=target)
 
 
 def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position: Position, step: int) -> None:

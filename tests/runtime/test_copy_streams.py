@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bapipe.runtime import copy_streams
-from bapipe.runtime.copy_streams import copied_to_host, copying_beside, wait_for_copies, wait_on_device
+from bapipe.runtime.copy_streams import copied_ahead, copied_to_host, copying_beside, wait_for_copies, wait_on_device
 
 CUDA = torch.device("cuda", 0)
 
@@ -146,6 +146,32 @@ def test_what_was_copied_may_be_overwritten_after_a_wait(computing: Stream) -> N
     computing.run_to(computing.num_given)
     assert copy.item() == 1
     wait_for_copies(None)
+
+
+def test_a_mini_batch_is_copied_ahead_on_the_stream_that_its_step_waits_for(
+    computing: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def to(tensor: Tensor, device: torch.device, *, non_blocking: bool) -> Tensor:
+        assert non_blocking
+        torch.cuda.current_stream(device).give(lambda: done.append("copied"))  # type: ignore[attr-defined]
+        return torch.empty_like(tensor, device="meta")
+
+    monkeypatch.setattr(Tensor, "to", to)
+    stream: Any = Stream()
+    computing.give(lambda: done.append("computed before"))
+    ahead = copied_ahead(torch.ones(1), CUDA, stream)
+    assert ahead is not None
+    stream.run_to(1)
+    assert done == ["copied"]  # beside what is computed
+    with copying_beside(torch.device("meta"), stream, [ahead]):
+        pass
+    computing.give(lambda: done.append("computed"))
+    computing.run_to(computing.num_given)
+    assert done == ["copied", "computed before", "computed"]
+    assert copied_ahead(None, CUDA, stream) is None
+    assert copied_ahead(ahead, CUDA, None) is ahead
 
 
 @pytest.mark.parametrize(("device", "done"), [("cpu", ["augmented", "converted"]), ("meta", ["converted"])])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime import step_reports
+from bapipe.runtime import step_reports, train_rank
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data.loader import Batch
 from bapipe.runtime.step_reports import MAX_STEPS, StepReports
@@ -81,6 +81,83 @@ def test_nothing_waits_for_the_device_before_a_report(monkeypatch: pytest.Monkey
     assert stop_signal == 15
     run.start(0, 1)
     assert run.log[7:] == ["all ranks are here", "starts"]
+
+
+@pytest.mark.parametrize(("drawn_ms", "data_ms"), [(8, 0), (12, 2), (30, 9)])
+def test_a_batch_that_is_drawn_before_a_report_costs_what_the_device_had_no_work_for(
+    monkeypatch: pytest.MonkeyPatch, drawn_ms: int, data_ms: int
+) -> None:
+    """A rank waits for it 9 ms, until the device is at `drawn_ms`; its step has ended at 10."""
+    run = Run(monkeypatch, "cuda", 1)
+    run.start(0, 10)
+    run.clock.stamps = [max(drawn_ms, 10)]  # a stamp is on the device, after the step
+    run.reports.collect(9 * MS)
+    waits = []
+    for _ in range(2):
+        run.start(40, 50)
+        ((report,), _) = run.reports.collect()
+        waits.append(report.data_ns)
+    assert waits == [data_ms * MS, 0]
+
+
+class Reports:
+    """Notes what is asked of it, in place of StepReports."""
+
+    log: list[str]
+    are_due = True
+
+    def __init__(self, *_: object) -> None:
+        self.step = 0
+
+    def start(self, step: int, _: float, batch: Batch, before: Position, data_ns: int) -> None:
+        assert (batch.after.step, before.step) == (step + 1, step)
+        self.log.append(f"starts {step}{' with a copy' if batch.target is not None else ''}")
+        self.step = step
+
+    def collect(self, ahead_ns: int) -> tuple[tuple[()], int]:
+        self.log.append(f"waits for {self.step}")
+        return (), 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "log"),
+    [
+        (
+            "cuda",
+            "draws 0, starts 0, draws 1, copies 1, waits for 0, starts 1 with a copy, waits for 1, evaluates, "
+            "draws 2, starts 2, draws 3, copies 3, waits for 2, starts 3 with a copy, waits for 3, evaluates",
+        ),
+        (
+            "cpu",
+            "draws 0, starts 0, waits for 0, draws 1, starts 1, waits for 1, evaluates, "
+            "draws 2, starts 2, waits for 2, draws 3, starts 3, waits for 3, evaluates",
+        ),
+    ],
+)
+def test_a_gpu_copies_the_next_mini_batch_while_a_report_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, log: str
+) -> None:
+    seen: list[str] = []
+
+    def draw() -> Iterator[Batch]:
+        for step in range(4):
+            seen.append(f"draws {step}")
+            yield Batch((None,), None, Position(step=step + 1), None)
+
+    def copied_ahead(inputs: tuple[None], target: None) -> tuple[tuple[None], torch.Tensor]:
+        seen.append(f"copies {seen[-1].split()[-1]}")
+        return inputs, torch.ones(1)
+
+    monkeypatch.setattr(Reports, "log", seen, raising=False)
+    monkeypatch.setattr(train_rank, "StepReports", Reports)
+    monkeypatch.setattr(train_rank, "_evaluate", lambda *_, **__: seen.append("evaluates"))
+    rank: Any = SimpleNamespace(device=torch.device(kind, 0), index=0, enter_step=lambda step: None)
+    config = TrainConfig(steps=4, evaluate_every=2)
+    job: Any = SimpleNamespace(plan=None, config=config, devices=("gpu0",), learning_rate=0.1)
+    pipeline: Any = SimpleNamespace(set_learning_rate=lambda value: None, copied_ahead=copied_ahead)
+    validation: Any = object()
+    train_rank._train_steps(rank, job, pipeline, draw(), Position(), None, None, validation)
+    assert ", ".join(seen) == log
 
 
 @pytest.mark.parametrize(("kind", "step_ms", "every"), [("cuda", 20, 25), ("cuda", 1, MAX_STEPS), ("cuda", 900, 1), ("cpu", 20, 1)])  # fmt: skip
