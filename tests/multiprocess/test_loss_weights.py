@@ -280,7 +280,7 @@ def test_mini_batches_with_nothing_to_learn_count_nothing_in_an_evaluation() -> 
     module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(12, 6)
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
     pipeline = Pipeline(module, plan, loss=guarded, inputs=[x[:4]], evaluates=True, check=False)
-    target = torch.tensor([1, IGNORED, 2, 0] + 4 * [IGNORED] + [3] + 3 * [IGNORED])  # mini-batches of 4
+    target = torch.tensor([1, IGNORED, 2, 0] + 4 * [IGNORED] + [0] + 3 * [IGNORED])  # mini-batches of 4
     data = EvaluationData(
         dataset=as_pipeline_dataset(TensorDataset(x, target)),
         metrics={"rows": lambda o, t: t != IGNORED},
