@@ -627,11 +627,11 @@ def test_class_weights_that_become_zero_between_steps_are_seen() -> None:
     """Smoothed labels of classes without weight count, so the loss is no mean over targets any more."""
     weight = torch.ones(4)
     loss, target = nn.CrossEntropyLoss(weight, label_smoothing=0.1), torch.tensor([0, 1])
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight == 2
     weight[3] = 0
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight is None
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight is None
     weight[3] = 2
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight == 2
 
 
 def test_a_loss_keeps_its_buffers() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import weighted_loss
+from bapipe.equivalence import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
@@ -177,11 +177,11 @@ class ForwardExecutor:
 
     def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns what a micro-batch adds to `LossSums`, in its order. [6]"""
-        found = weighted_loss(self._loss, output, target)
+        found = weighted_loss(self._loss, output, target, counting_alike(target.device))
         loss, weight = found.value.double(), found.weight
         zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
         by_weight = zero if weight is None else torch.where(weight > 0, loss * weight, zero)
-        is_mean, is_other = weight is not None, weight is None and found.num_means > 0
+        is_mean, is_other = weight is not None, weight is None and bool(found.weights)
         flags = (torch.full_like(loss, float(flag)) for flag in (is_mean, is_other))
         return torch.stack([by_weight, zero if weight is None else weight, loss * num, num, *flags])
 
