@@ -10,7 +10,7 @@ import msgspec
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import write_bytes
+from bapipe.formats.files import write_bytes
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bapipe.errors import BapipeError, InvalidFile, first_line
-from bapipe.formats.strict_json import decode_fields, read_limited
+from bapipe.formats.files import read_limited
+from bapipe.formats.strict_json import decode_fields
 from bapipe.runtime.checkpoint.folder import checkpoint_folder, list_checkpoints, only_writer, unfinished_folder
 from bapipe.runtime.checkpoint.manifest import (
     MANIFEST,

@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import write_bytes
+from bapipe.formats.files import write_bytes
 from bapipe.runtime.checkpoint.folder import newest_checkpoint
 from bapipe.runtime.checkpoint.manifest import MANIFEST
 from bapipe.runtime.checkpoint.writer import full_state_dict

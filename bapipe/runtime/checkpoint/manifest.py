@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile, UnreadableFile
-from bapipe.formats.strict_json import decode_fields, read_limited
+from bapipe.formats.files import read_limited
+from bapipe.formats.strict_json import decode_fields
 from bapipe.runtime.checkpoint.tensor_files import FileDigest, TensorSpec, file_digest, stored_specs
 from bapipe.runtime.grad_scaler import GradScalerState
 from bapipe.runtime.plan_digest import NUM_DIGITS

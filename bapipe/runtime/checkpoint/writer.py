@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import BapipeError, RunFailed, one_line
-from bapipe.formats.codec import write_bytes
+from bapipe.formats.files import write_bytes
 from bapipe.job.groups import new_proven_group
 from bapipe.runtime.checkpoint.folder import (
     UNFINISHED,
