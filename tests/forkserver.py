@@ -3,7 +3,7 @@
 import multiprocessing
 
 SERVER = multiprocessing.get_context("forkserver")
-# Not `bapipe.cli.progress`, which looks at the environment when it is imported.
+# Not `bapipe.cli.printing`, which looks at the environment when it is imported.
 SERVER.set_forkserver_preload(
     [
         *("tests.cli.forked", "bapipe.cli", "bapipe.planner.plan", "bapipe.planner.action_order.search"),

@@ -24,7 +24,8 @@ from bapipe.cli.options import (
     schedule_names,
 )
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import show_json, show_line, show_parts, show_written, status, stops_on_interrupt
+from bapipe.cli.printing import show_json, show_line, show_parts, show_written
+from bapipe.cli.progress import status, stops_on_interrupt
 from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.planner.compare import compare as compare_schedules

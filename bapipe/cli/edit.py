@@ -9,7 +9,7 @@ import bapipe
 from bapipe.cli.inputs import profiles_of_plan, read_profiles
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_kept_copy, check_output, write_output
-from bapipe.cli.progress import note, out, show_json, show_written
+from bapipe.cli.printing import note, out, show_json, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan

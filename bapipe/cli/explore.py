@@ -27,7 +27,7 @@ from bapipe.cli.options import (
     MinibatchIfGiven,
     schedule_names,
 )
-from bapipe.cli.progress import note, out
+from bapipe.cli.printing import note, out
 from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.server import Server

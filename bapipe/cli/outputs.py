@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rich.table import Table
 
-from bapipe.cli.progress import note, print_to_stderr, show_json, show_parts, show_written
+from bapipe.cli.printing import note, print_to_stderr, show_json, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import encode_for

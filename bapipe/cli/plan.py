@@ -35,17 +35,8 @@ from bapipe.cli.options import (
     schedule_names,
 )
 from bapipe.cli.outputs import check_output, write_output
-from bapipe.cli.progress import (
-    note,
-    planning_status,
-    show_json,
-    show_line,
-    show_parts,
-    show_timeline,
-    show_written,
-    status,
-    stops_on_interrupt,
-)
+from bapipe.cli.printing import note, show_json, show_line, show_parts, show_timeline, show_written
+from bapipe.cli.progress import planning_status, status, stops_on_interrupt
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read

@@ -16,7 +16,7 @@ from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
+from bapipe.cli.printing import err, note, show_json, show_line, show_parts, show_timeline
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bapipe.cli import progress
+from bapipe.cli import printing
 from bapipe.report.formatting import add_row, empty_table, fit_table
 from bapipe.units import number, number_down
 
@@ -68,9 +68,9 @@ def test_long_tables_look_as_rich_prints_them(width: int, monkeypatch: pytest.Mo
         for i, name in enumerate(names):
             add_row(table, name, Text("│" * (i % 4), no_wrap=True), *(str(10**n * i) for n in range(6)))
         console = Console(file=StringIO(), width=width)
-        monkeypatch.setattr(progress, "out", console)
-        monkeypatch.setattr(progress, "MANY_ROWS", many_rows)
-        progress.show_parts([table])
+        monkeypatch.setattr(printing, "out", console)
+        monkeypatch.setattr(printing, "MANY_ROWS", many_rows)
+        printing.show_parts([table])
         assert isinstance(console.file, StringIO)
         found.append(console.file.getvalue())
     assert found[0] == found[1]
