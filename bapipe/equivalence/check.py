@@ -16,7 +16,8 @@ from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
-from bapipe.tracing import TracedModel, trace
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.tracing.torch_layers import is_of_torch

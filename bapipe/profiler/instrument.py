@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bapipe.equivalence import check_scalar
+from bapipe.equivalence.losses import check_scalar
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
-from bapipe.tracing import TracedModel, layer_states
 from bapipe.tracing.extract import GradMode
+from bapipe.tracing.model import TracedModel, layer_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
 from bapipe.torch_private import memory_events, storage_key
-from bapipe.tracing import TracedModel
+from bapipe.tracing.model import TracedModel
 
 T = TypeVar("T")
 

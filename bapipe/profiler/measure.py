@@ -9,7 +9,7 @@ import torch
 from msgspec import UNSET, structs
 from torch import Tensor, nn
 
-from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -27,7 +27,9 @@ from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import CPU, describe, dtype_name, environment, framework_bytes, prepared_cpu
 from bapipe.torch_settings import autocast_dtype, in_memory_format
-from bapipe.tracing import Inputs, TracedModel, check_has_layers, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.capture import check_has_layers
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 

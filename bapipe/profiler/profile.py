@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bapipe.equivalence.outcome import Loss
-    from bapipe.tracing import Inputs
+    from bapipe.tracing.bound_inputs import Inputs
     from bapipe.zoo.factory import Factory
 
 _VERSION = 2

@@ -7,21 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import (
-    Equivalence,
-    Unchecked,
-    example_microbatches,
-    layers_that_read_earlier_forwards,
-    loss_over_parts,
-    outputs_over_parts,
-    trace_checked,
-)
+from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches, trace_checked
+from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
+from bapipe.equivalence.losses import loss_over_parts
+from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
 from bapipe.profiler.prepare import fits_on_device
-from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.changing_state import layers_that_keep_values
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 
 _log = logging.getLogger(__name__)
 

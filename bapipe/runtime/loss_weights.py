@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bapipe.equivalence import (
-    FirstSamples,
-    Loss,
+from bapipe.equivalence.first_samples import FirstSamples
+from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import (
     Means,
     MeanWeights,
     WeightsAhead,

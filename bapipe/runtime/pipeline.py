@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
@@ -45,18 +45,10 @@ from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
-from bapipe.tracing import (
-    Inputs,
-    check_buckets,
-    check_has_layers,
-    check_inputs,
-    only_tensor_inputs,
-    persistent_state,
-    state_names,
-    tensor_inputs,
-    unused_state,
-)
+from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.changing_state import changing_buffers
+from bapipe.tracing.model import persistent_state, state_names, unused_state
 from bapipe.tracing.modes import idle_dropout
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module

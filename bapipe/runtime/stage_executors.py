@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import WeightsAhead
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
@@ -23,7 +23,7 @@ from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.transfers import Channels
-from bapipe.tracing import TracedModel
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split

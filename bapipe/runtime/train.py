@@ -29,7 +29,7 @@ from bapipe.runtime.train_job import TrainJob
 from bapipe.runtime.train_rank import EvaluationProgress, evaluation_data, train_rank
 from bapipe.runtime.train_result import OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.torchrun import current_job, is_first_rank
-from bapipe.tracing import persistent_state
+from bapipe.tracing.model import persistent_state
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 

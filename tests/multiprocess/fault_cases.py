@@ -26,7 +26,7 @@ from bapipe.runtime.checkpoint.writer import full_state_dict
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import StepReport
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo.example import Example
 from benchmarks.two_hosts.namespaces import two_hosts, why_not
 from tests.multiprocess.launch_cases import classifier

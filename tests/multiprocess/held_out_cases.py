@@ -16,7 +16,7 @@ from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.train_result import Evaluation
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.translation import END
 from bapipe.zoo.example import Example

@@ -26,7 +26,7 @@ from bapipe.runtime.transfers import Channels
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.whole_model import distance, largest_gradient_error, pipelined_step, run_each, whole_step
 
 

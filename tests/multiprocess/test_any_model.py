@@ -15,7 +15,8 @@ from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.runtime.checkpoint.weights import check_weights
 from bapipe.runtime.run import run
-from bapipe.tracing import only_tensor_inputs, trace
+from bapipe.tracing.bound_inputs import only_tensor_inputs
+from bapipe.tracing.layers import trace
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 from tests.multiprocess.runtime_cases import make_plan, named_order

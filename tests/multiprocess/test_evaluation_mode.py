@@ -13,7 +13,7 @@ from bapipe.runtime.evaluate.forward import forwards_only
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules.table import Schedule
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.evaluation_mode_cases import Case, Dropping, Looking, Outcome, Passing, refused, run_cases
 from tests.multiprocess.runtime_cases import loss, make_plan
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import bapipe
-from bapipe.equivalence import WeightsAhead, weighted_loss
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.loss_weights import LossWeights

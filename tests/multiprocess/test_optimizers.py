@@ -15,7 +15,7 @@ from bapipe.runtime.optimizer import clip_grad_norm, optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.run import _check_optimizer
 from bapipe.runtime.train_config import TrainConfig
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.runtime_cases import make_plan, mlp
 
 

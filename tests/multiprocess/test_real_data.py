@@ -12,7 +12,7 @@ from bapipe.runtime.build import model_build
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import TrainResult
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.gettext_corpus import ROOT
 from bapipe.zoo.data.open_dataset import open_dataset

@@ -17,7 +17,7 @@ from bapipe.formats.settings import Settings
 from bapipe.runtime.train import train
 from bapipe.runtime.train_config import TrainConfig
 from bapipe.runtime.train_result import Evaluation, StepReport
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.launch_cases import clusters, counting, in_evaluation_mode, small
 from tests.multiprocess.runtime_cases import make_plan, named_order
 

@@ -22,7 +22,7 @@ from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPa
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.layer_times import group_means, spread
 from bapipe.profiler.measure import measure_model
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
 
 

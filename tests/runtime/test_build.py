@@ -16,7 +16,7 @@ from bapipe.formats.plan import Plan
 from bapipe.runtime.build import ModelBuild, model_build
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.split import split
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.python_random import seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.zoo import ZOO

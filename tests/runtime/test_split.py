@@ -20,8 +20,9 @@ from bapipe.profiler.measure import measure_model
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import split
-from bapipe.tracing import stages, trace
+from bapipe.tracing import stages
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.layers import trace
 from bapipe.tracing.python_random import global_generator_states, seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, cut_into_stages

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from bapipe.tracing import trace
 from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.layers import trace
 
 
 class Counted(nn.Linear):

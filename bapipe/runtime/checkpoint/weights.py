@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.tensor_files import file_digest, opened
 from bapipe.runtime.plan_digest import NUM_DIGITS
-from bapipe.tracing import persistent_state
+from bapipe.tracing.model import persistent_state
 
 _NUM_SHOWN = 3
 """Names that an error lists."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import counting_alike, weighted_loss
+from bapipe.equivalence.target_weights import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
