@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from bapipe.torch_private import hooks_in_words
+from bapipe.torch_private.modules import hooks_in_words
 from bapipe.tracing.randomness import names_in
 from bapipe.tracing.torch_layers import calls_other_code
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import tree_flatten, tree_map, tree_unflatten
+from bapipe.torch_private.tensors import tree_flatten, tree_map, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.python_random import all_generators_restored
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bapipe.losses import sum_of_weights, weighted_mean
-from bapipe.torch_private import FakeTensor, autograd_mode, is_in_transform, version
+from bapipe.torch_private.tensors import FakeTensor, autograd_mode, is_in_transform, version
 
 CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
 

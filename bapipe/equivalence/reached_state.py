@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor, hooks_of, version, version_kept
+from bapipe.torch_private.modules import hooks_of
+from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
 from bapipe.tracing.torch_layers import is_of_torch

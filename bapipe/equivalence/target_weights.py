@@ -21,7 +21,7 @@ from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMean
 from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.reached_state import KeptState
 from bapipe.errors import one_line
-from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
 
 
 class Means(NamedTuple):

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.materialize import reset_layer
-from bapipe.torch_private import (
+from bapipe.torch_private.tensors import (
     DispatchMode,
     argument_schemas,
     give_storage,

@@ -22,7 +22,7 @@ from bapipe.runtime.replica_state import check_changes_of_replicas, with_replica
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
 from bapipe.torch_device import CPU, describe
-from bapipe.torch_private import tree_leaves
+from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
 from bapipe.tracing.model import layer_states, state_names
 from bapipe.tracing.modes import evaluation_mode

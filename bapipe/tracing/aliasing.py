@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from bapipe.torch_private import NormBase, OpOverload, argument_schemas, aten_overloads, return_schemas
+from bapipe.torch_private.modules import NormBase
+from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reached import reached

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from bapipe.torch_private import DropoutBase
+from bapipe.torch_private.modules import DropoutBase
 
 
 def enter_training_mode(module: nn.Module) -> None:

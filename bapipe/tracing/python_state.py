@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor, version
+from bapipe.torch_private.tensors import FakeTensor, version
 from bapipe.tracing.torch_layers import written_class
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]

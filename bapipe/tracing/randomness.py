@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from bapipe.torch_private import OpOverload, aten_overloads
+from bapipe.torch_private.tensors import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.reached import reached
 from bapipe.tracing.torch_layers import calls_other_code

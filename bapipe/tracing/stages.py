@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_device import CPU
-from bapipe.torch_private import FakeTensorMode, quiet_fake_tensors
+from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract

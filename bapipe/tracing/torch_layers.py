@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from bapipe.torch_private import hooks_of
+from bapipe.torch_private.modules import hooks_of
 
 
 def written_class(module: nn.Module) -> type:

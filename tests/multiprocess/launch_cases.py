@@ -23,7 +23,7 @@ from bapipe.job.sockets import open_sockets
 from bapipe.runtime.data import workers
 from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.launch.worker import Rank
-from bapipe.torch_private import backend_name
+from bapipe.torch_private.process_groups import backend_name
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 

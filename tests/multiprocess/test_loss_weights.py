@@ -22,7 +22,7 @@ from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.torch_private import FakeTensor
+from bapipe.torch_private.tensors import FakeTensor
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import quiet_fake_tensors, tree_flatten
+from bapipe.torch_private.tensors import quiet_fake_tensors, tree_flatten
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import granularity, trace
 from bapipe.tracing.model import TracedModel, layer_states

@@ -3,7 +3,7 @@
 Before torch 2.13
 
 - I kept only those nodes' gradients of which W added up all outputs: wrong gradients, without an error;
-- W could not begin at a node of an `autograd.Function` (`torch_private.can_begin_at`);
+- W could not begin at a node of an `autograd.Function` (`split_backward.can_begin_at`);
 - a stage had to receive floats, and sent a gradient back for each;
 - tensors had to have the strides with which the stage was described.
 """
