@@ -117,7 +117,7 @@ def _recomputation(stage: StagePlan) -> str:
 
 
 def _memory(before: Plan, after: Plan) -> Sequence[str]:
-    old = {rank.device: rank.peak_bytes for rank in before.prediction.ranks}
+    old = before.prediction.peaks_bytes
     changed = [
         (abs(rank.peak_bytes - old[rank.device]), rank.device, rank.peak_bytes)
         for rank in after.prediction.ranks

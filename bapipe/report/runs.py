@@ -112,7 +112,7 @@ def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float | None
         "wait for data": (0 if predicts else None, wait_ns),
         "samples/s": (plan.prediction.samples_per_s if predicts else None, rate),
     }
-    predicted = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
+    predicted = plan.prediction.peaks_bytes
     for device, peak in zip(result.devices, result.peak_bytes, strict=True):
         figures[f"peak {device}"] = (predicted.get(device), peak)
     return figures

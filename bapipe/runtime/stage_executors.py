@@ -23,6 +23,7 @@ from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.transfers import Channels
+from bapipe.torch_settings import autocast_on
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
 from bapipe.tracing.stage_parts import stage_parts
@@ -143,7 +144,7 @@ class ExecutorFactory:
         rebuild = model.result.rebuild
 
         def computed(output: Any, target: Tensor) -> Tensor:
-            with torch.autocast(self.layout.device.type, self.autocast, enabled=self.autocast is not None):
+            with autocast_on(self.layout.device, self.autocast):
                 return self.loss(rebuild(output), target)
 
         return LossModule(self.loss, computed)

@@ -128,7 +128,7 @@ def _place(device: Device, devices: Sequence[Device]) -> int:
 
 def _memory_advice(plan: Plan, name: str) -> str:
     """Returns what a rank that has run out of memory was predicted to need, and how to plan for less."""
-    peaks = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
+    peaks = plan.prediction.peaks_bytes
     peak = peaks.get(name)
     if peak is None:
         return "plan again with less memory"

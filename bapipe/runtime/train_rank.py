@@ -73,8 +73,7 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     settings = plan.compute_settings
     if rank.device.type == "cpu":
         torch.set_num_threads(settings.threads)
-    predicted = {predicted.device: predicted.peak_bytes for predicted in plan.prediction.ranks}
-    check_free_memory(rank.device, rank.name, predicted.get(rank.name, 0))
+    check_free_memory(rank.device, rank.name, plan.prediction.peaks_bytes.get(rank.name, 0))
     example = job.build()
     enter_training_mode(example.module)
     if settings.channels_last:
