@@ -19,7 +19,7 @@ from bapipe.runtime.checkpoint.state_outside import StateOutside
 from bapipe.runtime.checkpoint.weights import load_weights
 from bapipe.runtime.checkpoint.writer import AGAIN_S, CheckpointWriter, load_tensors
 from bapipe.runtime.data.buckets import bucket_examples
-from bapipe.runtime.data.loader import Batch, batches
+from bapipe.runtime.data.loader import Batch, RankParts, batches
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.launch.worker import Rank
@@ -137,10 +137,8 @@ def _loader(
         batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
     )
     return batches(
-        pipeline,
-        plan,
+        RankParts.of(pipeline, plan, config.seed),
         job.dataset,
-        config.seed,
         start,
         num_workers=num_workers,
         pin_memory=on_gpu,
@@ -170,7 +168,7 @@ def _train_steps(
     plan, config = job.plan, job.config
 
     def load_again(before: Position) -> Batch:
-        with closing(batches(pipeline, plan, job.dataset, config.seed, before)) as again:
+        with closing(batches(RankParts.of(pipeline, plan, config.seed), job.dataset, before)) as again:
             return next(again)
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)

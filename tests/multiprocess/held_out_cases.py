@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.loader import load
+from bapipe.runtime.data.loader import HELD_OUT, RankParts
 from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.launch.worker import Rank
@@ -104,6 +104,6 @@ def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
     found, again = (evaluate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))
     words = None
     if example.generation is not None:
-        inputs, _ = load(pipeline, plan, data, 0, range(4))
+        inputs, _ = RankParts.of(pipeline, plan, 0).load(data, range(4), HELD_OUT)
         words = greedy_decode(pipeline, example.generation, inputs, (4, 6), rank.device).tolist()
     return Outcome(found, again, told, words)

@@ -79,6 +79,10 @@ class Batch:
         return self
 
 
+HELD_OUT = "held out"
+"""What `RankParts.load` is told of data to evaluate on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
     """What a rank uses of a mini-batch.
@@ -88,6 +92,7 @@ class RankParts:
         num_inputs: of the model.
         places: numbers of the parts of an item, see `PipelineDataset`.
         microbatches, microbatch_size: whose samples it uses.
+        minibatch_size: of all ranks together.
     """
 
     seed: int
@@ -95,6 +100,7 @@ class RankParts:
     places: tuple[int, ...]
     microbatches: tuple[int, ...]
     microbatch_size: int
+    minibatch_size: int
 
     @staticmethod
     def of(pipeline: Pipeline, plan: Plan, seed: int) -> "RankParts":
@@ -108,6 +114,7 @@ class RankParts:
             places=tuple(places),
             microbatches=pipeline.microbatches,
             microbatch_size=plan.microbatch_size,
+            minibatch_size=plan.minibatch_size,
         )
 
     def load(
@@ -212,24 +219,21 @@ class _Batches(Dataset[Batch | BapipeError]):
 
 
 def batches(
-    pipeline: Pipeline,
-    plan: Plan,
+    parts: RankParts,
     dataset: PipelineDataset[Any],
-    seed: int,
     start: Position,
     *,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
     """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes."""
-    parts = RankParts.of(pipeline, plan, seed)
     num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
     if num_workers:
         _start_resource_tracker()
         _check_semaphores(num_workers)
     loader = DataLoader(
         _Batches(dataset, parts),
-        sampler=MinibatchSampler(dataset, plan.minibatch_size, seed, start),
+        sampler=MinibatchSampler(dataset, parts.minibatch_size, parts.seed, start),
         batch_size=None,  # a request is a whole mini-batch
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
@@ -284,13 +288,6 @@ def _begin_worker(rank_pid: int, number: int) -> None:
     ignore_signals(number)
 
 
-def load(
-    pipeline: Pipeline, plan: Plan, dataset: PipelineDataset[Any], seed: int, indices: Sequence[int]
-) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """Returns what this rank uses of the inputs and the target of some items to evaluate on, a mini-batch or fewer."""
-    return RankParts.of(pipeline, plan, seed).load(dataset, indices, "held out")
-
-
 def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
     """Raises BapipeError if the data does not fill a mini-batch."""
     if len(dataset) < plan.minibatch_size:
@@ -303,7 +300,9 @@ def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
 def warn_if_items_change(dataset: PipelineDataset[Any], num_inputs: int, seed: int) -> None:
     """Warns if an item is another one when it is loaded again; `num_inputs` is that of the model."""
     places = tuple(range(num_inputs + 1))
-    parts = RankParts(seed=seed, num_inputs=num_inputs, places=places, microbatches=(0,), microbatch_size=1)
+    parts = RankParts(
+        seed=seed, num_inputs=num_inputs, places=places, microbatches=(0,), microbatch_size=1, minibatch_size=1
+    )
     first, again = (parts.load(dataset, [0], "epoch 0") for _ in range(2))
     try:
         torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)

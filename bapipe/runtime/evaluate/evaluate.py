@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.loader import load
+from bapipe.runtime.data.loader import HELD_OUT, RankParts
 from bapipe.runtime.evaluate.forward import LossSums
 from bapipe.runtime.evaluate.generate import greedy_decode
 from bapipe.runtime.pipeline import Pipeline
@@ -71,12 +71,12 @@ def evaluate(
     called with the number of samples that are done.
     """
     start_ns = time.perf_counter_ns()
-    total = len(data.dataset)
+    total, parts = len(data.dataset), RankParts.of(pipeline, plan, data.seed)
     sums = torch.zeros(len(LossSums._fields) + len(data.metrics), dtype=torch.float64, device=device)
     texts: list[str] = []
     for first in range(0, total, plan.minibatch_size):
         chosen = range(first, min(first + plan.minibatch_size, total))
-        inputs, target = load(pipeline, plan, data.dataset, data.seed, chosen)
+        inputs, target = parts.load(data.dataset, chosen, HELD_OUT)
         sums += _sums(pipeline, data.metrics, inputs, target, len(chosen), device)
         if data.generation is not None:
             words = greedy_decode(pipeline, data.generation, inputs, (len(chosen), data.max_length), device)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from bapipe.zoo.data.buckets import Bucketed
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import bucketed
 from bapipe.zoo.data.translation import PAD, translations
-from tests.models.loading import Needs
+from tests.models.loading import rank_parts
 
 
 def test_items_that_do_not_fill_a_mini_batch_go_to_the_next_bucket() -> None:
@@ -62,14 +61,8 @@ def test_buckets_have_the_quantiles_of_lengths(data: Bucketed) -> None:
 
 
 def test_mini_batches_are_cropped_to_their_bucket(data: Bucketed) -> None:
-    asked: Any = Needs(
-        needs=("left", "right", "last"),
-        needs_target=True,
-        input_names=("left", "right", "last"),
-        minibatch_size=2,
-        microbatch_size=1,
-    )
-    feed = batches(asked, asked, data, 3, Position())
+    asked = rank_parts("left", "right", "last", target=True, input_names=("left", "right", "last"), microbatch_size=1)
+    feed = batches(asked, data, Position())
     seen = []
     for _ in range(4):
         batch = next(feed)
@@ -102,14 +95,12 @@ def test_synthetic_sentences_have_lengths() -> None:
 
 
 def test_resuming_at_any_position_gives_the_same_batches(data: Bucketed) -> None:
-    asked: Any = Needs(
-        needs=("left",), needs_target=False, input_names=("left", "right", "last"), minibatch_size=2, microbatch_size=1
-    )
-    feed = batches(asked, asked, data, 3, Position())
+    asked = rank_parts("left", input_names=("left", "right", "last"), microbatch_size=1)
+    feed = batches(asked, data, Position())
     seen = [next(feed) for _ in range(9)]  # two passes and one more
     assert len({batch.bucket for batch in seen}) == 3
     for place in (0, 3, 4, 7):
-        again = batches(asked, asked, data, 3, seen[place].after)
+        again = batches(asked, data, seen[place].after)
         for batch in seen[place + 1 :]:
             found = next(again)
             assert (found.bucket, found.after) == (batch.bucket, batch.after)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,13 +24,13 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 from bapipe.runtime.checkpoint.manifest import Position
 from bapipe.runtime.data import loader
-from bapipe.runtime.data.loader import RankParts, batches, load, warn_if_items_change
+from bapipe.runtime.data.loader import HELD_OUT, batches, warn_if_items_change
 from bapipe.runtime.data.workers import num_data_workers
 from bapipe.tracing.python_random import global_generator_states
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.open_dataset import open_data, open_dataset
 from tests import PYTHONPATH
-from tests.models.loading import Needs
+from tests.models.loading import rank_parts
 
 OWN = "own:factory"
 
@@ -66,16 +66,16 @@ class Watched(Dataset[Any]):
 def test_a_rank_loads_only_the_parts_that_it_uses(
     needs: tuple[str, ...], needs_target: bool, microbatches: tuple[int, ...], places: set[int], rows: int
 ) -> None:
-    asked = Needs(needs=needs, needs_target=needs_target, microbatches=microbatches)
+    asked = rank_parts(*needs, target=needs_target, microbatches=microbatches)
     data = Watched()
-    batch = next(batches(asked, asked, as_pipeline_dataset(data), 3, Position()))  # type: ignore[arg-type]
+    batch = next(batches(asked, as_pipeline_dataset(data), Position()))
     assert len(data.loaded) == rows * len(places)
     assert {place for _, place in data.loaded} == places
     own = [row for m in microbatches for row in (2 * m, 2 * m + 1)]
     found = {0: batch.inputs[0], 1: batch.inputs[1], 2: batch.target}
     assert {place for place, tensor in found.items() if tensor is not None} == places
     items = as_pipeline_dataset(Items(9))
-    both = next(batches(Needs(needs=("left", "right"), needs_target=True), asked, items, 3, Position()))  # type: ignore[arg-type]
+    both = next(batches(rank_parts("left", "right", target=True), items, Position()))
     expected = {0: both.inputs[0], 1: both.inputs[1], 2: both.target}
     for place in places:
         one, other = found[place], expected[place]
@@ -92,9 +92,9 @@ class Items(list[Any]):
 
 
 def test_data_of_another_number_of_inputs_is_refused() -> None:
-    asked = Needs(needs=("only",), needs_target=False, input_names=("only",))
+    asked = rank_parts("only", input_names=("only",))
     with pytest.raises(BapipeError, match=r"^the model takes 1 inputs; the data gives 2 inputs per sample$"):
-        next(batches(asked, asked, as_pipeline_dataset(Items(9)), 3, Position()))  # type: ignore[arg-type]
+        next(batches(asked, as_pipeline_dataset(Items(9)), Position()))
 
 
 class Noisy(Items):
@@ -108,11 +108,11 @@ class Noisy(Items):
 
 
 def test_worker_processes_change_no_result() -> None:
-    asked: Any = Needs(needs=("left",), needs_target=True)
+    asked = rank_parts("left", target=True)
     data = as_pipeline_dataset(Noisy(8))
     start, runs = Position(step=3, epoch=1, offset=4), []
     for num_workers in (0, 2):
-        with closing(batches(asked, asked, data, 3, start, num_workers=num_workers)) as loader:
+        with closing(batches(asked, data, start, num_workers=num_workers)) as loader:
             loaded = [next(loader) for _ in range(4)]
         runs.append([(_numbers(batch.inputs[0]), _numbers(batch.target), batch.after) for batch in loaded])
     assert runs[0] == runs[1]
@@ -153,16 +153,16 @@ def test_ranks_that_load_parts_of_an_item_load_them_of_one_draw(kind: Callable[[
     data, num_steps = as_pipeline_dataset(kind(8)), 4
     ranks: dict[str, list[list[float]]] = {}
     for name, asked in (
-        ("left", Needs(needs=("left",), needs_target=False)),
-        ("right", Needs(needs=("right",), needs_target=False)),
-        ("target", Needs(needs=(), needs_target=True)),
-        ("replica", Needs(needs=(), needs_target=True, microbatches=(1,))),
+        ("left", rank_parts("left")),
+        ("right", rank_parts("right")),
+        ("target", rank_parts(target=True)),
+        ("replica", rank_parts(target=True, microbatches=(1,))),
     ):
         torch.manual_seed(len(ranks))  # what the rank drew before does not matter
         before = torch.get_rng_state(), global_generator_states()
-        loader = batches(asked, asked, data, 3, Position())  # type: ignore[arg-type]
+        loader = batches(asked, data, Position())
         loaded = [next(loader) for _ in range(num_steps)]
-        columns = [batch.target if asked.needs_target else batch.inputs[name == "right"] for batch in loaded]
+        columns = [batch.inputs[name == "right"] if name in ("left", "right") else batch.target for batch in loaded]
         ranks[name] = [_numbers(column) for column in columns]
         assert torch.equal(before[0], torch.get_rng_state())
         assert before[1] == global_generator_states()
@@ -176,12 +176,12 @@ def test_ranks_that_load_parts_of_an_item_load_them_of_one_draw(kind: Callable[[
 
 def test_items_to_evaluate_on_are_of_one_draw_each_time() -> None:
     data = as_pipeline_dataset(Noisy(8))
-    first, last = (Needs(needs=names, needs_target=not names) for names in (("right",), ()))
-    (_, right), _ = load(first, first, data, 3, range(4))  # type: ignore[arg-type]
-    _, target = load(last, last, data, 3, range(4))  # type: ignore[arg-type]
+    first, last = (rank_parts(*names, target=not names) for names in (("right",), ()))
+    (_, right), _ = first.load(data, range(4), HELD_OUT)
+    _, target = last.load(data, range(4), HELD_OUT)
     assert _numbers(right) == _numbers(target)
     assert len(set(_numbers(target))) == 4
-    _, other = load(last, last, data, 4, range(4))  # type: ignore[arg-type]
+    _, other = replace(last, seed=4).load(data, range(4), HELD_OUT)
     assert _numbers(other) != _numbers(target)
 
 
@@ -206,11 +206,11 @@ def test_data_that_draw_what_nobody_can_draw_again(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_keeps_its_text(num_workers: int) -> None:
-    asked: Any = Needs(needs=("left",), needs_target=True)
+    asked = rank_parts("left", target=True)
     data = DatasetSubset(as_pipeline_dataset(Noisy(9)), [8, 8, 8, 8])
     with (
         pytest.raises(BapipeError, match=r"^item 8 cannot be read$"),
-        closing(batches(asked, asked, data, 3, Position(), num_workers=num_workers)) as loader,
+        closing(batches(asked, data, Position(), num_workers=num_workers)) as loader,
     ):
         next(loader)
 
@@ -235,21 +235,21 @@ class Odd(Items):
     ],
 )
 def test_items_that_do_not_fit_are_named(index: int, message: str) -> None:
-    asked: Any = Needs(needs=("left",), needs_target=True)
+    asked = rank_parts("left", target=True)
     data = as_pipeline_dataset(Odd(9))
     with pytest.raises(BapipeError) as caught:
-        RankParts.of(asked, asked, 3).load(data, [0, 1, 2, index], "epoch 0")
+        asked.load(data, [0, 1, 2, index], "epoch 0")
     assert str(caught.value).startswith(message)
 
 
 def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker gives 64 MiB. The samples are alike: it is not their shapes."""
-    asked: Any = Needs(needs=("left",), needs_target=True)
+    asked = rank_parts("left", target=True)
     reason = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
     advice = "make their shared memory larger (/dev/shm; docker: the option shm-size), or use fewer `data_workers`, 0 for none"
     monkeypatch.setattr(loader, "default_collate", Mock(side_effect=RuntimeError(reason)))
     with (
-        closing(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position())) as ended,
+        closing(batches(asked, as_pipeline_dataset(Noisy(9)), Position())) as ended,
         pytest.raises(BapipeError) as caught,
     ):
         next(ended)
@@ -257,7 +257,7 @@ def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", Mock(side_effect=full))
     with pytest.raises(BapipeError) as caught:
-        next(batches(asked, asked, as_pipeline_dataset(Noisy(9)), 3, Position(), num_workers=1))
+        next(batches(asked, as_pipeline_dataset(Noisy(9)), Position(), num_workers=1))
     assert str(caught.value) == f"data workers cannot start: No space left on device: {advice}"
 
 
