@@ -339,6 +339,10 @@ class Pipeline:
         self._tied.sum()
         wait_on_device(self._device, self._kept_until)
         self._kept_until = None
+        # On all ranks in one order, and before any is waited for: two stages may have the same replicas, on which their
+        # gradients may become final in unlike orders.
+        for replicas in self._replicas.values():
+            replicas.gradients.start()
         finite = self._unscale()
         if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)

@@ -72,7 +72,7 @@ class GradientSum:
     have started, so that all replicas call them in one order. Losses are divided by the number of all micro-batches,
     so the sum is the gradient of the mini-batch's mean.
 
-    (torch's W sets gradients without calling hooks; there all buckets start in `finish`.)
+    (torch's W sets gradients without calling hooks; there all buckets wait for `start`.)
 
     Why not DistributedDataParallel, which torch's PipelineStage supports:
 
@@ -107,13 +107,16 @@ class GradientSum:
         finally:
             self._missing = []
 
+    def start(self) -> None:
+        """Starts the buckets that have not started yet."""
+        while self._next < len(self._buckets):
+            self._start(self._next)
+
     def finish(self) -> None:
-        """Starts the remaining buckets and gives every parameter its summed gradient; later calls do nothing."""
+        """Gives every parameter its summed gradient, once all buckets have started; later calls do nothing."""
         if self._done:
             return
         self._done = True
-        while self._next < len(self._buckets):
-            self._start(self._next)
         for reduction in self._started:
             for work in reduction.works:
                 work.wait()

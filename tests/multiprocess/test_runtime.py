@@ -151,6 +151,7 @@ FOUR = (
     _random(19, "two-inputs", (2, 3), (3, 0, (1, 2)), 4, 0.0),  # the last stage has replicas, and loads an input
     _random(20, "residual", (3,), (2, (0, 1, 3)), 7, 0.5, recompute=(1,)),
     _random(23, "mlp", (1, 4, 6), ((0, 1), (2, 3), (0, 1), (2, 3)), 4, 0.5),
+    _random(4, "mlp", (3, 5, 7), (2, (0, 1), 3, (0, 1)), 2, 1.0),  # rank 0 ends with 3W0 1W0, rank 1 with 1W1 3W1
 )
 
 
