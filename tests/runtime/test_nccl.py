@@ -5,6 +5,7 @@ Each rank runs a step in this process, in a group of torch's for tests whose tra
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ class RecordedWork:
     def __init__(self, calls: list[Call], number: int) -> None:
         self.calls, self.number = calls, number
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         self.calls.append(Wait(self.number))
 
 
