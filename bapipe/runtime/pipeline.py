@@ -40,6 +40,7 @@ from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.settings_check import check_optimizers, check_settings
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
+from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.traced_numbers import TracedNumbers
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
@@ -222,6 +223,7 @@ class Pipeline:
         self._start: object | None = None
         self._copy_stream = copy_stream(self._device)
         self._kept_until: object | None = None
+        self._written_by_forwards = frozenset[str]()  # names of parameters
 
     @property
     def rank(self) -> int:
@@ -315,9 +317,10 @@ class Pipeline:
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
-        allowed = self._plan.compute_settings.tf32
+        allowed, weights = self._plan.compute_settings.tf32, TensorVersions(self.named_parameters())
         with tf32(allowed), all_generators_restored(self._device):
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
+        self._written_by_forwards |= weights.written()
         self._rng.step += 1
         self._update()
         if loss is None:
@@ -438,9 +441,17 @@ class Pipeline:
         return self._optimizers.state(self.named_parameters())
 
     def changed_by_forwards(self) -> frozenset[str]:
-        """Returns the names in `state_dict` of what a forward may change: all but the trained parameters."""
-        trained = {p.data_ptr() for p in self._state.parameters() if p.requires_grad}
-        return frozenset(name for name, tensor in self.state_dict().items() if tensor.data_ptr() not in trained)
+        """Returns the names in `state_dict` of what a forward may change.
+
+        These are all but the trained parameters, and of those the ones to which forwards have written so far, as
+        embeddings with `max_norm` do.
+        """
+        unchanged = {
+            parameter.data_ptr()
+            for name, parameter in self.named_parameters().items()
+            if parameter.requires_grad and name not in self._written_by_forwards
+        }
+        return frozenset(name for name, tensor in self.state_dict().items() if tensor.data_ptr() not in unchanged)
 
     def keep_state_until(self, copied: object | None) -> None:
         """Makes the next update wait, on the device, for an event after which the state has been copied."""

@@ -76,3 +76,35 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.Mon
     assert {name for name in before if not torch.equal(at_wait[name], after[name])} - buffers - {"0.bias"} == {
         "0.weight", "1.weight", "1.bias", "2.weight",
     }  # fmt: skip
+
+
+class Limited(nn.Module):
+    """Forwards scale rows of two embeddings, and set a row of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 3, max_norm=0.5)
+        self.bags = nn.EmbeddingBag(8, 3, max_norm=0.5)
+        self.padded, self.head = Padded(8, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(x).mean(1) + self.bags(x) + self.padded(x).mean(1))
+
+
+class Padded(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight[0] = 0
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_weights_that_forwards_change_are_copied_before_the_next_forward() -> None:
+    """Else a checkpoint would hold what the evaluation after it, or the next step, has made of them."""
+    order = [["0F0", "0B0", "0F1", "0B1"]]
+    tokens = torch.arange(8).reshape(4, 2)
+    plan = make_plan(["rows", "bags", "padded", "head"], (), (0,), order, 2, 2)
+    pipeline = Pipeline(Limited(), plan, loss=mse_loss, inputs=(tokens,), optimizer=sgd(0.1))
+    assert pipeline.changed_by_forwards() == set()
+    pipeline.step(tokens, target=Y.float())
+    assert pipeline.changed_by_forwards() == {"rows.weight", "bags.weight", "padded.weight"}
