@@ -17,8 +17,8 @@ from statistics import median
 import numpy
 from PIL import Image
 
-from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import RankParts, batches
+from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.data.loader import RankParts, batches
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
 from benchmarks import parser_of

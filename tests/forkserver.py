@@ -8,6 +8,6 @@ SERVER.set_forkserver_preload(
     [
         *("tests.cli.forked", "bapipe.cli", "bapipe.planner.plan", "bapipe.planner.action_order.search"),
         *("bapipe.profiler.profile", "bapipe.report", "bapipe.zoo", "rich.progress"),
-        *("tests.forked_ranks", "bapipe.runtime.pipeline", "bapipe.runtime.train_rank"),
+        *("tests.forked_ranks", "bapipe.runtime.pipeline", "bapipe.training.train_rank"),
     ]
 )

@@ -44,6 +44,7 @@ LAYERS = [
     {"profiler"},
     {"planner"},
     {"runtime"},
+    {"training"},
     {"report"},
     {"explorer"},
     {"__init__"},
@@ -73,6 +74,7 @@ TORCH = {
     "torch_private",
     "profiler",
     "runtime",
+    "training",
     "zoo",
 }
 HEAVY = {

@@ -22,12 +22,12 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs.profiles import Profiles
-from bapipe.runtime.run import check_profiles_used, check_training
-from bapipe.runtime.run import convert_checkpoint as convert
-from bapipe.runtime.run import export as export_checkpoint
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.torchrun import is_first_rank
+from bapipe.training.run import check_profiles_used, check_training
+from bapipe.training.run import convert_checkpoint as convert
+from bapipe.training.run import export as export_checkpoint
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import Evaluation, StepReport, TrainResult
 from bapipe.units import MAX_INT, number
 from bapipe.zoo import resolve
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from bapipe.formats.plan import Plan
 from bapipe.printable import printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms
-from bapipe.runtime.train_result import Evaluation, TrainResult
+from bapipe.training.train_result import Evaluation, TrainResult
 from bapipe.units import number
 
 

@@ -15,11 +15,11 @@ from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
+from bapipe.runtime.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copy_stream, copying_beside, wait_on_device
 from bapipe.runtime.cut_model import cut_model
-from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
-from bapipe.runtime.evaluate.forward import ForwardResult
+from bapipe.runtime.evaluation import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.initial_values import warn_of_unlike_values

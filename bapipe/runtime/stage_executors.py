@@ -14,7 +14,7 @@ from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.evaluate.forward import ForwardExecutor
+from bapipe.runtime.evaluation import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights

@@ -1,6 +1,6 @@
 """What ranks use of mini-batches."""
 
-from bapipe.runtime.data.loader import RankParts
+from bapipe.training.data.loader import RankParts
 
 
 def rank_parts(

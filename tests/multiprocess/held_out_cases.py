@@ -10,13 +10,13 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.loader import HELD_OUT, RankParts
-from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
-from bapipe.runtime.evaluate.generate import greedy_decode
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.train_result import Evaluation
 from bapipe.tracing.layers import trace
+from bapipe.training.data.loader import HELD_OUT, RankParts
+from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
+from bapipe.training.evaluate.generate import greedy_decode
+from bapipe.training.launch.worker import Rank
+from bapipe.training.train_result import Evaluation
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.translation import END
 from bapipe.zoo.example import Example

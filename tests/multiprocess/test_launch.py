@@ -16,7 +16,7 @@ import pytest
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.store import JobStore
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from tests import ROOT
 from tests.multiprocess.launch_cases import alone, both, default_workers, late_sender, talkative, three_steps
 

@@ -17,12 +17,12 @@ import bapipe
 from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
 from bapipe.errors import BapipeError, LayerFailed
-from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.torch_private.tensors import FakeTensor
+from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import batches
+from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.data.loader import batches
 from bapipe.zoo.data import image_io
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
 from bapipe.zoo.data.image_io import random_box, read_image
