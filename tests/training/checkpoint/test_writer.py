@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, RunFailed
-from bapipe.runtime import copy_streams, train_rank
+from bapipe.runtime import copy_streams
+from bapipe.training import train_rank
 from bapipe.training.checkpoint import tensor_files, writer
 from bapipe.training.checkpoint.folder import list_checkpoints
 from bapipe.training.checkpoint.manifest import MANIFEST, read_manifest
