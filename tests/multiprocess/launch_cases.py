@@ -81,6 +81,14 @@ def talkative(rank: Rank) -> int:
     return rank.index
 
 
+def waits_for_a_tensor(rank: Rank) -> None:
+    """Rank 0 waits for a tensor of rank 1, which hangs."""
+    rank.enter_step(3)
+    if rank.index == 1:
+        _end("hang")
+    groups.wait(dist.irecv(torch.zeros(1), 1))
+
+
 def late_sender(rank: Rank) -> list[tuple[str, float]]:
     """Rank 0 sends later than connecting may take, in a group as it is and in one that torch checks.
 
