@@ -111,9 +111,18 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+_NCCL_REASON = "Last error:"
+"""What torch writes before NCCL's own words; the lines before say where NCCL was called, and the kind of its error."""
+
+
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text that is not blank, or the name of its class if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """Returns the first line of an error's text that is not blank, or the name of its class if there is none.
+
+    Of NCCL's errors it is the line that says why.
+    """
+    text = str(error)
+    reason = text.partition(_NCCL_REASON)[2]
+    return next((line.strip() for line in (reason.strip() or text).splitlines() if line.strip()), type(error).__name__)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -142,7 +142,10 @@ def describe(device: torch.device) -> DeviceKind:
     return DeviceKind(kind="cpu", name=cpu_name(), memory_bytes=memory_bytes())
 
 
-_OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+_OUT_OF_MEMORY = (
+    *("can't allocate memory", "bad_alloc", "Cannot allocate memory"),
+    *("out of memory", "ALLOC_FAILED", "ALLOCATION_FAILED"),  # of CUDA, NCCL, cuBLAS and cuDNN, outside of torch's pool
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -225,9 +225,17 @@ def waited_too_long(timeout_s: float) -> Failure:
     return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
 
 
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport"),
+    # Of NCCL: what it connects by fails, another rank has aborted, or nobody tells how to connect.
+    *("ncclRemoteError", "ncclSystemError", "communicator was aborted", "retrieving ncclUniqueId"),
+)
+
+
 def _is_lost_peer(error: BaseException) -> bool:
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)
+    """Returns whether an error only shows that another rank has gone: other errors of NCCL are this rank's own."""
+    lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+    return lost or any(sign in str(error) for sign in _LOST_PEER)
 
 
 def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] | None) -> Any:

@@ -18,7 +18,7 @@ from bapipe.job.groups import barrier, init_proven_group
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.stop_signals import StopRequest
 from bapipe.training.launch import processes, worker
-from bapipe.training.launch.worker import RankJob, StepStarted
+from bapipe.training.launch.worker import RankJob, StepStarted, describe_failure
 from bapipe.training.train import _place
 
 
@@ -84,6 +84,53 @@ def test_a_device_that_is_not_there_is_named(cuda_devices: Callable[[int], list[
     cuda_devices(2)
     with pytest.raises(BapipeError, match=r"'cuda3' is device 3 of its host in the plan's cluster.*finds 2 CUDA"):
         worker._prepare(job(("cuda2", "cuda3"), (2, 3)), 1)
+
+
+def nccl_error(kind: str, name: str, reason: str) -> RuntimeError:
+    """Returns an error of NCCL as torch raises it."""
+    return torch.distributed.DistBackendError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:94, {kind} (run with "
+        f"NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n{name}: what this usually means.\nLast error:\n{reason}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            nccl_error("unhandled cuda error", "ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
+            "ran out of memory at step 0: DistBackendError: Cuda failure 2 'out of memory'; plan with less memory",
+        ),
+        (
+            nccl_error("invalid usage", "ncclInvalidUsage", "Duplicate GPU detected : rank 1 and rank 0"),
+            "failed at step 0: DistBackendError: Duplicate GPU detected : rank 1 and rank 0",
+        ),
+        (
+            nccl_error("remote process exited or there was a network error", "ncclRemoteError", "socket closed"),
+            "lost another rank at step 0: DistBackendError: socket closed",
+        ),
+        (
+            torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."),
+            "lost another rank at step 0: DistBackendError: NCCL communicator was aborted on rank 0.",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            "ran out of memory at step 0: RuntimeError: CUDA error: out of memory; plan with less memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "ran out of memory at step 0: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+            "`cublasCreate(handle)`; plan with less memory",
+        ),
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"),
+            "failed at step 0: RuntimeError: CUDA error: device-side assert triggered",
+        ),
+    ],
+)
+def test_an_error_of_the_gpu_or_of_nccl_is_told_by_its_reason(error: Exception, message: str) -> None:
+    failure = worker._failure_of(error, 60.0, None)
+    assert describe_failure(failure, job(("cuda0", "cuda1"), (0, 1)), 0, " at step 0") == f"rank 0 (cuda0) {message}"
 
 
 class Ended:
