@@ -73,7 +73,8 @@ def local_device(device: torch.device | str) -> torch.device:
     """Returns the device of this machine with a name such as cpu, cuda or cuda:1.
 
     Raises:
-        BapipeError: another kind of device, or one that this machine, or its torch, does not have.
+        BapipeError: another kind of device, or one that this machine, or its torch, does not have; or CUDA does not
+            start, as with a driver that is too old.
     """
     name = str(device)
     kind, _, index = name.partition(":")
@@ -81,6 +82,8 @@ def local_device(device: torch.device | str) -> torch.device:
         raise BapipeError(f"`device` is '{name}': want cpu or cuda")
     if kind == "cuda" and torch.cuda.device_count() <= int(index or 0):
         raise BapipeError(f"torch finds no device '{name}' on this machine: choose `device` cpu, or {_cuda_advice()}")
+    if kind == "cuda":
+        start_cuda()
     return torch.device(name)
 
 
@@ -91,13 +94,14 @@ def _cuda_advice() -> str:
     if num := torch.cuda.device_count():
         return f"one of the {num} that it finds, cuda:0 to cuda:{num - 1}"
     try:
-        _start_cuda()
+        start_cuda()
     except BapipeError as error:
         return str(error)
     return "see what nvidia-smi lists"
 
 
-def _start_cuda() -> None:
+def start_cuda() -> None:
+    """Raises BapipeError if CUDA does not start: a driver counts GPUs also for a torch for which it is too old."""
     start: Callable[[], None] = torch.cuda.init  # which torch leaves without types
     try:
         start()
@@ -118,7 +122,6 @@ def current_device(device: torch.device | str) -> torch.device:
     found = local_device(device)
     if found.type != "cuda":
         return found
-    _start_cuda()
     if found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(found)

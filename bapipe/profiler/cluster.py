@@ -7,7 +7,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.hardware import bytes_for_tensors
 from bapipe.profiler.links import measure_link
-from bapipe.torch_device import CPU, describe, framework_bytes
+from bapipe.torch_device import CPU, describe, framework_bytes, local_device
 from bapipe.torch_device import num_devices as num_devices_here
 
 KINDS = ("cpu", "cuda")
@@ -40,13 +40,12 @@ def check_devices(num_devices: int | None, kind: str) -> int:
     """Returns the number of devices of a kind, all that this machine has for None.
 
     Raises:
-        BapipeError: an unknown kind, or a number of devices that this machine does not have.
+        BapipeError: an unknown kind, a number of devices that this machine does not have, or as `local_device`.
     """
     if kind not in KINDS:
         raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(KINDS)}")
+    local_device(kind)
     present = num_devices_here(kind)
-    if present == 0:
-        raise BapipeError(f"this machine has no device of kind '{kind}': choose `device` cpu")
     count = present if num_devices is None else num_devices
     if count < 1:
         raise BapipeError(f"a cluster cannot have {count} devices: want 1 to {present}")

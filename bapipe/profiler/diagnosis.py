@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from bapipe.errors import BapipeError
 from bapipe.formats.cache import cache_folder
 from bapipe.hardware import cpu_name, memory_bytes, num_cores
 
@@ -117,10 +118,7 @@ def _torch() -> Iterator[Finding]:
     import torch.distributed as dist
 
     count = torch.cuda.device_count()
-    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-    advice = "" if count else "models are profiled and trained on the CPU"
-    yield Finding(name="cuda devices", value=f"{count}: {names}" if count else f"none; {built}", advice=advice)
+    yield _cuda_devices(count)
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding(
         name="gloo",
@@ -130,6 +128,22 @@ def _torch() -> Iterator[Finding]:
     nccl = dist.is_available() and dist.is_nccl_available()
     missing = "GPUs cannot communicate: install a torch that has it" if count > 1 and not nccl else ""
     yield Finding(name="nccl", value="available" if nccl else "not available", advice=missing)
+
+
+def _cuda_devices(count: int) -> Finding:
+    import torch
+
+    from bapipe.torch_device import start_cuda
+
+    if count == 0:
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        return Finding(name="cuda devices", value=f"none; {built}", advice="models are profiled and trained on the CPU")
+    try:
+        start_cuda()
+    except BapipeError as error:
+        return Finding(name="cuda devices", value=f"{count}, which cannot be used", advice=str(error))
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    return Finding(name="cuda devices", value=f"{count}: {names}")
 
 
 def _disk() -> Iterator[Finding]:

@@ -4,8 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from bapipe.errors import BapipeError
 from bapipe.profiler import diagnosis
+from bapipe.profiler.cluster import check_devices
 from bapipe.profiler.diagnosis import diagnose
 
 
@@ -37,3 +40,22 @@ def test_torch_is_asked_for_devices_and_backends() -> None:
     found = {finding.name: finding for finding in diagnose()}
     assert found["gloo"].value == "available"
     assert found["cuda devices"].value
+
+
+def test_a_gpu_that_cuda_does_not_start_on_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver counts its GPUs also for a torch that it is too old for."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: (_ for _ in ()).throw(RuntimeError("The driver is too old")))
+    found = {finding.name: finding for finding in diagnose()}["cuda devices"]
+    assert found.value == "2, which cannot be used"
+    assert found.advice == (
+        "update the driver of the GPU, or install torch for its version of CUDA: CUDA 13.0 does not start (The driver "
+        "is too old)"
+    )
+    with pytest.raises(BapipeError, match=r"^update the driver of the GPU"):
+        check_devices(1, "cuda")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"H{index}")
+    found = {finding.name: finding for finding in diagnose()}["cuda devices"]
+    assert (found.value, found.advice) == ("2: H0, H1", "")
