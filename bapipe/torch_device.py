@@ -176,6 +176,12 @@ def environment(device: torch.device = CPU) -> dict[str, object]:
     return versions | _gpu_environment(device)
 
 
+def gpu_uuid(device: torch.device) -> str | None:
+    """Returns a name that no other GPU has, None if torch does not know it."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
 _SMI_FIGURES = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
 """What nvidia-smi says of a GPU on which times depend: versions, MHz, W."""
 
@@ -203,8 +209,8 @@ def _gpu_environment(device: torch.device) -> dict[str, object]:
 
 def _smi_figures(device: torch.device) -> dict[str, object]:
     """Returns what nvidia-smi says of a GPU; nothing if it is not there, or does not know the GPU."""
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    chosen = device.index or 0 if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
+    uuid = gpu_uuid(device)
+    chosen = device.index or 0 if uuid is None else f"GPU-{uuid.removeprefix('GPU-')}"
     command = _SMI_COMMAND.format(chosen, ",".join(_SMI_FIGURES)).split()
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -111,6 +111,7 @@ def train(
             replace(job, resume_from=newest),
             kind=kind,
             places=[_place(device, plan.cluster.devices) for device in devices],
+            devices=devices,
             timeout_s=config.timeout_s,
             on_message=receive,
             stops_between_steps=config.checkpoint is not None,

@@ -13,6 +13,7 @@ from threading import Event, Thread
 from typing import Any
 
 from bapipe.errors import BapipeError, RunFailed, Stopped
+from bapipe.formats.cluster import Device
 from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 from bapipe.stop_signals import StopRequest, noted_signals
@@ -100,6 +101,7 @@ def launch(
     facts: Mapping[str, str] = _NO_FACTS,
     memory_advice: Sequence[str] = (),
     places: Sequence[int] | None = None,
+    devices: Sequence[Device] = (),
 ) -> list[Result]:
     """Runs `worker(rank, *arguments)` in a process for each of `names`; returns what each returned, in rank order.
 
@@ -108,7 +110,8 @@ def launch(
     The worker, its arguments and its result must be picklable. `on_message(index, message)` gets the workers' reports,
     in this process. `facts` are values that must be the same in all ranks of a job, by what they are of;
     `memory_advice` says for each rank what to do if it runs out of memory, `places` which of its host's CUDA devices a
-    rank has, by default the one of its own number.
+    rank has, by default the one of its own number; `devices` are the ranks' in the plan's cluster, with which a job
+    compares where it runs.
 
     SIGTERM and SIGHUP end the ranks with this process. A worker that `stops_between_steps` is asked to do so first: it
     looks at `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, does
@@ -130,6 +133,7 @@ def launch(
         stops_between_steps=stops_between_steps,
         facts=facts,
         memory_advice=tuple(memory_advice),
+        devices=tuple(devices),
     )
     if (joined := current_job()) is not None:
         return [join_job(job, joined, on_message)]

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,14 +18,19 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line, root_cause
+from bapipe.formats.cluster import Device
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.interfaces import check_interface, choose_interface
 from bapipe.job.rendezvous import OtherRanks, Refused, open_store, outer_address, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
+from bapipe.job.store import JobStore
 from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torch_device import CPU, current_device, is_out_of_memory, prepare_cpu, visible_place
 from bapipe.torchrun import Job
+from bapipe.training.launch.gpus_of_job import check_one_rank_per_gpu, gpus_of_all, unlike_the_plan
 from bapipe.training.launch.waiting import WaitLimit
+
+_log = logging.getLogger(__name__)
 
 _START = timedelta(days=1)
 """How long a rank waits for the others to start: on this machine, where the parent notices one that does not, so long;
@@ -78,6 +84,7 @@ class RankJob:
         stops_between_steps: the worker looks at `rank.stop_signal`; else signals end it at once.
         facts: values that must be the same in all ranks of a job, by what they are of.
         memory_advice: for each rank, what to say if it runs out of memory; or none.
+        devices: of the ranks in the plan's cluster; none if they have no plan.
     """
 
     worker: Callable[..., Any]
@@ -89,6 +96,7 @@ class RankJob:
     stops_between_steps: bool
     facts: Mapping[str, str]
     memory_advice: tuple[str, ...]
+    devices: tuple[Device, ...] = ()
 
     def advice_of(self, index: int) -> str:
         """Returns what to say if a rank runs out of memory."""
@@ -153,7 +161,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
         gc.freeze()  # what importing has made lives as long as this process: no collection need look at it
         shared = dist.FileStore(store, len(job.names))
         meet(shared, index, len(job.names), _START)
-        result = _work(job, index, send, limit, store=shared, secret=secret)
+        result = _work(job, index, _prepare(job, index), send, limit, store=shared, secret=secret)
         _send_result(send, result)
         dist.destroy_process_group()
     except BaseException as error:  # the parent puts any kind of error into one line
@@ -164,6 +172,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
 def _work(
     job: RankJob,
     index: int,
+    device: torch.device,
     send: Callable[[object], None],
     limit: WaitLimit,
     *,
@@ -171,7 +180,6 @@ def _work(
     secret: bytes,
 ) -> Any:
     """Joins the process group, which `store` connects, and runs the worker; returns its result."""
-    device = _prepare(job, index)
     with limit, noted_signals() if job.stops_between_steps else nullcontext(StopRequest()) as stop:
         init_proven_group(job.kind, store, index, job.names, secret, limit.group_timeout)
         rank = Rank(index, len(job.names), job.names[index], device, limit.group_timeout, send, stop)
@@ -243,13 +251,14 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
 
     Raises:
         BapipeError: the job has another number of processes, or is to use a network interface that is not there.
-        RunFailed: this process cannot join, the worker raised an error, or the job did not meet.
+        RunFailed: this process cannot join, the worker raised an error, the job did not meet, or two ranks have the
+            same GPU.
     """
     index, size, names = joined.rank, joined.size, job.names
     if size != len(names):
         raise BapipeError(
-            f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, on "
-            f"one host with nproc-per-node={len(names)} for torchrun, or plan for {size} devices"
+            f"the plan has a stage on {len(names)} devices but the job has {size} processes: start {len(names)}, "
+            f"{_on_hosts(job)}, or plan for {size} devices"
         )
     check_interface()
     rendezvous_s = min(job.timeout_s, _START.total_seconds())
@@ -268,10 +277,12 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
     limit: WaitLimit | None = None
     with store.in_use():
         try:
+            device = _prepare(job, index)
             wait_for_all(store, index, names, rendezvous_s, job.facts)
+            _compare_gpus(job, store, index, device)
             choose_interface(outer_address(store))
             limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
-            result = _work(job, index, send, limit, store=store, secret=job_secret())
+            result = _work(job, index, device, send, limit, store=store, secret=job_secret())
             dist.destroy_process_group()
             return result
         except Refused:
@@ -281,6 +292,24 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
             at = f" at step {steps[0]}" if steps else ""
             others = tell_failure(store, index, size, failure.lost_peer)
             raise RunFailed(describe_failure(failure, job, index, at, others), told=others.report) from None
+
+
+def _on_hosts(job: RankJob) -> str:
+    """Says how many processes to start on each host of the plan, in the order in which ranks are numbered."""
+    counts = Counter(device.host for device in job.devices)
+    if len(counts) <= 1:
+        return f"on one host with nproc-per-node={len(job.names)} for torchrun"
+    return ", ".join(f"{count} on host '{host}'" for host, count in counts.items())
+
+
+def _compare_gpus(job: RankJob, store: JobStore, index: int, device: torch.device) -> None:
+    """Raises BapipeError if two ranks have the same GPU; rank 0 warns if they are not those of the plan's cluster."""
+    if job.kind != "cuda" or not job.devices:
+        return
+    found = gpus_of_all(store, index, len(job.names), device)
+    check_one_rank_per_gpu(job.devices, found)
+    for difference in unlike_the_plan(job.devices, found) if index == 0 else ():
+        _log.warning("%s", difference)
 
 
 _NOTHING_KNOWN = OtherRanks()
