@@ -458,7 +458,11 @@ class Pipeline:
         self._kept_until = copied
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Restores what `optimizer_state` returned, possibly under another plan."""
+        """Restores what `optimizer_state` returned, possibly under another plan: of all ranks together, or this one's.
+
+        Raises:
+            BapipeError: it is the state of another optimizer, or of parameters of other ranks only.
+        """
         self._optimizers.load_state(state, self.named_parameters())
 
     def busy_ns(self) -> int:
