@@ -51,7 +51,9 @@ def edit(
     ] = None,
     recompute_layer: Annotated[
         list[str] | None,
-        typer.Option("--recompute-layer", help="A layer to recompute; the rest of its stage keeps. May be repeated."),
+        typer.Option(
+            "--recompute-layer", help="A layer to recompute; of its stage, the layers so named only. May be repeated."
+        ),
     ] = None,
     keep: Annotated[
         list[int] | None,
