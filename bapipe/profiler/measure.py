@@ -120,7 +120,8 @@ def measure_model(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             autocast=autocast_dtype(settings),
-            check=check and not layer_by_layer,
+            check=check,
+            layer_by_layer=layer_by_layer,
         )
         samples = samples_for(module, (*tensors, target), made_up, loss, device)
         for size in missing_sizes:
