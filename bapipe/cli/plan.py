@@ -19,6 +19,7 @@ from bapipe.cli.inputs import (
 )
 from bapipe.cli.options import (
     DEFAULT_MINIBATCH_SIZE,
+    SCHEDULES,
     Arguments,
     AsJson,
     ClusterFile,
@@ -52,7 +53,6 @@ from bapipe.planner.inputs.repeat_block import profiles_of_copies
 from bapipe.planner.inputs.validation import check_schedules, named_schedules
 from bapipe.planner.plan import plan_cached
 from bapipe.report.remarks import plan_remarks
-from bapipe.schedules import ALL
 from bapipe.units import percent_up
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def plan(
         str,
         typer.Option(
             "--schedule",
-            help=f"Schedules to try: {', '.join(ALL)}, or all; 'search' also searches an order, without replicas.",
+            help=f"Schedules to try: {SCHEDULES}; 'search' also searches an order, without replicas.",
         ),
     ] = "1f1b,gpipe",
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
