@@ -9,7 +9,6 @@ from types import FrameType
 
 import torch.distributed as dist
 
-import bapipe
 from bapipe.job.sockets import OPEN_FILES, open_sockets, shut_down_connections
 
 _TICK_S = 0.5
@@ -18,7 +17,7 @@ _UNLIMITED = timedelta(days=30)
 
 _WAITING = (
     str(Path(dist.__file__).parent),
-    *(str(Path(bapipe.__file__).parent / package) for package in ("job", "runtime", "training")),
+    *(str(Path(__file__).parents[2] / package) for package in ("job", "runtime", "training")),
 )
 """Where code waits for other ranks. A rank that waits elsewhere, as for its data, is the one that others wait for."""
 
