@@ -49,9 +49,10 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], profile: Any, clus
     said = capsys.readouterr()
     assert ended.value.code == 1
     assert said.out == ""
-    assert said.err.count("\n") == 1
+    *before, line = said.err.splitlines(keepends=True)
+    assert set(before) <= {"planning\n"}  # which a slow machine is told
     assert not (folder / "plan.json").exists()
-    return said.err
+    return line
 
 
 LAYER = ("measurements", 0, "layers", 2)
