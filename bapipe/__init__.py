@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from bapipe.planner.plan import plan, simulate
     from bapipe.profiler.profile import profile
     from bapipe.runtime.pipeline import Pipeline
-    from bapipe.runtime.run import run
-    from bapipe.runtime.train_config import TrainConfig
     from bapipe.simulator.timeline import Timeline
+    from bapipe.training.run import run
+    from bapipe.training.train_config import TrainConfig
     from bapipe.zoo.data.dataset import PipelineDataset
     from bapipe.zoo.example import Example
 
@@ -79,14 +79,14 @@ _MODULE_OF = {
     "StagePlan": "bapipe.formats.stage_plan",
     "Stopped": "bapipe.errors",
     "Timeline": "bapipe.simulator.timeline",
-    "TrainConfig": "bapipe.runtime.train_config",
+    "TrainConfig": "bapipe.training.train_config",
     "compare": "bapipe.planner.compare",
     "edit": "bapipe.planner.edit",
     "make": "bapipe.planner.make",
     "plan": "bapipe.planner.plan",
     "profile": "bapipe.profiler.profile",
     "read": "bapipe.formats.codec",
-    "run": "bapipe.runtime.run",
+    "run": "bapipe.training.run",
     "simulate": "bapipe.planner.plan",
     "to_networkx": "bapipe.formats.multigraph",
     "weighted_mean": "bapipe.losses",

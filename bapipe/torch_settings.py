@@ -49,6 +49,11 @@ def autocast_dtype(settings: Settings) -> torch.dtype | None:
     return found
 
 
+def autocast_on(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Returns the context of `torch.autocast` to a type on a device; without autocast for None, whatever is around."""
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
 def in_memory_format(tensor: Tensor, settings: Settings) -> Tensor:
     """Returns a tensor in the memory format of the settings: images channels-last if these ask for it."""
     if settings.channels_last and tensor.dim() == 4:

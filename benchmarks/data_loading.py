@@ -11,33 +11,19 @@ per step after the first ones, in which workers start.
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy
 from PIL import Image
 
-from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import batches
+from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.data.loader import RankParts, batches
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented
 from benchmarks import parser_of
 
 WARM_UP_STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstStage:
-    """The attributes of a pipeline and its plan that the loader uses: one micro-batch, whose images this rank loads."""
-
-    minibatch_size: int
-    microbatch_size: int
-    needs: tuple[str, ...] = ("image",)
-    needs_target: bool = False
-    input_names: tuple[str, ...] = ("image",)
-    microbatches: tuple[int, ...] = (0,)
 
 
 def main() -> None:
@@ -52,10 +38,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder, "any"), options.images)
         data = augmented(images(folder, image_size=options.size, num_classes=1), True, folder)
-        stage: Any = FirstStage(minibatch_size=options.batch, microbatch_size=options.batch)
+        size = options.batch  # one micro-batch, whose images this rank loads
+        parts = RankParts(
+            seed=0, num_inputs=1, places=(0,), microbatches=(0,), microbatch_size=size, minibatch_size=size
+        )
         for num_workers in options.workers:
             waits_ms = []
-            with closing(batches(stage, stage, data, 0, Position(), num_workers=num_workers)) as loader:
+            with closing(batches(parts, data, Position(), num_workers=num_workers)) as loader:
                 for _ in range(WARM_UP_STEPS + options.steps):
                     start_s = time.perf_counter()
                     next(loader)

@@ -37,7 +37,7 @@ from bapipe.profiler.measure import measure_model
 from bapipe.simulator.stage_cost import stage_cost_by_speed
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
-from bapipe.torch_private import memory_events
+from bapipe.torch_private.measuring import memory_events
 from bapipe.tracing.bound_inputs import only_tensor_inputs
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example

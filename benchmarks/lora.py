@@ -34,11 +34,11 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.inputs.profiles import local_cluster
 from bapipe.profiler.profile import profile_model
-from bapipe.runtime.launch.processes import launch
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing.sizes import repeat_to_batch
+from bapipe.training.launch.processes import launch
+from bapipe.training.launch.worker import Rank
 from bapipe.zoo.factory import build
 from benchmarks import parser_of
 from benchmarks.fidelity import allocated

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import BapipeError
-from bapipe.tracing import TracedModel
+from bapipe.tracing.model import TracedModel
 from tests.models.architectures import ARCHITECTURES, Architecture
 from tests.models.in_one_process import OneProcess, Setting, largest_error, whole_step
 from tests.models.random_partitions import Trained

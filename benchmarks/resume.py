@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapipe.runtime.checkpoint.folder import list_checkpoints
-from bapipe.runtime.checkpoint.writer import full_state_dict
+from bapipe.training.checkpoint.folder import list_checkpoints
+from bapipe.training.checkpoint.writer import full_state_dict
 from benchmarks import parser_of
 from tests.multiprocess.fault_cases import killed
-from tests.runtime.checkpoint.cases import go
+from tests.training.checkpoint.cases import go
 
 KILLS_PER_RUN = 12
 STEPS, STEPS_MORE = 6, 8

@@ -38,7 +38,7 @@ def test_named_source_files_exist(page: Path) -> None:
     for text in CODE.findall(page.read_text()):
         if NOT_FILES.fullmatch(text) or text.startswith(("~", "/")):
             continue
-        folders = (ROOT, ROOT / "bapipe", ROOT / "bapipe" / "planner", ROOT / "bapipe" / "runtime", page.parent)
+        folders = (ROOT, ROOT / "bapipe", ROOT / "bapipe" / "planner", ROOT / "bapipe" / "training", page.parent)
         if "/" in text and not any((folder / text).exists() for folder in folders):
             missing.append(text)
         if "/" not in text and text not in names:

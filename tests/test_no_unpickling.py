@@ -20,7 +20,7 @@ from tests.no_unpickling.probe import try_to_unpickle
 
 PACKAGE = Path(bapipe.__file__).parent
 
-PICKLE_READERS = {"processes.py", "runtime/checkpoint/old_index.py", "runtime/launch/worker.py"}
+PICKLE_READERS = {"processes.py", "training/checkpoint/old_index.py", "training/launch/worker.py"}
 """The first reads pipes and an unnamed file of its parent, the second imports nothing, the third only writes."""
 
 MAKES_A_FUNCTION = "tracing/bound_inputs.py"

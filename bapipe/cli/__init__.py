@@ -3,8 +3,8 @@
 `lazy_group.COMMANDS` lists the commands with their handlers: each is in a file of its name, but for `profile.py` (also
 import and cluster) and `run.py` (also export and convert-checkpoint). `options.py` holds the options that several
 commands share, `inputs.py` turns their texts into profiles, clusters and plans, `outputs.py` writes what they make,
-`progress.py` shows the progress of long commands, and `flags.py` translates errors of the library, which name
-arguments, into the flags that set these.
+`printing.py` prints, `progress.py` shows the progress of long commands, and `flags.py` translates errors of the
+library, which name arguments, into the flags that set these.
 """
 
 import gc
@@ -91,12 +91,12 @@ def main() -> None:
 
 
 def _show_error(text: str) -> None:
-    from bapipe.cli.progress import show_error  # loads rich, which takes longer than all of `bapipe --help`
+    from bapipe.cli.printing import show_error  # loads rich, which takes longer than all of `bapipe --help`
 
     show_error(text)
 
 
 def _show_note(text: str) -> None:
-    from bapipe.cli.progress import note
+    from bapipe.cli.printing import note
 
     note(text)

@@ -9,6 +9,7 @@ from bapipe import report
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import all_profiles, check_one_source_of_devices, profiles_by_kind, read_or_assume_cluster
 from bapipe.cli.options import (
+    SCHEDULES,
     Arguments,
     AsJson,
     ClusterFile,
@@ -24,7 +25,8 @@ from bapipe.cli.options import (
     schedule_names,
 )
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import show_json, show_line, show_parts, show_written, status, stops_on_interrupt
+from bapipe.cli.printing import show_json, show_line, show_parts, show_written
+from bapipe.cli.progress import status, stops_on_interrupt
 from bapipe.cli.strategies import show_strategies
 from bapipe.errors import BapipeError
 from bapipe.planner.compare import compare as compare_schedules
@@ -32,7 +34,6 @@ from bapipe.planner.compute.deadline import deadline_of
 from bapipe.planner.inputs.options import EVERY_SCHEDULE, PlanOptions
 from bapipe.planner.inputs.validation import check_schedules
 from bapipe.report.remarks import halved_words
-from bapipe.schedules import ALL
 
 
 def compare(
@@ -41,9 +42,7 @@ def compare(
     devices: Devices = None,
     minibatch_size: Minibatch = 32,
     microbatch_size: Microbatch = None,
-    schedule: Annotated[
-        str, typer.Option("--schedule", help=f"Schedules to compare: {', '.join(ALL)}, or all.")
-    ] = EVERY_SCHEDULE,
+    schedule: Annotated[str, typer.Option("--schedule", help=f"Schedules to compare: {SCHEDULES}.")] = EVERY_SCHEDULE,
     memory_limit: MemoryLimit = None,
     replicas: Replicas = True,
     recompute: Recompute = True,

@@ -9,7 +9,7 @@ import bapipe
 from bapipe.cli.inputs import profiles_of_plan, read_profiles
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_kept_copy, check_output, write_output
-from bapipe.cli.progress import note, out, show_json, show_written
+from bapipe.cli.printing import note, out, show_json, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
@@ -51,7 +51,9 @@ def edit(
     ] = None,
     recompute_layer: Annotated[
         list[str] | None,
-        typer.Option("--recompute-layer", help="A layer to recompute; the rest of its stage keeps. May be repeated."),
+        typer.Option(
+            "--recompute-layer", help="A layer to recompute; of its stage, the layers so named only. May be repeated."
+        ),
     ] = None,
     keep: Annotated[
         list[int] | None,

@@ -20,6 +20,7 @@ from bapipe.cli.inputs import (
 )
 from bapipe.cli.options import (
     DEFAULT_MINIBATCH_SIZE,
+    SCHEDULES,
     Arguments,
     AsJson,
     ClusterFile,
@@ -27,7 +28,7 @@ from bapipe.cli.options import (
     MinibatchIfGiven,
     schedule_names,
 )
-from bapipe.cli.progress import note, out
+from bapipe.cli.printing import note, out
 from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer.server import Server
@@ -37,7 +38,6 @@ from bapipe.formats.codec import read_any
 from bapipe.formats.plan import Plan
 from bapipe.planner.inputs.profiles import by_kind
 from bapipe.report.chrome_trace import recorded_timelines
-from bapipe.schedules import ALL
 
 DEFAULT_SOURCES = "plan.json", "profile.json"
 
@@ -78,7 +78,7 @@ def explore(
         str | None,
         typer.Option(
             "--schedule",
-            help=f"With --vary: schedules to try, of {', '.join(ALL)}, or all. Default: {DEFAULT_SCHEDULES}.",
+            help=f"With --vary: schedules to try, of {SCHEDULES}. Default: {DEFAULT_SCHEDULES}.",
         ),
     ] = None,
     microbatch_size: Annotated[

@@ -7,7 +7,8 @@ from msgspec import UNSET
 
 from bapipe import report
 from bapipe.cli.options import key_values
-from bapipe.cli.progress import note, parts_bar, planning_status, show_parts, status
+from bapipe.cli.printing import note, show_parts
+from bapipe.cli.progress import parts_bar, planning_status, status
 from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster

@@ -86,11 +86,14 @@ class LazyGroup(TyperGroup):
         self.commands = LazyCommands(COMMANDS)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command; Ctrl-C ends it as other signals do, instead of with typer's own message and exit code 1."""
+        """Runs a command; Ctrl-C ends it as other signals do, instead of with typer's own message and exit code 1.
+
+        What the exception says, such as that a part is stored, is said, too.
+        """
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Stopped(signal.SIGINT) from None
+        except KeyboardInterrupt as interruption:
+            raise Stopped(signal.SIGINT, f"; {interruption}" if str(interruption) else "") from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the list of commands from `COMMANDS`, without importing them."""

@@ -4,7 +4,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 
-from bapipe.cli.progress import out
+from bapipe.cli.printing import out
 from bapipe.printable import MAX_LINE, printable
 
 

@@ -9,6 +9,7 @@ import typer
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.strict_json import json_or_text
+from bapipe.schedules import ALL, SIDE_BY_SIDE
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
 MAX_DEVICES = 4096
@@ -82,6 +83,9 @@ MemoryLimit = Annotated[
         help="Maximum number of bytes that any device may use, such as 2000000000 or 2GB.",
     ),
 ]
+SCHEDULES = f"{', '.join(ALL)}, or all (but {', '.join(sorted(SIDE_BY_SIDE))})"
+"""What `--schedule` takes, in words."""
+
 Replicas = Annotated[
     bool, typer.Option("--replicas/--no-replicas", help="Whether a stage may be replicated over several devices.")
 ]

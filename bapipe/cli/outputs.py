@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from rich.table import Table
 
-from bapipe.cli.progress import note, print_to_stderr, show_json, show_parts, show_written
+from bapipe.cli.printing import note, print_to_stderr, show_json, show_parts, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import check_writable, copy_file, encode_for, open_descriptor, write_bytes, written_file
+from bapipe.formats.codec import encode_for
+from bapipe.formats.files import check_writable, copy_file, open_descriptor, write_bytes, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 

@@ -19,6 +19,7 @@ from bapipe.cli.inputs import (
 )
 from bapipe.cli.options import (
     DEFAULT_MINIBATCH_SIZE,
+    SCHEDULES,
     Arguments,
     AsJson,
     ClusterFile,
@@ -35,17 +36,8 @@ from bapipe.cli.options import (
     schedule_names,
 )
 from bapipe.cli.outputs import check_output, write_output
-from bapipe.cli.progress import (
-    note,
-    planning_status,
-    show_json,
-    show_line,
-    show_parts,
-    show_timeline,
-    show_written,
-    status,
-    stops_on_interrupt,
-)
+from bapipe.cli.printing import note, show_json, show_line, show_parts, show_timeline, show_written
+from bapipe.cli.progress import planning_status, status, stops_on_interrupt
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read
@@ -61,7 +53,6 @@ from bapipe.planner.inputs.repeat_block import profiles_of_copies
 from bapipe.planner.inputs.validation import check_schedules, named_schedules
 from bapipe.planner.plan import plan_cached
 from bapipe.report.remarks import plan_remarks
-from bapipe.schedules import ALL
 from bapipe.units import percent_up
 
 if TYPE_CHECKING:
@@ -81,7 +72,7 @@ def plan(
         str,
         typer.Option(
             "--schedule",
-            help=f"Schedules to try: {', '.join(ALL)}, or all; 'search' also searches an order, without replicas.",
+            help=f"Schedules to try: {SCHEDULES}; 'search' also searches an order, without replicas.",
         ),
     ] = "1f1b,gpipe",
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,

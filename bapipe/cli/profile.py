@@ -193,7 +193,9 @@ def import_(
 
 
 def cluster(
-    device: Kind = "cpu",
+    device: Annotated[
+        str | None, typer.Option("--device", help="Kind of device of this machine: cpu or cuda. Default: cpu.")
+    ] = None,
     devices: Annotated[
         int | None,
         typer.Option(
@@ -214,7 +216,7 @@ def cluster(
         typer.Option("--like", help="Devices that are not here: GPUs like the one in this profile."),
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option("--hosts", min=1, help="With --like: number of hosts. Default: 1.")
+        int | None, typer.Option("--hosts", min=1, max=MAX_DEVICES, help="With --like: number of hosts. Default: 1.")
     ] = None,
     within: Annotated[
         str | None,
@@ -223,7 +225,10 @@ def cluster(
         ),
     ] = None,
     between: Annotated[
-        str | None, typer.Option("--between", help="With --like: the link between hosts. Default: eth100.")
+        str | None,
+        typer.Option(
+            "--between", help="With --like: the link between hosts, a network card for each device. Default: eth100."
+        ),
     ] = None,
     as_json: AsJson = False,
     output: Output = Path("cluster.json"),
@@ -242,14 +247,16 @@ def cluster(
     if like is not None:
         if probe:
             raise BapipeError("--probe measures devices, and --like describes some that are not here: leave out either")
+        if device is not None:
+            raise BapipeError("--device chooses devices of this machine, and --like describes others: leave out either")
         num_hosts = hosts or 1
         measured = cluster_like(read(like, ModelProfile), devices or num_hosts, num_hosts, within, between or "eth100")
     elif probe:
         with parts_bar("probing") as progress:
-            measured = probed_cluster(devices, device, progress)
+            measured = probed_cluster(devices, device or "cpu", progress)
         if not is_first_rank():  # in a torchrun job only rank 0 reports
             return
     else:
         with status("measuring the link between two ranks"):
-            measured = local_cluster(devices, device)
+            measured = local_cluster(devices, device or "cpu")
     write_and_show(output, measured, report.render_cluster, as_json=as_json)

@@ -1,123 +1,27 @@
-"""Printing, and progress bars."""
+"""Progress of long work on stderr: bars and lines that change on a terminal, else a line now and then."""
 
-import json
-import math
-import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
-import msgspec
-from rich.cells import cell_len
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from bapipe import report
+from bapipe.cli.printing import err, note
 from bapipe.planner.compute.deadline import Compiling, Deadline
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import printable
 from bapipe.progress import PartsProgress, SearchProgress
-from bapipe.simulator.timeline import Timeline
 from bapipe.units import percent_up
-
-_columns = os.environ.get("COLUMNS", "")
-_width = int(_columns) if _columns.isdigit() and int(_columns) >= 40 else None
-out = Console(width=_width or (None if sys.stdout.isatty() else 120), markup=False, emoji=False)
-err = Console(stderr=True, markup=False, emoji=False)
-
-
-MANY_ROWS = 40
-"""A table with more rows is not drawn by rich."""
 
 SILENT_S = 10.0
 """After which work that says nothing of itself is named again."""
 
 COMPILING_TOO = " (compiling its code, once after an installation)"
 """What is added while a search waits for that, up to a minute and a half."""
-
-IN_ASCII = str.maketrans("░▓▒█", ".#-%")
-"""What stands for the shades of a Gantt chart where they cannot be printed."""
-
-
-def print_to_stderr() -> None:
-    """Prints everything to stderr from now on: stdout is the file that a command makes."""
-    out.stderr = True
-
-
-def show_parts(parts: Iterable[Any]) -> None:
-    """Prints tables and texts, each followed by an empty line."""
-    for part in parts:
-        if isinstance(part, Table):
-            part = report.fit_table(part, out.width)
-            _show_table(part)
-        else:
-            out.print(part, "", highlight=False, sep="\n")
-
-
-def _show_table(table: Table) -> None:
-    """Prints a table and an empty line; rich takes milliseconds for a row, so it draws only the first one of many."""
-    rows = report.rows_below(table, out.width) if table.row_count >= MANY_ROWS else None
-    if rows is None:
-        out.print(table, "", highlight=False, sep="\n")
-        return
-    first, lines = rows
-    out.print(first, highlight=False)
-    out.file.write("".join(f"{line}\n" for line in lines))
-    if table.caption:
-        width = max(map(cell_len, lines))
-        out.print(table.caption, style="table.caption", justify="left", highlight=False, width=width)
-    out.print("")
-
-
-def show_line(text: str) -> None:
-    """Prints a sentence to stdout; names in it are made printable."""
-    out.print(printable(text, MAX_LINE), highlight=False)
-
-
-def show_written(path: Path) -> None:
-    """Says which file was written."""
-    show_line(f"wrote {path}")
-
-
-def show_timeline(timeline: Timeline) -> None:
-    """Prints a timeline as a Gantt chart as wide as the terminal."""
-    chart = report.gantt(timeline, out.width)
-    if not out.encoding.startswith("utf"):
-        chart = chart.translate(IN_ASCII)
-    out.print(chart, highlight=False, no_wrap=True)
-
-
-def note(text: str) -> None:
-    """Prints a remark to stderr, apart from the command's result."""
-    err.print(printable(text, MAX_LINE), style="dim", highlight=False, soft_wrap=True)
-
-
-def show_error(text: str) -> None:
-    """Prints an error on one line of stderr."""
-    err.print(f"error: {printable(text, MAX_LINE)}", style="bold red", highlight=False, soft_wrap=True)
-
-
-def show_json(value: object) -> None:
-    """Prints a value as JSON in ASCII: data for programs that a terminal shows safely too.
-
-    JSON has no numbers that are not finite, such as a mean over nothing: they are null.
-    """
-    out.file.write(json.dumps(_with_nulls(msgspec.to_builtins(value)), allow_nan=False) + "\n")
-
-
-def _with_nulls(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _with_nulls(one) for key, one in value.items()}
-    return [_with_nulls(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class _Lines:

@@ -16,18 +16,18 @@ from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import err, note, show_json, show_line, show_parts, show_timeline
+from bapipe.cli.printing import err, note, show_json, show_line, show_parts, show_timeline
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs.profiles import Profiles
-from bapipe.runtime.run import check_profiles_used, check_training
-from bapipe.runtime.run import convert_checkpoint as convert
-from bapipe.runtime.run import export as export_checkpoint
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import Evaluation, StepReport, TrainResult
 from bapipe.torchrun import is_first_rank
+from bapipe.training.run import check_profiles_used, check_training
+from bapipe.training.run import convert_checkpoint as convert
+from bapipe.training.run import export as export_checkpoint
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import Evaluation, StepReport, TrainResult
 from bapipe.units import MAX_INT, number
 from bapipe.zoo import resolve
 

@@ -14,7 +14,7 @@ import bapipe
 from bapipe import report
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import note, out, show_json, show_line, show_parts, show_timeline, show_written
+from bapipe.cli.printing import note, out, show_json, show_line, show_parts, show_timeline, show_written
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint, read, read_any

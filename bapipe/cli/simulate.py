@@ -10,7 +10,7 @@ from bapipe import report
 from bapipe.cli.inputs import note_other_profiles, profiles_of_plan, read_profiles
 from bapipe.cli.options import AsJson
 from bapipe.cli.outputs import check_output, write_output_bytes
-from bapipe.cli.progress import show_json, show_parts, show_timeline
+from bapipe.cli.printing import show_json, show_parts, show_timeline
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.planner.inputs.profiles import by_kind

@@ -8,7 +8,8 @@ from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import read_or_assume_cluster
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.outputs import write_output_bytes
-from bapipe.cli.progress import show_json, show_parts, show_written, status, stops_on_interrupt
+from bapipe.cli.printing import show_json, show_parts, show_written
+from bapipe.cli.progress import status, stops_on_interrupt
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.strategies import compare_strategies
 from bapipe.planner.compute.deadline import deadline_of

@@ -9,7 +9,8 @@ from bapipe import report
 from bapipe.cli.flags import with_flags
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.options import num_bytes
-from bapipe.cli.progress import note, show_json, show_line, show_parts, status
+from bapipe.cli.printing import note, show_json, show_line, show_parts
+from bapipe.cli.progress import status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import MAX_DEVICES, MAX_FACTOR

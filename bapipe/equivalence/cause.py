@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from bapipe.torch_private import hooks_in_words, hooks_of
+from bapipe.torch_private.modules import hooks_in_words
 from bapipe.tracing.randomness import names_in
+from bapipe.tracing.torch_layers import calls_other_code
 
 _CAUSES = (
     (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
@@ -21,14 +22,12 @@ _CAUSES = (
 
 
 def own_code(root: nn.Module, path: str) -> str:
-    """Returns the innermost module around a path that is not of torch, or has hooks; empty for the root.
+    """Returns the innermost module around a path that runs code from outside torch; empty for the root.
 
     Modules of torch do what they say, so what is not kept is in the code that calls them.
     """
     modules = dict(root.named_modules())
-    while path and (
-        path not in modules or (type(modules[path]).__module__.startswith("torch.nn.") and not hooks_of(modules[path]))
-    ):
+    while path and (path not in modules or not calls_other_code(modules[path])):
         path = path.rpartition(".")[0]
     return path
 

@@ -16,9 +16,11 @@ from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
-from bapipe.tracing import TracedModel, trace
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
+from bapipe.tracing.torch_layers import is_of_torch
 
 _LOSS_ALONE = "a loss can read only what the model returns: let the model return all that the loss needs"
 
@@ -257,7 +259,7 @@ def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
         kind = type(modules[larger])
         if issubclass(kind, nn.ModuleList | nn.ModuleDict):  # never called
             continue
-        if kind.__module__.startswith("torch.nn."):
+        if is_of_torch(modules[larger]):
             return (larger,)
         return tuple(name for name, part in modules.items() if type(part) is kind and name)
     return ()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bapipe.equivalence.losses import is_by_rows, loss_over_halves, uncounted
 from bapipe.equivalence.target_weights import WeightsAhead
-from bapipe.torch_private import tree_flatten, tree_unflatten
+from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 
 _MAX_BYTES = 2**25
 """Of outputs that are kept, so that a plan that just fits still does."""

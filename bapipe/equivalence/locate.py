@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Conditions, Loss, Microbatch, run_original
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.equivalence.stages import run_stages
-from bapipe.torch_private import DispatchMode, tree_leaves
+from bapipe.torch_private.tensors import DispatchMode, tree_leaves
 from bapipe.tracing.model import TracedModel
 
 _SAME = 1e-4

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, scaled_loss, sums_of_weights
+from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import tree_flatten, tree_map, tree_unflatten
+from bapipe.torch_private.tensors import tree_flatten, tree_map, tree_unflatten
 from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.python_random import all_generators_restored
 
@@ -184,10 +184,9 @@ def is_by_rows(output: Any, num_rows: int) -> bool:
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
     """Returns the names of the parameters that the loss depends on beside the model's output, which has no graph."""
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    leaves, spec = tree_flatten(output)
-    apart = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # it may be a parameter itself
+    apart = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, output)  # it may be a parameter itself
     with torch.enable_grad():
-        value = loss(tree_unflatten(apart, spec), target.clone())
+        value = loss(apart, target.clone())
         if not value.requires_grad:
             return []
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
@@ -211,7 +210,7 @@ def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> t
     with ahead.running():
         known = [ahead.of(target) for target in targets]
     weights = mean_weights(sums_of_weights(known, targets[0].device), len(targets))
-    found = [scaled_loss(loss, output, target, weights) for output, target in zip(outputs, targets, strict=True)]
+    found = [weighted_loss(loss, output, target, weights) for output, target in zip(outputs, targets, strict=True)]
     is_mean = any(one.weights for one in found)
     return [float(one.value) for one in found], ahead.obstacle if is_mean and None in known else None
 
@@ -233,7 +232,6 @@ def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) 
 
 def _with_unequal_rows(output: Any, num_rows: int) -> Any:
     """Returns a model's output of which no rows are equal, as those of equal inputs are: their means would be, too."""
-    leaves, spec = tree_flatten(output)
 
     def scaled(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows or not leaf.is_floating_point():
@@ -241,15 +239,16 @@ def _with_unequal_rows(output: Any, num_rows: int) -> Any:
         factors = torch.linspace(1, 0.5, num_rows, dtype=leaf.dtype, device=leaf.device)
         return leaf.detach() * factors.view(-1, *[1] * (leaf.dim() - 1))
 
-    return tree_unflatten([scaled(leaf) for leaf in leaves], spec)
+    return tree_map(scaled, output)
 
 
-def _halves(output: Any) -> tuple[Any, Any]:
+def _halves(output: Any) -> list[Any]:
     """Returns a model's output for each half of the rows."""
-    leaves, spec = tree_flatten(output)
-    parts = [leaf.chunk(2) if isinstance(leaf, Tensor) else (leaf, leaf) for leaf in leaves]
-    first, second = (tree_unflatten([part[half] for part in parts], spec) for half in (0, 1))
-    return first, second
+
+    def half(index: int, leaf: Any) -> Any:
+        return leaf.chunk(2)[index] if isinstance(leaf, Tensor) else leaf
+
+    return [tree_map(partial(half, index), output) for index in (0, 1)]
 
 
 def _targets(loss: Loss, target: Tensor) -> Iterator[tuple[Tensor, str]]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.losses import is_by_rows
 from bapipe.equivalence.outcome import Microbatch, trial
-from bapipe.torch_private import tree_flatten
+from bapipe.torch_private.tensors import tree_flatten
 from bapipe.tracing.modes import evaluation_mode
 
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bapipe.losses import sum_of_weights, weighted_mean
-from bapipe.torch_private import FakeTensor, autograd_mode, is_in_transform, version
+from bapipe.torch_private.tensors import FakeTensor, autograd_mode, is_in_transform, version
 
 CROSS_ENTROPIES = {one: signature(one) for one in (functional.cross_entropy, functional.nll_loss)}
 
@@ -53,7 +53,7 @@ MAX_MEANS = 16
 class NotedMeans(TorchFunctionMode):
     """Notes the results of functions that are means over targets, with the sums of their weights.
 
-    With stand-ins means are not computed: these are the results. With mean weights it is scaled, see `scaled_loss`.
+    With stand-ins means are not computed: these are the results. With mean weights it is scaled, see `weighted_loss`.
     """
 
     def __init__(self, stand_ins: Sequence[Tensor] = (), mean_weights: Tensor | None = None) -> None:
@@ -153,18 +153,7 @@ class NotedMeans(TorchFunctionMode):
 def _says_nothing_of_values(function: Any) -> bool:
     """Returns whether the result of a function does not depend on the values of its argument, or has no gradient."""
     name = getattr(function, "__name__", "")
-    is_known = name in (
-        "__get__",
-        "detach",
-        "dim",
-        "size",
-        "numel",
-        "ndimension",
-        "stride",
-        "element_size",
-        "register_hook",
-    )
-    return is_known or name.startswith(("new_", "is_")) or name.endswith("_like")
+    return name in _SAYS_NOTHING or name.startswith(("new_", "is_")) or name.endswith("_like")
 
 
 def scaled_mean(mean: Tensor, weight: Tensor, mean_weight: Tensor) -> Tensor:

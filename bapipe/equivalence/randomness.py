@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.torch_private import DispatchMode, OpOverload
+from bapipe.torch_private.tensors import DispatchMode, OpOverload
 from bapipe.tracing.python_random import seed_all_generators
 
 

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor, hooks_of, version, version_kept
+from bapipe.torch_private.modules import hooks_of
+from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
+from bapipe.tracing.torch_layers import is_of_torch
 
 _CONSTANTS = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, Enum, Decimal, date, timedelta, PurePath,
@@ -211,7 +213,7 @@ class KeptState:
     def _follow_module(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self._follow_all(hook for part in parts for hook in hooks_of(part))
-        own = [part for part in parts if not type(part).__module__.startswith("torch.nn.")]
+        own = [part for part in parts if not is_of_torch(part)]
         if own:  # those of torch.nn that losses use keep no state
             self._modules.append(module)
             if not _holds_little(module):

@@ -12,7 +12,7 @@ from bapipe.equivalence.outcome import Loss, Microbatch
 from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
-from bapipe.torch_private import stage_backward_input, stage_backward_weight
+from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import (
     GlobalGeneratorStates,

@@ -34,7 +34,7 @@ def finest_stages(model: TracedModel, no_cut_after: Collection[str]) -> tuple[St
     device = device_of(model.root)
     while True:
         stage_of = {layer.name: bisect_right(cuts, place) for place, layer in enumerate(model.layers)}
-        parts = Split(model=model, stages=stages_of(model, stage_of), examples={}, tied=())
+        parts = Split(model=model, stages=stages_of(model, stage_of), examples={}, tied=(), inputs=())
         for index, tensors in enumerate(parts.stages):
             try:
                 made[tensors] = made.get(tensors) or stage_module(parts, index, device)

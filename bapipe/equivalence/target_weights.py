@@ -21,34 +21,7 @@ from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMean
 from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.reached_state import KeptState
 from bapipe.errors import one_line
-from bapipe.torch_private import FakeTensor, FakeTensorMode, quiet_fake_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedLoss:
-    """A loss, and what it is a mean over; it may be so in another type, or times a number.
-
-    Attributes:
-        value: what the loss returned.
-        weight: the sum of the targets' weights in it, in float64 and without a dimension; None if the value is not
-            seen to be a mean over targets, such as a mean over samples.
-        num_means: how many means over targets it has computed.
-    """
-
-    value: Tensor
-    weight: Tensor | None
-    num_means: int
-
-
-def weighted_loss(loss: Loss, output: Any, target: Tensor) -> WeightedLoss:
-    """Returns the loss of a micro-batch with its weight, if it is the result of a function that is known as a mean.
-
-    Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
-    weight, torch would divide zero by zero in the backward. A mean without targets counts as zero in sums.
-    """
-    with NotedMeans(mean_weights=torch.full((MAX_MEANS,), nan, device=target.device)) as means:
-        value = loss(output, target)
-    return WeightedLoss(value, means.weight_of(value), len(means.weights))
+from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
 
 
 class Means(NamedTuple):
@@ -113,26 +86,43 @@ def mean_weights(sums: Tensor, num_microbatches: int) -> MeanWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledLoss:
-    """A loss as it counts in the mini-batch, and the weights of the means over targets that it has computed."""
+class WeightedLoss:
+    """A loss, and what it is a mean over.
+
+    Attributes:
+        value: of the loss, as it counts in the mini-batch.
+        weight: the sum of the targets' weights in it, in float64 and without a dimension; None if the loss is not seen
+            to be a mean over targets, perhaps in another type or times a number, such as a mean over samples.
+        weights: the same of each mean over targets that it has computed.
+    """
 
     value: Tensor
+    weight: Tensor | None
     weights: list[Tensor]
 
 
-def scaled_loss(loss: Loss, output: Any, target: Tensor, means: MeanWeights | None) -> ScaledLoss:
+def weighted_loss(loss: Loss, output: Any, target: Tensor, means: MeanWeights | None) -> WeightedLoss:
     """Returns the loss of a micro-batch, such that the mean over micro-batches is the loss of the mini-batch.
 
     If it is a mean over targets, it is multiplied by its weight in this micro-batch, divided by the mean one; else each
     mean that it computes is, but in a function whose backward runs it again (`torch.utils.checkpoint`). A mean without
-    targets becomes zero.
+    targets becomes zero. Without `means` micro-batches count alike, and such a mean is what torch gives.
+
+    Targets of classes without weight are ignored, which changes no value: where no target of a micro-batch has any
+    weight, torch would divide zero by zero in the backward.
     """
     with NotedMeans(mean_weights=None if means is None else means.calls) as noted:
         value = loss(output, target)
     weight = noted.weight_of(value)
     if means is not None and weight is not None:
         value = scaled_mean(value, weight, means.result)
-    return ScaledLoss(value, noted.weights)
+    return WeightedLoss(value, weight, noted.weights)
+
+
+def counting_alike(device: torch.device) -> MeanWeights:
+    """Returns the mean weights with which micro-batches count alike, and means without targets are zero."""
+    unknown = torch.full((1 + MAX_MEANS,), nan, dtype=torch.float64, device=device)
+    return MeanWeights(unknown[0], unknown[1:])
 
 
 class WeightsAhead:

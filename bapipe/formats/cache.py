@@ -10,7 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import encode, fingerprint, read, write_bytes
+from bapipe.formats.codec import encode, fingerprint, read
+from bapipe.formats.files import write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.user_folders import user_folder

@@ -179,6 +179,11 @@ class Cluster(
         return {device.name: rank for rank, device in enumerate(self.devices)}
 
     @property
+    def hosts_are_alike(self) -> bool:
+        """Whether it makes no difference to a link, but for those listed by themselves, if it is within a host."""
+        return self.intra_host == self.inter_host and self.intra_host_sum is msgspec.UNSET
+
+    @property
     def sequential(self) -> "Cluster":
         """The same devices, each running one action at a time."""
         if not any(device.side_by_side for device in self.devices):

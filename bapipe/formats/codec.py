@@ -1,22 +1,18 @@
-"""Reads and writes the three kinds of files: version header, errors with the path inside the file, atomic writes."""
+"""Reads and writes the three kinds of files: version header, and errors with the path inside the file."""
 
 import hashlib
-import inspect
-import os
-import re
-import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
+from bapipe.formats.files import naming_file, read_limited, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
-from bapipe.formats.strict_json import decode_fields, decode_json, naming_file, read_limited
+from bapipe.formats.strict_json import decode_fields, decode_json
 
 File = ModelProfile | Cluster | Plan
 T = TypeVar("T", ModelProfile, Cluster, Plan)
@@ -131,14 +127,6 @@ def read(path: Path | str, want: type[T]) -> T:
         return decode_as(read_limited(path), want)
 
 
-def read_text(path: Path) -> str:
-    """Returns the text of a file of another kind, without a byte-order mark; raises BapipeError if it is no text."""
-    try:
-        return read_limited(path).decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise BapipeError(f"{path}: not a text file") from None
-
-
 def write(path: Path | str, value: File) -> None:
     """Writes `value` to `path`; if that fails, leaves the old file unchanged.
 
@@ -166,162 +154,6 @@ def encode_for(path: Path | str, value: File) -> bytes:
     return text
 
 
-def check_writable(path: Path) -> None:
-    """Raises BapipeError if `path` could not be written, before hours of work are lost."""
-    if path.is_dir():
-        raise BapipeError(f"{path}: cannot be written: it is a folder")
-    target = written_file(path)
-    if target is None:
-        if not os.access(path, os.W_OK):
-            raise BapipeError(f"{path}: cannot be written: no right to write there")
-        return
-    if not target.parent.is_dir():
-        raise BapipeError(f"{path}: cannot be written: no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise BapipeError(f"{path}: cannot be written: the folder {target.parent} is not writable")
-
-
-def written_file(path: Path) -> Path | None:
-    """Returns the file that `write_bytes` makes or replaces: of a symbolic link, the file that it points to.
-
-    None for a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it.
-    """
-    if open_descriptor(path) is not None:
-        return None
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return None
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def open_descriptor(path: Path) -> int | None:
-    """Returns the descriptor of the open file that a path names, as /dev/stdout and /dev/fd/1 do; else None."""
-    descriptors = os.path.realpath("/proc/self/fd")
-    while path.exists() and path.is_symlink():
-        if os.path.realpath(path.parent) == descriptors:
-            return int(path.name)
-        path = path.parent / os.readlink(path)
-    return None
-
-
-def write_bytes(path: Path, text: bytes) -> None:
-    """Writes `text` to `path` atomically, by renaming a finished file in the same folder; straight to a device or pipe.
-
-    A file that is replaced keeps its group and mode. A symbolic link stays: the file that it points to is replaced.
-
-    Raises:
-        BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
-    """
-    try:
-        target = written_file(path)
-        if target is None:
-            _write_in_place(path, text)
-        else:
-            _replace(target, text, _status(path))
-    except OSError as error:
-        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def copy_file(path: Path, copy: Path) -> None:
-    """Writes the bytes of a file to `copy`, with its group and mode; what has that name is replaced, a link as well.
-
-    Raises:
-        BapipeError: the copy cannot be written.
-    """
-    try:
-        _replace(copy, path.read_bytes(), path.stat())
-    except OSError as error:
-        raise BapipeError(f"{copy}: cannot be written: {error.strerror}") from None
-
-
-def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
-    """Puts a new file in the place of what is at `path`; until it is complete only its owner can read it.
-
-    Args:
-        before: the file that the new one is to be as accessible as; None for the access that new files have.
-    """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-            file.flush()
-            if before is None:
-                os.fchmod(handle, 0o666 & ~_umask())
-            else:
-                _keep_access(handle, before)
-            os.fsync(handle)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _keep_access(handle: int, before: os.stat_result) -> None:
-    """Gives an open file the group and the mode of another, less the group's rights if it cannot have that group."""
-    mode = stat.S_IMODE(before.st_mode)
-    try:
-        os.fchown(handle, -1, before.st_gid)
-    except PermissionError:
-        mode &= ~stat.S_IRWXG
-    os.fchmod(handle, mode)
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """Returns the status of the file at `path`, None if there is none.
-
-    The kernel follows a link here, and refuses one of another user's in a folder where everybody may write.
-    """
-    try:
-        return path.stat()
-    except FileNotFoundError:
-        return None
-
-
-def _write_in_place(path: Path, text: bytes) -> None:
-    with os.fdopen(_opened_in_place(path), "wb") as file:
-        file.write(text)
-
-
-def _opened_in_place(path: Path) -> int:
-    """Returns a new descriptor: of an open file one with its position, so that nothing of it is written over."""
-    if (descriptor := open_descriptor(path)) is not None:
-        return os.dup(descriptor)
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # to a pipe that nobody reads it does not wait
-    os.set_blocking(handle, True)
-    return handle
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def fingerprint(value: File) -> str:
     """Returns the SHA-256 of an encoded file, by which plans name profiles."""
     return hashlib.sha256(encode(value)).hexdigest()
-
-
-def _describe(definition: dict[str, Any]) -> None:
-    """Replaces a docstring by its summary, and moves its descriptions of attributes to their properties, in place."""
-    text = inspect.cleandoc(definition.get("description", ""))
-    summary, _, sections = text.partition("\n\nAttributes:\n")
-    attributes = sections.partition("\n\nRaises:\n")[0]
-    definition["description"] = " ".join(summary.partition("\n\nRaises:\n")[0].split())
-    entries = re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", attributes, flags=re.MULTILINE)
-    for names, description in entries:
-        for name in names.split(", "):
-            sentence = " ".join(description.split())
-            definition["properties"][name]["description"] = sentence[:1].upper() + sentence[1:]
-
-
-def schema(kind: str) -> bytes:
-    """Returns the JSON Schema of a file kind, such as `plan/1`."""
-    body = msgspec.json.schema(KINDS[kind])
-    for definition in body["$defs"].values():
-        _describe(definition)
-    return (
-        msgspec.json.format(
-            msgspec.json.encode({"$schema": "https://json-schema.org/draft/2020-12/schema"} | body), indent=1
-        )
-        + b"\n"
-    )

@@ -65,6 +65,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.step_ns if self.load_ns is msgspec.UNSET else self.load_ns
 
     @property
+    def peaks_bytes(self) -> dict[str, int]:
+        """The peak memory of each device by name."""
+        return {rank.device: rank.peak_bytes for rank in self.ranks}
+
+    @property
     def peak_bytes(self) -> int:
         """The largest peak memory of a device; 0 if nothing was predicted."""
         return max((rank.peak_bytes for rank in self.ranks), default=0)

@@ -1,26 +1,19 @@
-"""Reads files that others wrote: JSON with limits on size, nesting and numbers, without keys that occur twice.
+"""Decodes JSON that others wrote: with limits on size, nesting and numbers, without keys that occur twice.
 
 The limits hold before anything is built of the text, so a small file cannot take much time or memory.
 """
 
 import json
-import os
 import re
-import select
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from bapipe.errors import BapipeError, InvalidFile, UnreadableFile, did_you_mean
-
-MAX_BYTES = 24 * 2**20
-"""Largest file that is read. A plan for 4,096 devices and 64 micro-batches has 8 MiB."""
+from bapipe.errors import InvalidFile
+from bapipe.formats.files import MAX_BYTES
 
 MAX_VALUES = 2**21
 """Largest number of values in a file: a value takes up to 100 bytes of memory, and two bytes of a file."""
@@ -31,8 +24,6 @@ MAX_DEPTH = 64
 MAX_DIGITS = 100
 """Most digits in a row in a number; a double has 17."""
 
-PIPE_S = 5.0
-"""How long a pipe with a name is read before anything is written to it."""
 
 # Strings, with what is neither structure nor number around them. Possessive, so that no match has to be remembered;
 # `.` includes line breaks, which JSON refuses later.
@@ -45,57 +36,6 @@ _FIELD = re.compile(r"field `([^`]*)`")
 _LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 T = TypeVar("T")
-
-
-def _similar_name(path: Path) -> str:
-    """Returns a question for a file of nearly the same name beside the one that is missing."""
-    try:
-        return did_you_mean(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
-    except OSError:
-        return ""
-
-
-def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Returns the bytes of a file.
-
-    Raises:
-        UnreadableFile: the system does not let us read it.
-        BapipeError: there is none, it has more than `max_bytes`, perhaps because it never ends, or is a pipe with a
-            name to which nothing is written.
-    """
-    try:
-        with _opened(path) as file:
-            content = file.read(max_bytes + 1)
-    except FileNotFoundError:
-        raise BapipeError(f"{path}: no such file{_similar_name(path)}") from None
-    except OSError as error:
-        raise UnreadableFile(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the path
-        raise BapipeError(f"{path}: cannot be read: {error}") from None
-    if len(content) > max_bytes:
-        raise BapipeError(f"{path}: larger than {max_bytes // 2**20} MiB, the most that is read")
-    return content
-
-
-def _opened(path: Path) -> BinaryIO:
-    """Returns an open file; to open a pipe with a name to which nobody writes would otherwise wait without end."""
-    if not path.is_fifo() or not os.path.exists(os.path.realpath(path)):  # to that of the shell's `<(...)` one writes
-        return path.open("rb")
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not select.select([handle], [], [], PIPE_S)[0]:
-        os.close(handle)
-        raise BapipeError(f"{path}: nothing was written to this pipe for {PIPE_S:g} s: start first what writes to it")
-    os.set_blocking(handle, True)
-    return os.fdopen(handle, "rb")
-
-
-@contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Raises an InvalidFile of its body again with the path of the file before the message."""
-    try:
-        yield
-    except InvalidFile as error:
-        raise InvalidFile(f"{path}: {error.message}", error.where) from None
 
 
 def decode_json(text: bytes, want: type[T] | Any) -> T:

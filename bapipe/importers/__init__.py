@@ -8,7 +8,8 @@ of devices.
 from pathlib import Path
 
 from bapipe.errors import BapipeError
-from bapipe.formats.codec import decode_as, encode, read_text
+from bapipe.formats.codec import decode_as, encode
+from bapipe.formats.files import read_text
 from bapipe.formats.profile import ModelProfile
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.importers.paradl import is_paradl, parse_paradl

@@ -20,10 +20,11 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.codec import decode_as, encode
+from bapipe.formats.files import naming_file, read_limited
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HALVED, DeviceKind, ModelProfile
-from bapipe.formats.strict_json import decode_json, naming_file, read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
 from bapipe.optimizers import unknown_optimizer
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bapipe.errors import BapipeError, first_line
 from bapipe.job.peers import prove_peers
 from bapipe.job.sockets import open_sockets, refuse_newcomers
-from bapipe.torch_private import forget_unfinished_groups, set_group_timeout
+from bapipe.torch_private.process_groups import forget_unfinished_groups, set_group_timeout
 
 PATIENCE = tuple(timedelta(seconds=seconds) for seconds in (5, 15, 60))
 """How long each attempt to connect and to prove a group may take, whose members are all there."""

@@ -34,7 +34,8 @@ class Changes:
         moves: such as `stage 1 +3 layers`, which takes the first three layers of the stage behind it (for the last
             stage: the last three of the one before it); `-3` gives as many away.
         recompute, keep: the numbers of stages that recompute their whole forward, and that keep all their stashes.
-        recompute_layers: layers to recompute besides, where the rest of the stage keeps its stash.
+        recompute_layers: layers of other stages to recompute, besides those that such a stage names already; the rest
+            of it keeps its stash, also if it recomputed as a whole.
 
     Raises:
         BapipeError: a value of another type, or out of range.

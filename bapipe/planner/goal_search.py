@@ -22,7 +22,16 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.compute.deadline import Deadline
-from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, proven_ns, space_without_memory
+from bapipe.planner.goal_setting import (
+    ANY_NS,
+    NUM_SHARES,
+    Answer,
+    Found,
+    Search,
+    Setting,
+    proven_ns,
+    space_without_memory,
+)
 from bapipe.planner.inputs.device_grouping import Grouping, groupings
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions, limit_that_leaves
@@ -70,11 +79,12 @@ def reach_goal(
     setting = Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
-    fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress).plan
+    found = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
+    fastest = found.plan
     space = space_without_memory(fastest.certificate) if goal.least == "memory" else None
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
     if fastest.prediction.objective_ns > setting.limit_ns:
-        raise _too_slow(goal, fastest, setting)
+        raise _too_slow(goal, found, setting)
     if goal.least == "memory":
         return _least_memory(setting, fastest)
     if goal.least == "devices":
@@ -345,9 +355,10 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, fastest: Plan, setting: Setting) -> Infeasible:
+def _too_slow(goal: Goal, found: Found, setting: Setting) -> Infeasible:
+    fastest, bound_ns = found
     num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
-    rate, most = (num_samples / max(ns, 1) for ns in (best_ns, fastest.certificate.lower_bound_ns))
+    rate, most = (num_samples / max(ns, 1) for ns in (best_ns, bound_ns))
     most *= 1 + 5e-6  # so that six digits do not round it down
     message = (
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
@@ -355,12 +366,12 @@ def _too_slow(goal: Goal, fastest: Plan, setting: Setting) -> Infeasible:
     # The bound may be of the stages of one plan, or of the named schedules only.
     if SEARCH in setting.options.schedules:
         return Infeasible(f"{message}; ask for less, or plan for more devices", is_proven=False)
-    if fastest.certificate.proven_optimal:
+    if bound_ns == best_ns:
         most_of_all = "which is proven to be the most of the plans searched"
         return Infeasible(f"{message}, {most_of_all}; ask for less, or plan for more devices")
     return Infeasible(
         f"{message}, and none has more than {most:.6g}; ask for less, or {setting.deadline.advice}",
-        is_proven=fastest.certificate.lower_bound_ns > setting.limit_ns,
+        is_proven=bound_ns > setting.limit_ns,
     )
 
 

@@ -59,7 +59,7 @@ def make(
         devices: the name of the device of each stage, or the names of its replicas. If left out, the stages take the
             cluster's devices in order, one each or as the schedule says.
         recompute: the numbers of the stages that recompute their forward.
-        recompute_layers: layers to recompute besides, where the rest of the stage keeps its activations.
+        recompute_layers: layers of other stages to recompute, where the rest of the stage keeps its activations.
 
     Raises:
         Infeasible: the plan does not fit; the message says what each device lacks.
@@ -277,8 +277,10 @@ def default_devices(
 def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_layers: Sequence[str]) -> Decision:
     """Returns a decision in which some whole stages, and some layers of other stages, are recomputed besides.
 
+    A stage that recomputes all of its layers, and has one of `recompute_layers`, recomputes these only.
+
     Raises:
-        BapipeError: there is no such stage or layer.
+        BapipeError: there is no such stage or layer, or the stage of a layer is in `recompute`.
     """
     num_stages = len(decision.devices)
     stage_of = {name: s for s, stage in enumerate(decision.stages) for name in stage.layers}
@@ -289,7 +291,14 @@ def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_l
         if name not in stage_of or name == LOSS:
             why = "the plan has no such layer" if name not in stage_of else "that is possible with its whole stage only"
             raise BapipeError(f"`recompute_layers` names '{name}': {why}")
-    whole = {s for s, stage in enumerate(decision.stages) if stage.recomputed == stage.layers} | set(recompute)
+        if stage_of[name] in recompute:
+            raise BapipeError(
+                f"stage {stage_of[name]} is both to recompute its forward and to recompute '{name}' alone: want one of "
+                "`recompute` and `recompute_layers`"
+            )
+    in_part = {stage_of[name] for name in recompute_layers}
+    whole = {s for s, stage in enumerate(decision.stages) if stage.recomputed == stage.layers} - in_part
+    whole |= set(recompute)
     named = decision.recompute_layers | frozenset(recompute_layers)
     return replace(
         decision,

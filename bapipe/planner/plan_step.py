@@ -14,7 +14,6 @@ from bapipe.planner.results.searched_space import ActionOrderSpace, partitions_i
 from bapipe.planner.results.solution import Solution, sort_alternatives
 from bapipe.planner.search_request import SearchRequest
 from bapipe.progress import SearchProgress
-from bapipe.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from bapipe.planner.line_solution import LineSolution
@@ -173,15 +172,12 @@ def _ending_earlier(request: SearchRequest) -> SearchRequest:
     Raises:
         OutOfTime: that takes more than half of the time that remains.
     """
-    from bapipe.planner.stages.placements import positions_of_stages
+    from bapipe.planner.stages.placements import most_stages
 
     deadline = request.deadline
     if not deadline.is_given:
         return request
-    num_devices = len(request.cluster.devices)
-    num_stages = max(
-        num_devices if name in SCHEDULES else len(positions_of_stages(name, num_devices)) for name in request.schedules
-    )
+    num_stages = most_stages(request.schedules, len(request.cluster.devices))
     num_microbatches = request.options.minibatch_size // min(request.microbatch_sizes)
     num_actions = NUM_PLANS_AFTER * 3 * num_stages * num_microbatches  # an F, I and W each
     if not deadline.has_time_for(2 * num_actions, ACTIONS_PER_S):

@@ -73,7 +73,7 @@ def _train(
 ) -> None:
     require_torch()
     from bapipe.torch_device import CPU, prepare_cpu
-    from bapipe.tracing import only_tensor_inputs
+    from bapipe.tracing.bound_inputs import only_tensor_inputs
     from bapipe.tracing.sizes import repeat_to_batch
     from bapipe.zoo.factory import build
 

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bapipe.equivalence import check_scalar
+from bapipe.equivalence.losses import check_scalar
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
-from bapipe.tracing import TracedModel, layer_states
+from bapipe.torch_settings import autocast_on
 from bapipe.tracing.extract import GradMode
+from bapipe.tracing.model import TracedModel, layer_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class TrainingPass:
 
     def autocast_context(self) -> torch.autocast:
         """Returns the context that the forward runs in."""
-        return torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        return autocast_on(self.device, self.autocast)
 
     def loss_of(self, module: nn.Module) -> Tensor:
         """Returns the loss of the batch with a module that returns the model's outputs as a tuple."""

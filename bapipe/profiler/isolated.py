@@ -16,7 +16,8 @@ from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_laye
 from bapipe.profiler.layer_memory import LayerMemory, memory_of_passes, pending_gradient_bytes
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 from bapipe.profiler.timers import make_layer_timer, timed
-from bapipe.torch_private import is_view, stage_backward_input, stage_backward_weight, storage_key
+from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
+from bapipe.torch_private.tensors import is_view, storage_key
 
 _FLUSH_BYTES = 2**26
 """Bytes written before each measurement, so that the caches hold the same as in training: only the layer's input."""

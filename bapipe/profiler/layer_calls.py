@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 from bapipe.formats.profile import LOSS, TARGET
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
-from bapipe.torch_private import storage_key
-from bapipe.tracing import extract
+from bapipe.torch_private.tensors import storage_key
+from bapipe.tracing.extract import extract
 
 TARGET_OF_LOSS = f"{TARGET} of the loss"
 """Name of the target among the tensors; no tensor of the model can have it."""

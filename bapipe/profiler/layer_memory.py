@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import record_function
 
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
-from bapipe.torch_private import memory_events, storage_key
-from bapipe.tracing import TracedModel
+from bapipe.torch_private.measuring import memory_events
+from bapipe.torch_private.tensors import storage_key
+from bapipe.tracing.model import TracedModel
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from bapipe.profiler.layer_calls import callable_layers
 from bapipe.profiler.layer_memory import LayerMemory
 from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
-from bapipe.tracing import TracedModel, input_name, unused_state
 from bapipe.tracing.changing_state import inseparable_layers
+from bapipe.tracing.model import TracedModel, input_name, unused_state
 from bapipe.tracing.reached import reached
 
 

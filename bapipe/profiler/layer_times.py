@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import sqrt
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bapipe.formats.host_times import HostTimes
 from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, layer_error
@@ -129,8 +129,7 @@ def _groups(training_pass: TrainingPass) -> tuple[int, ...]:
     return equal_layer_groups(training_pass, model.tensors, set(reported))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PhaseTimes:
+class _PhaseTimes(NamedTuple):
     """The times of a pass by phase, in lists of one time for each layer, the loss last.
 
     Attributes:
@@ -219,27 +218,10 @@ class _PassRunner:
         else:
             input_grad[-1] = 0  # the device waited for the search, which is the host's work
             _spread_search_time(host_input_grad, layers_with_search)
+        mean = partial(group_means, groups=self.groups)  # of the times of equal layers
         device = forward, backward, split_forward, input_grad, weight_grad
         host = host_forward, host_backward, host_split_forward, host_input_grad, host_weight_grad
-        return self._means(*device), self._means(*host)
-
-    def _means(
-        self,
-        forward: list[int],
-        backward: list[int],
-        split_forward: list[int],
-        input_grad: list[int],
-        weight_grad: list[int],
-    ) -> _PhaseTimes:
-        """Returns times of which those of equal layers are their mean."""
-        mean = partial(group_means, groups=self.groups)
-        return _PhaseTimes(
-            forward=mean(forward),
-            backward=mean(backward),
-            split_forward=mean(split_forward),
-            input_grad=mean(input_grad),
-            weight_grad=mean(weight_grad),
-        )
+        return _PhaseTimes(*map(mean, device)), _PhaseTimes(*map(mean, host))
 
     def _model_ns(self) -> int:
         """Returns the time of F + B of the model's own code."""
@@ -317,16 +299,13 @@ def _max_spread(passes: Sequence[_Pass]) -> float:
 def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
     device = [one.device for one in passes]
     forward = _typical([times for one in device for times in (one.forward, one.split_forward)])
-    backward, input_grad = _typical([one.backward for one in device]), _typical([one.input_grad for one in device])
-    weight_grad = list(_typical([one.weight_grad for one in device]))
-    for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
-        weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
+    backward, input_grad, weight_grad = _backward_times(device, _typical, runner)
     model_ns, wall_ns = median(one.model_ns for one in passes), median(one.model_wall_ns for one in passes)
     on_cpu = runner.model.training_pass.device.type == "cpu"
     return LayerTimes(
         forward_ns=forward,
         input_grad_ns=input_grad,
-        weight_grad_ns=tuple(weight_grad),
+        weight_grad_ns=weight_grad,
         backward_ns=backward,
         spreads=tuple(_spreads(passes)),
         num_passes=len(passes),
@@ -339,15 +318,24 @@ def _layer_times(passes: Sequence[_Pass], runner: _PassRunner) -> LayerTimes:
 
 def _host_times(passes: Sequence[_PhaseTimes], runner: _PassRunner) -> tuple[HostTimes, ...]:
     """Returns the medians of the host's times of each layer."""
-    forward, backward = _medians([one.forward for one in passes]), _medians([one.backward for one in passes])
-    input_grad = _medians([one.input_grad for one in passes])
-    weight_grad = list(_medians([one.weight_grad for one in passes]))
-    for layer in runner.model.sharing_layers:  # their W was not run
-        weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
+    times = _medians([one.forward for one in passes]), *_backward_times(passes, _medians, runner)
     return tuple(
         HostTimes(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, backward_ns=b)
-        for f, i, w, b in zip(forward, input_grad, weight_grad, backward, strict=True)
+        for f, b, i, w in zip(*times, strict=True)
     )
+
+
+def _backward_times(
+    passes: Sequence[_PhaseTimes], middle: Callable[[Sequence[Sequence[int]]], tuple[int, ...]], runner: _PassRunner
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Returns B, I and W of each layer, in the middle of some passes."""
+    backward, input_grad, weight_grad = (
+        list(middle(times))
+        for times in zip(*((one.backward, one.input_grad, one.weight_grad) for one in passes), strict=True)
+    )
+    for layer in runner.model.sharing_layers:  # their W was not run; splitting adds little to their B
+        weight_grad[layer] = max(backward[layer] - input_grad[layer], 0)
+    return tuple(backward), tuple(input_grad), tuple(weight_grad)
 
 
 def spread(values: Sequence[int]) -> float:

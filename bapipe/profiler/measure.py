@@ -9,7 +9,7 @@ import torch
 from msgspec import UNSET, structs
 from torch import Tensor, nn
 
-from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.formats.measurement import LayerMeasurement, Measurement
@@ -27,7 +27,9 @@ from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
 from bapipe.torch_device import CPU, describe, dtype_name, environment, framework_bytes, prepared_cpu
 from bapipe.torch_settings import autocast_dtype, in_memory_format
-from bapipe.tracing import Inputs, TracedModel, check_has_layers, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.capture import check_has_layers
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
@@ -118,7 +120,8 @@ def measure_model(
             leaf_modules=leaf_modules,
             operator_layers=operator_layers,
             autocast=autocast_dtype(settings),
-            check=check and not layer_by_layer,
+            check=check,
+            layer_by_layer=layer_by_layer,
         )
         samples = samples_for(module, (*tensors, target), made_up, loss, device)
         for size in missing_sizes:

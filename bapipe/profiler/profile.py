@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from bapipe.equivalence.outcome import Loss
-    from bapipe.tracing import Inputs
+    from bapipe.tracing.bound_inputs import Inputs
     from bapipe.zoo.factory import Factory
 
 _VERSION = 2
@@ -172,6 +172,10 @@ def profile_model(
     Args:
         num_co_runners: number of other processes that train the model meanwhile. Ranks on the cores of one machine
             share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
+
+    Raises:
+        BapipeError: as `profile`; `RunFailed` if some sizes are finished: the message says which are stored.
+        KeyboardInterrupt: on Ctrl-C, which says the same.
     """
     require_torch()
     from bapipe.profiler.measure import checked_sizes, measure_model
@@ -221,7 +225,9 @@ def profile_model(
         if unfinished is None:
             raise
         advice = _what_is_kept(unfinished, sizes, error)
-        raise RunFailed(f"{str(error) or 'interrupted'}; {advice}") from error
+        if isinstance(error, KeyboardInterrupt):  # callers that go on after errors are to end all the same
+            raise KeyboardInterrupt(advice) from error
+        raise RunFailed(f"{error}; {advice}") from error
     if unfinished_path is not None:
         with suppress(OSError):  # it may not be there, nor its folder
             unfinished_path.unlink()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from bapipe.torch_private import (
+from bapipe.torch_private.split_backward import (
     can_begin_at,
     construct_reverse_graph,
     get_param_groups,

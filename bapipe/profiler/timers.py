@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from bapipe.torch_device import CPU
-from bapipe.torch_private import occupy_gpu
+from bapipe.torch_private.measuring import occupy_gpu
 
 T = TypeVar("T")
 

@@ -7,21 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import (
-    Equivalence,
-    Unchecked,
-    example_microbatches,
-    layers_that_read_earlier_forwards,
-    loss_over_parts,
-    outputs_over_parts,
-    trace_checked,
-)
+from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches, trace_checked
+from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
+from bapipe.equivalence.losses import loss_over_parts
+from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
 from bapipe.profiler.prepare import fits_on_device
-from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.changing_state import layers_that_keep_values
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 
 _log = logging.getLogger(__name__)
 
@@ -53,19 +49,21 @@ def traced(
     operator_layers: bool,
     autocast: torch.dtype | None,
     check: bool,
+    layer_by_layer: bool,
 ) -> TracedForProfile:
     """Returns the layers of a module on a device, and what the profile says of them.
 
     Args:
         max_size: of micro-batches to compare on.
         autocast: in which the model trains.
-        check: whether to compare.
+        check: whether to compare, unless layers are measured one by one: that needs the whole model.
 
     Raises:
         InvalidModel: the module cannot be traced, or its stages would not train as it does.
     """
     keep_values: frozenset[str] = frozenset()
-    if check and fits_on_device(module, device, copies=4):  # values before, and gradients of both
+    why_not = _why_not_compared(module, device, check=check, layer_by_layer=layer_by_layer)
+    if why_not is None:
         # Two of a size, for what a forward keeps for the next; and one of another size.
         sizes = [min(size, max_size) for size in (2, 2, 3)]
         microbatches = example_microbatches(inputs, target, sizes, device)
@@ -89,7 +87,7 @@ def traced(
             operator_layers=operator_layers,
             microbatch_size=max_size,
         )
-        result = Unchecked(reason="there is not enough memory for it" if check else "that was not asked for")
+        result = Unchecked(reason=why_not)
     if autocast is not None:
         model = _as_trained(model, inputs, leaf_modules, operator_layers, max_size, autocast)
     if any(layer.name == LOSS for layer in model.layers):
@@ -103,6 +101,17 @@ def traced(
             notes[LOSS_OVER_PARTS] = fault
     notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
     return TracedForProfile(model=model, notes=notes, keep_values=keep_values)
+
+
+def _why_not_compared(module: nn.Module, device: torch.device, *, check: bool, layer_by_layer: bool) -> str | None:
+    """Returns why the stages are not held to the original; None if they are."""
+    if not check:
+        return "that was not asked for"
+    if layer_by_layer:
+        return "it is measured layer by layer"
+    if not fits_on_device(module, device, copies=4):  # values before, and gradients of both
+        return "there is not enough memory for it"
+    return None
 
 
 def _as_trained(

@@ -20,9 +20,10 @@ import msgspec
 
 from bapipe.errors import BapipeError, InvalidFile, InvalidSchedule
 from bapipe.formats.codec import TRACE, kind_in_words
+from bapipe.formats.files import read_limited
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import NO_MEMORY, Memory
-from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.schedules.table import parse_action
 from bapipe.simulator.timeline import Span, Sync, Timeline, Transfer, Update
 from bapipe.units import MAX_INT

@@ -22,7 +22,10 @@ MIN_WORD = 8
 """Characters of a word that even the narrowest table shows."""
 
 MIN_NUMBERS = 2
-"""Columns of numbers that even the narrowest table keeps."""
+"""Columns of numbers that a table keeps whose words can be cut down instead."""
+
+MIN_COLUMNS = 2
+"""Columns, the first ones, that even the narrowest table keeps."""
 
 LEFT_OUT_LAST = ("total", "has", "limit")
 """Columns of numbers that say more than those before them."""
@@ -65,24 +68,31 @@ def empty_table(title: str, *columns: str) -> Table:
 
 
 def fit_table(table: Table, width: int) -> Table:
-    """Returns a table that is at most about `width` characters wide, without folding a name.
+    """Returns a table that is at most `width` characters wide, without folding a name or cutting off a number.
 
     Columns of texts keep their longest word; one longer than `MAX_WORD` loses its middle. If that is too wide, the last
-    columns of numbers are left out, sums after their parts, and the caption says which; then words are cut down.
+    columns of numbers are left out, sums after their parts, and the caption says which; then words are cut down. If
+    even that is too wide, columns of texts are left out behind the first `MIN_COLUMNS`, then those of numbers. Only
+    these first ones may be wider.
     """
     columns = list(table.columns)
     if _width([_longest(column, str.splitlines) for column in columns]) <= width:
         return table
-    left_out: list[str] = []
     numbers = [column for column in columns if column.justify == "right"]
     numbers.sort(key=lambda column: column.header not in LEFT_OUT_LAST)
     while _min_table_width(columns, MAX_WORD) > width and len(numbers) > MIN_NUMBERS:
-        left_out.insert(0, str(numbers[-1].header))
         columns.remove(numbers.pop())
     words = range(MAX_WORD, MIN_WORD, -1)
     max_word = next((word for word in words if _min_table_width(columns, word) <= width), MIN_WORD)
+    others = sorted(columns[MIN_COLUMNS:], key=lambda column: column.justify != "right")
+    while _min_table_width(columns, max_word) > width and others:
+        columns.remove(others.pop())
     fitted = copy(table)
-    fitted.columns = [_kept(column, index, max_word) for index, column in enumerate(columns)]
+    cropped = [_cropped(column, index, max_word) for index, column in enumerate(columns)]
+    fitted.columns = [
+        replace(column, width=wide) for column, wide in zip(cropped, _fit_widths(cropped, width), strict=True)
+    ]
+    left_out = [str(column.header) for column in table.columns if column.header and column not in columns]
     if left_out:
         fitted.caption = f"left out at this width: {', '.join(left_out)}"
         fitted.caption_justify = "left"
@@ -133,6 +143,16 @@ def _longest(column: Column, parts: Callable[[str], list[str]]) -> int:
     return max((cell_len(part) for text in texts for part in parts(text)), default=0)
 
 
+def _fit_widths(columns: Sequence[Column], width: int) -> list[int]:
+    """Returns the width of each column of a table: what it takes without folds, but for the widest ones of texts."""
+    least = [_min_width(column, MAX_WORD) for column in columns]
+    whole = [_longest(column, str.splitlines) for column in columns]
+    limited = (
+        [max(low, min(high, limit)) for low, high in zip(least, whole, strict=True)] for limit in range(width, 0, -1)
+    )
+    return next((widths for widths in limited if _width(widths) <= width), least)
+
+
 def _min_table_width(columns: Sequence[Column], max_word: int) -> int:
     return _width([_min_width(column, max_word) for column in columns])
 
@@ -140,13 +160,14 @@ def _min_table_width(columns: Sequence[Column], max_word: int) -> int:
 def _min_width(column: Column, max_word: int) -> int:
     if column.justify == "right":
         return _longest(column, str.splitlines)
-    return min(_longest(column, str.split), max_word)
+    drawn = max((cell_len(str(cell)) for cell in column.cells if isinstance(cell, Text)), default=0)
+    return max(drawn, min(_longest(column, str.split), max_word))
 
 
-def _kept(column: Column, index: int, max_word: int) -> Column:
-    """Returns a column at another place of its table, as narrow as its longest word."""
+def _cropped(column: Column, index: int, max_word: int) -> Column:
+    """Returns a column at another place of its table, without the middle of words that are longer; drawings stay."""
     cells = [_crop(cell, max_word) if isinstance(cell, str) else cell for cell in column.cells]
-    return replace(column, min_width=_min_width(column, max_word), _index=index, _cells=cells)
+    return replace(column, _index=index, _cells=cells)
 
 
 def _crop(text: str, max_word: int) -> str:

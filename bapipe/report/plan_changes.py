@@ -81,11 +81,21 @@ def _inputs(before: Plan, after: Plan) -> Iterator[str]:
 def _choices(before: Plan, after: Plan) -> Iterator[str]:
     if before.schedule != after.schedule:
         yield f"schedule: {before.schedule} -> {after.schedule}"
-    elif before.order != after.order and before.num_microbatches == after.num_microbatches:
+    elif _shape(before) == _shape(after) and _orders(before) != _orders(after):
         yield "the order of the actions"
     sizes = [f"{plan.num_microbatches} of {plan.microbatch_size}" for plan in (before, after)]
     if sizes[0] != sizes[1]:
         yield f"micro-batches: {sizes[0]} -> {sizes[1]}"
+
+
+def _shape(plan: Plan) -> tuple[int, list[int]]:
+    """Returns what decides which actions there are: the micro-batches, and the number of replicas of each stage."""
+    return plan.num_microbatches, [len(stage.devices) for stage in plan.stages]
+
+
+def _orders(plan: Plan) -> list[tuple[str, ...]]:
+    """Returns the order of the actions of each device that has a stage, whichever device that is."""
+    return sorted(filter(None, plan.order))
 
 
 def _stages(before: Plan, after: Plan) -> Iterator[str]:
@@ -117,7 +127,7 @@ def _recomputation(stage: StagePlan) -> str:
 
 
 def _memory(before: Plan, after: Plan) -> Sequence[str]:
-    old = {rank.device: rank.peak_bytes for rank in before.prediction.ranks}
+    old = before.prediction.peaks_bytes
     changed = [
         (abs(rank.peak_bytes - old[rank.device]), rank.device, rank.peak_bytes)
         for rank in after.prediction.ranks

@@ -105,7 +105,7 @@ def shape_table(profile: ModelProfile) -> Table:
             row.layer.name,
             number(row.forward_backward_ns / 1e6),
             carried,
-            layer_diagram.bar(row.cut_bytes, max_cut_bytes),
+            Text(layer_diagram.bar(row.cut_bytes, max_cut_bytes), no_wrap=True),
             str(row.num_tensors or ""),
         )
     return table

@@ -7,7 +7,7 @@ from rich.table import Table
 from bapipe.formats.plan import Plan
 from bapipe.printable import printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms
-from bapipe.runtime.train_result import Evaluation, TrainResult
+from bapipe.training.train_result import Evaluation, TrainResult
 from bapipe.units import number
 
 
@@ -112,7 +112,7 @@ def run_figures(plan: Plan, result: TrainResult) -> dict[str, tuple[float | None
         "wait for data": (0 if predicts else None, wait_ns),
         "samples/s": (plan.prediction.samples_per_s if predicts else None, rate),
     }
-    predicted = {rank.device: rank.peak_bytes for rank in plan.prediction.ranks}
+    predicted = plan.prediction.peaks_bytes
     for device, peak in zip(result.devices, result.peak_bytes, strict=True):
         figures[f"peak {device}"] = (predicted.get(device), peak)
     return figures

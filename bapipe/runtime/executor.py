@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from bapipe.equivalence import check_scalar
+from bapipe.equivalence.losses import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, check_outputs
@@ -29,7 +29,8 @@ from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Action, Phase
-from bapipe.torch_private import (
+from bapipe.torch_private.measuring import without_log
+from bapipe.torch_private.pipeline_runtime import (
     PIPELINE_LOG,
     drop_gradients_of_received,
     drop_received,
@@ -40,7 +41,6 @@ from bapipe.torch_private import (
     skip_warmup,
     stage_class,
     use_stage_backward_weight,
-    without_log,
 )
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.runtime.tensor_changes import content
-from bapipe.tracing import persistent_state
+from bapipe.tracing.model import persistent_state
 
 _log = logging.getLogger(__name__)
 

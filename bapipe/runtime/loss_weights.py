@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from bapipe.equivalence import (
-    FirstSamples,
-    Loss,
+from bapipe.equivalence.first_samples import FirstSamples
+from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import (
     Means,
     MeanWeights,
     WeightsAhead,
     mean_weights,
-    scaled_loss,
     sums_of_weights,
+    weighted_loss,
 )
 from bapipe.runtime.rng import PerOperatorRng
 
@@ -62,7 +62,7 @@ class LossWeights:
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        scaled = scaled_loss(loss, output, target, self._mean_weights)
+        scaled = weighted_loss(loss, output, target, self._mean_weights)
         self._first_samples.note(output, target, scaled.weights)
         return scaled.value
 

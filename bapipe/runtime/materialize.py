@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.runtime.other_ranks import is_on_another_rank, mark_as_on_another_rank
 from bapipe.runtime.rng import derived_seed
-from bapipe.torch_private import give_storage, reset_method, without_weak_references
-from bapipe.tracing import layer_states, unused_state
+from bapipe.torch_private.modules import reset_method, without_weak_references
+from bapipe.torch_private.tensors import give_storage
+from bapipe.tracing.model import layer_states, unused_state
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.tracing.python_state import values_restored
 from bapipe.tracing.stages import Split

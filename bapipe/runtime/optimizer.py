@@ -192,16 +192,20 @@ class StageOptimizers:
         )
 
     def load_state(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restores what `state` returned of the same parameters; an option where it was the same for all of a group.
+        """Restores what `state` returned of these parameters, and maybe of others, which are left out.
+
+        An option is restored where it was the same for all of a group.
 
         Raises:
-            BapipeError: it is the state of another optimizer.
+            BapipeError: it is the state of another optimizer, or of other parameters only.
         """
+        self._check_any_own(state, parameters)
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
         for full_name, value in (*state.tensors.items(), *state.numbers.items()):
             name, _, key = full_name.rpartition(":")
-            by_parameter[name][key] = value
+            if name in by_parameter:
+                by_parameter[name][key] = value
         for optimizer in self._optimizers.values():
             every = [p for group in optimizer.param_groups for p in group["params"]]
             for group in optimizer.param_groups:
@@ -217,6 +221,15 @@ class StageOptimizers:
                     saved = {state.options.get(f"{name}:{key}") for name in names}
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
+
+    def _check_any_own(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises BapipeError if these optimizers have parameters, and a state is of others only."""
+        saved = {full_name.rpartition(":")[0] for full_name in (*state.tensors, *state.numbers, *state.options)}
+        if self._optimizers and saved and saved.isdisjoint(parameters):
+            raise BapipeError(
+                f"the state is of other parameters, such as '{min(saved)}', and of none of this rank's, such as "
+                f"'{min(parameters)}': give each rank those of all ranks together, or those of its own parameters"
+            )
 
 
 def _check_updates(optimizer: object) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
-from bapipe.torch_private import FakeTensor, tree_flatten, without_tensor_classes
+from bapipe.torch_private.tensors import FakeTensor, tree_flatten, without_tensor_classes
 
 _NAME = "_bapipe_name"
 

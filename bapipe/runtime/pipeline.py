@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.equivalence import check_no_parameters
+from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
+from bapipe.runtime.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies, wait_on_device
 from bapipe.runtime.cut_model import cut_model
-from bapipe.runtime.data.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
-from bapipe.runtime.evaluate.forward import ForwardResult
+from bapipe.runtime.evaluation import ForwardResult
 from bapipe.runtime.gather_timeline import LocalTimeline, gather_timeline
 from bapipe.runtime.grad_scaler import GradScalerState, unscale
 from bapipe.runtime.initial_values import warn_of_unlike_values
@@ -46,18 +46,10 @@ from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
-from bapipe.tracing import (
-    Inputs,
-    check_buckets,
-    check_has_layers,
-    check_inputs,
-    only_tensor_inputs,
-    persistent_state,
-    state_names,
-    tensor_inputs,
-    unused_state,
-)
+from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.changing_state import changing_buffers
+from bapipe.tracing.model import persistent_state, state_names, unused_state
 from bapipe.tracing.modes import idle_dropout
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
@@ -481,7 +473,11 @@ class Pipeline:
         self._kept_until = copied
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Restores what `optimizer_state` returned, possibly under another plan."""
+        """Restores what `optimizer_state` returned, possibly under another plan: of all ranks together, or this one's.
+
+        Raises:
+            BapipeError: it is the state of another optimizer, or of parameters of other ranks only.
+        """
         self._optimizers.load_state(state, self.named_parameters())
 
     def busy_ns(self) -> int:

@@ -20,7 +20,7 @@ from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast
 from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.runtime.transfers import Channels
-from bapipe.torch_private import default_group_timeout
+from bapipe.torch_private.process_groups import default_group_timeout
 from bapipe.tracing.stages import Split, trained_layers
 
 

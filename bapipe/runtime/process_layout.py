@@ -11,7 +11,7 @@ from bapipe.formats.plan import Plan
 from bapipe.runtime.plan_digest import plan_digest
 from bapipe.runtime.runnable import check_runnable
 from bapipe.schedules.table import Schedule
-from bapipe.torch_private import backend_name
+from bapipe.torch_private.process_groups import backend_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

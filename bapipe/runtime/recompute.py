@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel
 from bapipe.runtime.changed_inputs import ChangedInputs
 from bapipe.runtime.tensor_changes import TensorVersions, are_equal
-from bapipe.torch_private import tree_flatten, tree_unflatten
+from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 from bapipe.tracing.python_state import (
     Attributes,
     GeneratorStates,

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bapipe.errors import InvalidModel
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.torch_settings import autocast_on
 from bapipe.tracing.stage_module import seal
 from bapipe.tracing.stage_parts import StagePart
 
@@ -113,9 +114,7 @@ class PartlyRecomputedStage(nn.Module):
             with ExitStack() as contexts:
                 contexts.enter_context(again.recomputing(self._rng.microbatch))
                 contexts.enter_context(torch.enable_grad())
-                contexts.enter_context(
-                    torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
-                )
+                contexts.enter_context(autocast_on(self._device, self._autocast))
                 contexts.enter_context(saved_tensors_hooks(saved.append, _never))
                 again(*saved.inputs)
             saved.inputs = ()

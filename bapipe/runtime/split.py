@@ -11,8 +11,8 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.simulator.cuts import check_flow
-from bapipe.tracing import TracedModel
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split, cut_into_stages
 

@@ -9,20 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.equivalence import (
-    Conditions,
-    Difference,
-    Equivalence,
-    Microbatch,
-    Stage,
-    Unchecked,
-    compare_stages,
-    example_microbatches,
-    layers_that_read_earlier_forwards,
-    run_original,
-)
-from bapipe.equivalence.outcome import device_of
-from bapipe.equivalence.stage_pass import NoTensor
+from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
+from bapipe.equivalence.outcome import Conditions, Microbatch, device_of, run_original
+from bapipe.equivalence.stage_pass import NoTensor, Stage
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
@@ -32,9 +22,9 @@ from bapipe.runtime.replica_state import check_changes_of_replicas, with_replica
 from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
 from bapipe.torch_device import CPU, describe
-from bapipe.torch_private import tree_leaves
-from bapipe.tracing import layer_states, state_names
+from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
+from bapipe.tracing.model import layer_states, state_names
 from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import WeightsAhead
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.evaluate.forward import ForwardExecutor
+from bapipe.runtime.evaluation import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights
@@ -23,7 +23,8 @@ from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.replicas import Replicas
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.transfers import Channels
-from bapipe.tracing import TracedModel
+from bapipe.torch_settings import autocast_on
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.stage_module import argument_names, needs_seal, stage_module
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split
@@ -143,7 +144,7 @@ class ExecutorFactory:
         rebuild = model.result.rebuild
 
         def computed(output: Any, target: Tensor) -> Tensor:
-            with torch.autocast(self.layout.device.type, self.autocast, enabled=self.autocast is not None):
+            with autocast_on(self.layout.device, self.autocast):
                 return self.loss(rebuild(output), target)
 
         return LossModule(self.loss, computed)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bapipe.torch_private import version
+from bapipe.torch_private.tensors import version
 
 
 def content(tensor: Tensor) -> bytes:

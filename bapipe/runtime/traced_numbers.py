@@ -2,7 +2,7 @@
 
 import logging
 
-from bapipe.tracing import TracedModel
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import same_value
 
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ A backward is run whole, in I, and its W does nothing, if
 
 - the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
   layer is called several times, as the cell of an unrolled recurrent network;
-- its W would begin where the installed torch cannot begin (`bapipe.torch_private.can_begin_at`);
+- its W would begin where the installed torch cannot begin (`torch_private.split_backward.can_begin_at`);
 - a parameter's gradient comes on a path, or all of it, that meets none to the stage's inputs, as behind a `detach()`:
   torch lets no W begin there;
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from bapipe.runtime.replicas import BucketHook
-from bapipe.torch_private import can_begin_at, construct_reverse_graph, get_param_groups, parameter_hooks
+from bapipe.torch_private.split_backward import can_begin_at, construct_reverse_graph, get_param_groups
+from bapipe.torch_private.tensors import parameter_hooks
 from bapipe.tracing.reached import reached
 from bapipe.tracing.weight_nodes import weight_nodes
 

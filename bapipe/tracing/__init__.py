@@ -12,38 +12,3 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
 `extract` goes the other way: from some layers to a module that computes them. `stages` cuts all layers into stages, and
 `stage_module` makes the module that a stage runs.
 """
-
-from bapipe.tracing.aliasing import changes_buffers
-from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
-from bapipe.tracing.capture import check_has_layers
-from bapipe.tracing.extract import extract
-from bapipe.tracing.layers import granularity, trace
-from bapipe.tracing.model import (
-    TracedLayer,
-    TracedModel,
-    input_name,
-    layer_states,
-    persistent_state,
-    state_names,
-    unused_state,
-)
-
-__all__ = [
-    "Inputs",
-    "TracedLayer",
-    "TracedModel",
-    "changes_buffers",
-    "check_buckets",
-    "check_has_layers",
-    "check_inputs",
-    "extract",
-    "granularity",
-    "input_name",
-    "layer_states",
-    "only_tensor_inputs",
-    "persistent_state",
-    "state_names",
-    "tensor_inputs",
-    "trace",
-    "unused_state",
-]

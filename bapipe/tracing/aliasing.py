@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from bapipe.torch_private import NormBase, OpOverload, argument_schemas, aten_overloads, hooks_of, return_schemas
+from bapipe.torch_private.modules import NormBase
+from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reached import reached
+from bapipe.tracing.torch_layers import calls_other_code
 
 MEMORY = "memory"
 """Key in a node's `meta`: its `Memory`, if the operator was seen running."""
@@ -194,12 +196,8 @@ def changes_buffers(model: TracedModel, layer: str) -> bool:
 def _module_changes_buffers(module: nn.Module) -> bool:
     if next(module.buffers(recurse=False), None) is None:
         return False
-    # Parametrized modules have classes that torch makes of their own ones.
-    written = next(kind for kind in type(module).__mro__ if kind.__module__ != "torch.nn.utils.parametrize")
-    if written.__module__ == "torch.nn.utils.parametrizations":
-        return written.__name__ == "_SpectralNorm"
-    is_constant = written.__module__.startswith("torch.nn.modules.") and not isinstance(module, NormBase)
-    return not is_constant or bool(hooks_of(module))  # as the old spectral norm has
+    # The old spectral norm is a hook, the new one a module; other modules of torch but norms leave theirs alone.
+    return calls_other_code(module) or isinstance(module, NormBase) or type(module).__name__ == "_SpectralNorm"
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

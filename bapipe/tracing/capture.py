@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private import distributions_unvalidated, hooks_in_words, is_compiled, is_exported
+from bapipe.torch_private.modules import hooks_in_words, is_compiled, is_exported
+from bapipe.torch_private.tensors import distributions_unvalidated
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export

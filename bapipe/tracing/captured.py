@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from bapipe.torch_private import TreeSpec
+from bapipe.torch_private.tensors import TreeSpec
 from bapipe.tracing.aliasing import changes_in_place, writes_to_state
 from bapipe.tracing.kept_calls import CannotKeep, registers_hook
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.torch_private import storage_key, tree_leaves, tree_map, without_fake_tensors
+from bapipe.torch_private.tensors import storage_key, tree_leaves, tree_map, without_fake_tensors
 from bapipe.tracing.randomness import draws_random_numbers
 
 _READS = ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")

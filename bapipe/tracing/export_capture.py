@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.overrides import TorchFunctionMode
 
-from bapipe.torch_private import tree_leaves
+from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode
 
-from bapipe.torch_private import tree_flatten, tree_leaves, tree_map
+from bapipe.torch_private.tensors import tree_flatten, tree_leaves, tree_map
 from bapipe.tracing.captured import (
     AUTOCAST,
     NO_GRAD,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.torch_private import TreeSpec, tree_unflatten
+from bapipe.torch_private.tensors import TreeSpec, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

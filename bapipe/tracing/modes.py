@@ -5,15 +5,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from bapipe.torch_private import DropoutBase
+from bapipe.torch_private.modules import DropoutBase
 
 
 def enter_training_mode(module: nn.Module) -> None:
-    """Puts a module in training mode, if it is in evaluation mode as a whole, in which libraries give loaded models.
+    """Puts a module in training mode if all of it is in evaluation mode, in which libraries give loaded models.
 
-    Parts of a module in training mode that are in evaluation mode stay so, such as frozen batch norms.
+    If parts of it are in training mode, each part stays in its own: frozen batch norms, or a body under a new head.
     """
-    if not module.training:
+    if not any(part.training for part in module.modules()):
         module.train()
 
 
@@ -26,8 +26,9 @@ def idle_dropout(module: nn.Module) -> str | None:
     for name, part in module.named_modules():
         has_dropout = any(isinstance(inner, DropoutBase) and inner.p > 0 for inner in part.modules())
         if not part.training and has_dropout and any(p.requires_grad for p in part.parameters()):
+            owner = f"'{name}'" if name else "the model"
             return (
-                f"'{name}' is in evaluation mode, so its dropout does nothing while it trains: call train() of the "
+                f"{owner} is in evaluation mode, so its dropout does nothing while it trains: call train() of the "
                 "model after it is loaded"
             )
     return None

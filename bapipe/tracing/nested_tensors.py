@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.torch_private import tree_leaves
+from bapipe.torch_private.tensors import tree_leaves
 
 
 def parts_of(value: Any) -> list[tuple[Callable[..., Any], Any, Any]]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private import FakeTensor, version
+from bapipe.torch_private.tensors import FakeTensor, version
+from bapipe.tracing.torch_layers import written_class
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
@@ -201,7 +202,7 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
 
 def attributes_of(module: nn.Module) -> Attributes:
     """Returns the attributes of the modules that are not torch's own."""
-    own_code = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
+    own_code = (part for part in module.modules() if not written_class(part).__module__.startswith("torch."))
     return [(part, plain_attributes(part)) for part in own_code]
 
 

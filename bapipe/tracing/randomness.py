@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from bapipe.torch_private import OpOverload, aten_overloads, hooks_of
+from bapipe.torch_private.tensors import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.reached import reached
+from bapipe.tracing.torch_layers import calls_other_code
 
 _KNOWN_CODE = ("torch", "bapipe")
 
@@ -20,7 +21,7 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether an operator may draw random numbers; what is from outside torch counts as random."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        return any(_is_from_outside(part) or _module_is_random(part) for part in called.modules())
+        return any(calls_other_code(part) or _module_is_random(part) for part in called.modules())
     if node.op not in ("call_function", "call_method"):
         return False
     if is_function_operator(node.target):
@@ -35,7 +36,7 @@ def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
 def runs_other_code(module: fx.GraphModule, node: fx.Node) -> bool:
     """Returns whether an operator runs code from outside torch, which may draw from generators of Python and numpy."""
     if node.op == "call_module":
-        return any(map(_is_from_outside, module.get_submodule(str(node.target)).modules()))
+        return any(map(calls_other_code, module.get_submodule(str(node.target)).modules()))
     if is_function_operator(node.target):
         return True
     return isinstance(node.target, FunctionType) and str(node.target.__module__).partition(".")[0] not in _KNOWN_CODE
@@ -89,11 +90,6 @@ def _codes(code: Any) -> Iterator[CodeType]:
         yield code
         for constant in code.co_consts:
             yield from _codes(constant)
-
-
-def _is_from_outside(module: nn.Module) -> bool:
-    """Returns whether a call of a module runs code from outside torch: its own, or that of a hook."""
-    return not type(module).__module__.startswith("torch.nn.") or "forward" in vars(module) or bool(hooks_of(module))
 
 
 def _module_is_random(module: nn.Module) -> bool:

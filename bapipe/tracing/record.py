@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bapipe.torch_device import CPU
-from bapipe.torch_private import (
+from bapipe.torch_private.tensors import (
     FakeTensor,
     FakeTensorMode,
     is_functorch_wrapped,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapipe.errors import first_line
-from bapipe.torch_private import TreeSpec, needs_values
+from bapipe.torch_private.tensors import TreeSpec, needs_values
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.code_position import CodeLine, failed_line
 

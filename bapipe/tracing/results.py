@@ -11,6 +11,7 @@ from bapipe.tracing.captured import Captured, output_node
 from bapipe.tracing.model import Result
 from bapipe.tracing.recorded_functions import PLAIN
 from bapipe.tracing.sizes import BATCH_SIZES, meta_values
+from bapipe.tracing.torch_layers import is_of_torch
 
 
 def returned(value: Any) -> Any:
@@ -92,5 +93,4 @@ def _is_tensor(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module":
         return False
     called = module.get_submodule(str(node.target))
-    is_torchs = type(called).__module__.startswith("torch.nn.")
-    return is_torchs and not isinstance(called, nn.RNNBase | nn.MultiheadAttention)
+    return is_of_torch(called) and not isinstance(called, nn.RNNBase | nn.MultiheadAttention)

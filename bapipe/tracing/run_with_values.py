@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from bapipe.torch_private import without_fake_tensors
+from bapipe.torch_private.tensors import without_fake_tensors
 from bapipe.tracing.captured import autocast_as, autocast_modes
 from bapipe.tracing.nested_tensors import map_tensors, tensors_in
 from bapipe.tracing.python_state import state_restored

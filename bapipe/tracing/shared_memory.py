@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import storage_key
+from bapipe.torch_private.tensors import storage_key
 from bapipe.tracing.model import TracedModel, layer_states
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import tree_map
+from bapipe.torch_private.tensors import tree_map
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.reached import reached

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_device import CPU
-from bapipe.torch_private import FakeTensorMode, quiet_fake_tensors
+from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import changes_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract
@@ -44,6 +44,7 @@ class Split:
     Attributes:
         examples: shape, dtype and requires_grad, on the meta device, of every tensor at a cut and of the model's
             inputs and outputs, for one micro-batch.
+        inputs: examples of the model's inputs with values, of any batch size.
         autocast: the mode in which the stages run; None for that of the process.
         tied: parameters that several stages use.
     """
@@ -52,6 +53,7 @@ class Split:
     stages: tuple[StageTensors, ...]
     examples: dict[str, Tensor]
     tied: tuple["TiedParameter", ...]
+    inputs: tuple[Tensor, ...]
     autocast: Autocast | None = None
 
 
@@ -95,7 +97,7 @@ def cut_into_stages(
     stages = stages_of(model, stage_of)
     crossing = tuple(dict.fromkeys(name for stage in stages for name in stage.outputs))
     examples = _examples(model, crossing, inputs, microbatch_size, autocast)
-    return Split(model=model, stages=stages, examples=examples, tied=tied, autocast=autocast)
+    return Split(model=model, stages=stages, examples=examples, tied=tied, inputs=tuple(inputs), autocast=autocast)
 
 
 def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
@@ -105,8 +107,7 @@ def at_size(parts: Split, microbatch_size: int) -> dict[str, Tensor]:
         InvalidModel: the model does not run on that size.
     """
     crossing = tuple(dict.fromkeys(name for stage in parts.stages for name in stage.outputs))
-    inputs = [parts.examples[name] for name in parts.model.inputs]
-    return _examples(parts.model, crossing, inputs, microbatch_size, parts.autocast)
+    return _examples(parts.model, crossing, parts.inputs, microbatch_size, parts.autocast)
 
 
 def trained_layers(parts: Split, index: int, without: Iterable[nn.Parameter]) -> tuple[tuple[nn.Parameter, ...], ...]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from bapipe.tracing import Inputs, tensor_inputs
+from bapipe.tracing.bound_inputs import Inputs, tensor_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

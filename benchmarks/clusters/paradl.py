@@ -12,8 +12,9 @@ from rich.table import Table
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
+from bapipe.formats.files import naming_file, read_limited
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.formats.strict_json import decode_json, naming_file, read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.importers import ImportMetadata, import_file
 from bapipe.simulator.stage_cost import build_stages
 from benchmarks.clusters.deepspeed import sum_and_update_ns

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from bapipe.errors import BapipeError
-from bapipe.formats.strict_json import decode_json, naming_file, read_limited
+from bapipe.formats.files import naming_file, read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.importers.sailor import Models, Times, read_models, read_times
 
 

@@ -52,7 +52,7 @@ REQUIRED = {
 }
 """What each command is given besides; none of these starts a training or a page."""
 
-HEAVY = ("bapipe.runtime.run", "bapipe.profiler.profile", "bapipe.cli.run", "torch.distributed.pipelining")
+HEAVY = ("bapipe.training.run", "bapipe.profiler.profile", "bapipe.cli.run", "torch.distributed.pipelining")
 """Modules that commands would take seconds to import."""
 
 EXIT_CODES = (0, 1, 2, 3)

@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import save
 from torch import nn
 
-from bapipe.runtime.checkpoint.manifest import (
+from bapipe.training.checkpoint.manifest import (
     MANIFEST,
     MODEL,
     Manifest,
@@ -19,8 +19,8 @@ from bapipe.runtime.checkpoint.manifest import (
     file_name,
     read_manifest,
 )
-from bapipe.runtime.checkpoint.tensor_files import file_digest, stored_specs
-from bapipe.runtime.checkpoint.weights import check_weights, load_weights
+from bapipe.training.checkpoint.tensor_files import file_digest, stored_specs
+from bapipe.training.checkpoint.weights import check_weights, load_weights
 from bapipe.zoo.data.image_io import read_image
 from benchmarks.fuzz.kinds import Kind, WrongSuccess
 

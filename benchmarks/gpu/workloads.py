@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
-from bapipe.torch_private import DropoutBase
+from bapipe.torch_private.modules import DropoutBase
 from bapipe.zoo import resolve
 from bapipe.zoo.data.open_dataset import synthetic_data
 from bapipe.zoo.example import Example

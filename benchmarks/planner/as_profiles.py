@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bapipe.formats.files import read_limited
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.graph.layer_graph import topological_order
 from bapipe.importers import ImportMetadata, import_file
 from benchmarks.planner import piper, placement_workload

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.formats.files import read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.graph.downsets import downsets, members, prefixes
 from bapipe.graph.layer_graph import Graph, depth_first_order, topological_order
 from benchmarks.planner.dnn_partitioning import MAX_DOWNSETS, membership

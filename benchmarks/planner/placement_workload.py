@@ -7,7 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.formats.files import read_limited
+from bapipe.formats.strict_json import decode_json
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph, contract
 

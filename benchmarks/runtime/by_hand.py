@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from bapipe.formats.plan import Plan
 from bapipe.runtime.split import split
-from bapipe.tracing import granularity, trace
+from bapipe.tracing.layers import granularity, trace
 from bapipe.tracing.stage_module import argument_names, stage_module
 from bapipe.zoo.example import Example
 

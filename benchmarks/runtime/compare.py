@@ -11,12 +11,12 @@ from msgspec import UNSET
 from torch import Tensor
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.launch.processes import launch
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.runnable import check_runnable
 from bapipe.simulator.timeline import Timeline
+from bapipe.training.launch.processes import launch
+from bapipe.training.launch.worker import Rank
 from benchmarks.runtime.by_hand import Step, ddp, one_process, pipelines, with_threads
 from benchmarks.runtime.models import Workload, batch_like
 

@@ -26,11 +26,11 @@ from rich.table import Table
 import bapipe
 from bapipe.formats.codec import write
 from bapipe.profiler.profile import profile_model
-from bapipe.runtime.train_result import WARM_UP_STEPS
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
 from bapipe.simulator.simulate import simulate_schedule
 from bapipe.simulator.stage_cost import build_stages
+from bapipe.training.train_result import WARM_UP_STEPS
 from benchmarks import parser_of
 from benchmarks.two_hosts.namespaces import TwoHosts, two_hosts, why_not
 

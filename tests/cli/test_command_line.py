@@ -430,6 +430,8 @@ def test_help_says_what_devices_and_splits_are(folder: Path) -> None:
     }
     assert "Number of devices like the profiled one, with an assumed link" in help_of["plan"]
     assert "Number of devices. Default: all of this machine, or with --like one for each host" in help_of["cluster"]
+    assert "a network card for each device" in help_of["cluster"]
+    assert "dualpipe-v, or all (but fbp-as)" in help_of["plan"]
     assert "--swap DEVICE DEVICE" in help_of["edit"]
     assert [split for split in get_args(Split) if f" {split}: " not in help_of["estimate"]] == []
     assert "sharded data (ZeRO-3, FSDP), and the best plan" in help_of["compare"]

@@ -41,6 +41,21 @@ def test_a_proof_that_is_complete_is_not_said_to_be_cut_short(
     assert "the search was ended" not in said.err
 
 
+def test_an_interrupted_command_says_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt("the measurements at micro-batch size 1 are stored")
+
+    monkeypatch.setattr("bapipe.cli.profile.profile_model", interrupted)
+    monkeypatch.setattr("sys.argv", ["bapipe", "profile", "vgg16", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (130, "")
+    assert " ".join(said.err.split()) == "interrupted; the measurements at micro-batch size 1 are stored"
+
+
 def test_what_more_time_could_do_is_said_with_the_reason_for_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     made = bapipe.make(chain([1, 2, 3]), devices(2), minibatch_size=4)
     step_ns = made.prediction.step_ns

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bapipe.cli import progress
+from bapipe.cli import printing, progress
 from bapipe.planner.compute.deadline import Compiling
 
 
@@ -84,5 +84,5 @@ def test_work_that_says_nothing_is_named_again(
 
 
 def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
-    progress.show_json({"loss": math.nan, "all": (1, [math.inf, 0.5]), "name": "é"})
+    printing.show_json({"loss": math.nan, "all": (1, [math.inf, 0.5]), "name": "é"})
     assert capsys.readouterr().out == '{"loss": null, "all": [1, [null, 0.5]], "name": "\\u00e9"}\n'

@@ -26,7 +26,7 @@ from bapipe.formats.codec import read, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.hardware import num_cores
-from bapipe.runtime.run import run
+from bapipe.training.run import run
 from tests import ROOT
 
 COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.functional import cross_entropy
 
-from bapipe.equivalence import (
-    Difference,
-    Equivalence,
-    compare_split,
-    example_microbatches,
-    stages,
-    trace_checked,
-)
+from bapipe.equivalence import stages
+from bapipe.equivalence.check import Difference, Equivalence, compare_split, example_microbatches, trace_checked
 from bapipe.errors import InvalidModel
-from bapipe.tracing import sizes, stage_module, trace
+from bapipe.tracing import sizes, stage_module
 from bapipe.tracing.extract import GradMode
+from bapipe.tracing.layers import trace
 from tests.equivalence import breaks
 from tests.equivalence.breaks import Breakable, Edit, edited, two_losses
 

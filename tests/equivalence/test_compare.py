@@ -11,7 +11,7 @@ from torch import nn
 from bapipe.equivalence.check import compare_split, example_microbatches
 from bapipe.equivalence.compare import _shaken, mismatches, perturbed
 from bapipe.equivalence.outcome import TRAINING, Microbatch, Outcome, counters_in, run_original
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

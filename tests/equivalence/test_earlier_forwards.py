@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import example_microbatches, layers_that_read_earlier_forwards
-from bapipe.tracing import trace
+from bapipe.equivalence.check import example_microbatches
+from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
+from bapipe.tracing.layers import trace
 from tests.models import odd_modules
 from tests.models.odd_modules import WIDTH, Body, nested
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from bapipe.equivalence import Microbatch, loss_over_parts
+from bapipe.equivalence.losses import loss_over_parts
+from bapipe.equivalence.outcome import Microbatch
 from bapipe.errors import InvalidModel
 from bapipe.losses import weighted_mean
 from bapipe.profiler.measure import measure_model

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence import Microbatch, outputs_over_parts
+from bapipe.equivalence.mixed_samples import outputs_over_parts
+from bapipe.equivalence.outcome import Microbatch
 from tests.models.small_zoo import QUICK, with_four_samples
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bapipe.equivalence import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
 from bapipe.equivalence.stage_pass import Stage
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.python_state import attributes_of, copied, set_attributes
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages

@@ -14,18 +14,9 @@ from msgspec.structs import replace
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.codec import (
-    KINDS,
-    check_writable,
-    decode,
-    decode_as,
-    encode,
-    read,
-    read_any,
-    schema,
-    write,
-    write_bytes,
-)
+from bapipe.formats.codec import KINDS, decode, decode_as, encode, read, read_any, write
+from bapipe.formats.files import check_writable, write_bytes
+from bapipe.formats.json_schema import schema
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs.options import PlanOptions

@@ -9,8 +9,9 @@ import pytest
 
 from bapipe.cli.options import key_values
 from bapipe.errors import BapipeError, InvalidFile
-from bapipe.formats import strict_json
-from bapipe.formats.strict_json import decode_json, read_limited
+from bapipe.formats import files, strict_json
+from bapipe.formats.files import read_limited
+from bapipe.formats.strict_json import decode_json
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_pipe_is_read_if_somebody_writes_to_it(tmp_path: Path, monkeypatch: py
     writer.start()
     assert read_limited(pipe) == b"1" * 100_000
     writer.join()
-    monkeypatch.setattr(strict_json, "PIPE_S", 0.01)
+    monkeypatch.setattr(files, "PIPE_S", 0.01)
     with pytest.raises(
         BapipeError, match=r"pipe: nothing was written to this pipe for 0\.01 s: start first what writes"
     ):

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from bapipe.runtime import cut_model as cut_model_module
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import TracedModel, trace
 from bapipe.tracing.bound_inputs import only_tensor_inputs
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 from tests.models.architectures import Architecture
 from tests.models.random_partitions import Trained, random_stages
 from tests.multiprocess.runtime_cases import make_plan_of

@@ -13,7 +13,8 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.split import split
-from bapipe.tracing import TracedModel, state_names, trace, unused_state
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel, state_names, unused_state
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split
 from tests.multiprocess.runtime_cases import make_plan_of, named_order

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bapipe.equivalence import Microbatch
+from bapipe.equivalence.outcome import Microbatch
 from bapipe.zoo import ZOO
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build

@@ -12,7 +12,7 @@ from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import is_ready
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.models.odd_modules import ODD, scores_loss
 from tests.models.random_partitions import random_stages
 from tests.multiprocess.runtime_cases import make_plan_of

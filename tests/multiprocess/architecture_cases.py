@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
 from bapipe.tracing.bound_inputs import only_tensor_inputs
+from bapipe.tracing.layers import trace
+from bapipe.training.launch.worker import Rank
 from tests.models.architectures import ARCHITECTURES, ROWS
 from tests.models.in_one_process import largest_error, traced_once, whole_step
 from tests.models.random_partitions import Trained, random_stages

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.launch.worker import Rank
 from tests.models.in_one_process import traced_once
 from tests.models.random_partitions import random_stages
 from tests.models.small_zoo import SMALL, small, without_dropout

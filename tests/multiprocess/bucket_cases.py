@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.buckets import bucket_examples
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.data.buckets import bucket_examples
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 BUCKETS = (((3,), (3,)), ((5,), (5,)), ((9,), (9,)))

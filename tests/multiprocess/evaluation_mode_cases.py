@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import looped_order, loss, make_plan, named_order, random_order
 from tests.multiprocess.whole_model import run_each
 

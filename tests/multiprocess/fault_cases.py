@@ -22,11 +22,11 @@ from torch.utils.data import Dataset, TensorDataset
 from bapipe.errors import Stopped
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory, RankPrediction
-from bapipe.runtime.checkpoint.writer import full_state_dict
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import StepReport
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.checkpoint.writer import full_state_dict
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import StepReport
 from bapipe.zoo.example import Example
 from benchmarks.two_hosts.namespaces import two_hosts, why_not
 from tests.multiprocess.launch_cases import classifier

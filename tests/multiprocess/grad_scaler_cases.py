@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.runtime.grad_scaler import unscale
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import make_plan, mlp, named_order, random_order
 
 STEPS = 6

@@ -10,13 +10,13 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from bapipe.formats.plan import Plan
-from bapipe.runtime.data.loader import load
-from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
-from bapipe.runtime.evaluate.generate import greedy_decode
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.train_result import Evaluation
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.data.loader import HELD_OUT, RankParts
+from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
+from bapipe.training.evaluate.generate import greedy_decode
+from bapipe.training.launch.worker import Rank
+from bapipe.training.train_result import Evaluation
 from bapipe.zoo.data.dataset import DatasetSubset, as_pipeline_dataset
 from bapipe.zoo.data.translation import END
 from bapipe.zoo.example import Example
@@ -104,6 +104,6 @@ def _run(rank: Rank, example: Example, plan: Plan, data: Any) -> Outcome:
     found, again = (evaluate(pipeline, plan, held_out, rank.device, 5, told.append) for _ in range(2))
     words = None
     if example.generation is not None:
-        inputs, _ = load(pipeline, plan, data, 0, range(4))
+        inputs, _ = RankParts.of(pipeline, plan, 0).load(data, range(4), HELD_OUT)
         words = greedy_decode(pipeline, example.generation, inputs, (4, 6), rank.device).tolist()
     return Outcome(found, again, told, words)

@@ -20,10 +20,10 @@ from bapipe.errors import BapipeError
 from bapipe.job import groups
 from bapipe.job.groups import _JOBS, init_proven_group, new_proven_group
 from bapipe.job.sockets import open_sockets
-from bapipe.runtime.data import workers
-from bapipe.runtime.launch.processes import launch
-from bapipe.runtime.launch.worker import Rank
-from bapipe.torch_private import backend_name
+from bapipe.torch_private.process_groups import backend_name
+from bapipe.training.data import workers
+from bapipe.training.launch.processes import launch
+from bapipe.training.launch.worker import Rank
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from bapipe.zoo.example import Example
 
@@ -79,6 +79,14 @@ def talkative(rank: Rank) -> int:
         rank.report(bytes(10_000))
         dist.barrier()
     return rank.index
+
+
+def waits_for_a_tensor(rank: Rank) -> None:
+    """Rank 0 waits for a tensor of rank 1, which hangs."""
+    rank.enter_step(3)
+    if rank.index == 1:
+        _end("hang")
+    groups.wait(dist.irecv(torch.zeros(1), 1))
 
 
 def late_sender(rank: Rank) -> list[tuple[str, float]]:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import make_plan
 
 

@@ -19,14 +19,14 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS
 from bapipe.planner.results.decision import stage_plan
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules import LOOPED, SCHEDULES
 from bapipe.schedules.table import Schedule
 from bapipe.simulator import stage_cost
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.whole_model import distance, largest_gradient_error, pipelined_step, run_each, whole_step
 
 

@@ -13,9 +13,10 @@ from torch.nn.functional import cross_entropy
 import bapipe
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
-from bapipe.runtime.checkpoint.weights import check_weights
-from bapipe.runtime.run import run
-from bapipe.tracing import only_tensor_inputs, trace
+from bapipe.tracing.bound_inputs import only_tensor_inputs
+from bapipe.tracing.layers import trace
+from bapipe.training.checkpoint.weights import check_weights
+from bapipe.training.run import run
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import build
 from tests.multiprocess.runtime_cases import make_plan, named_order

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from tests.multiprocess.architecture_cases import ReplicaCase
 from tests.multiprocess.branching_model_cases import Case, Outcome, three_ranks, two_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from tests.multiprocess.bucket_cases import RATE, STEPS, batch, loss, plans, run, tagger
 
 

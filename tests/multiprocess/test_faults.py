@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.folder import list_checkpoints
-from bapipe.runtime.checkpoint.writer import full_state_dict
-from bapipe.runtime.run import export
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
+from bapipe.training.checkpoint.folder import list_checkpoints
+from bapipe.training.checkpoint.writer import full_state_dict
+from bapipe.training.run import export
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
 from bapipe.zoo.example import Example
 from tests import PYTHONPATH
 from tests.multiprocess.fault_cases import noisy, plan_of, points, quiet

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
-from bapipe.runtime.checkpoint.folder import list_checkpoints
-from bapipe.runtime.checkpoint.manifest import read_manifest
 from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
-from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import TrainResult
+from bapipe.training.checkpoint.folder import list_checkpoints
+from bapipe.training.checkpoint.manifest import read_manifest
+from bapipe.training.launch.processes import launch
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import TrainResult
 from tests.multiprocess.grad_scaler_cases import STEPS, run
 from tests.multiprocess.launch_cases import clusters, small
 from tests.multiprocess.runtime_cases import make_plan

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from bapipe.zoo.gnmt import smoothed_loss
 from bapipe.zoo.metrics import bleu
 from tests.multiprocess.held_out_cases import NUM, PLANS, Outcome, run, sentences, translator

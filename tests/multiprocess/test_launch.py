@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread, Timer
 
@@ -16,9 +18,17 @@ import pytest
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.store import JobStore
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from tests import ROOT
-from tests.multiprocess.launch_cases import alone, both, default_workers, late_sender, talkative, three_steps
+from tests.multiprocess.launch_cases import (
+    alone,
+    both,
+    default_workers,
+    late_sender,
+    talkative,
+    three_steps,
+    waits_for_a_tensor,
+)
 
 NAMES = ["cpu0", "cpu1"]
 
@@ -66,9 +76,10 @@ def test_one_rank_fails(how: str, message: str, capfd: pytest.CaptureFixture[str
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_frozen_rank_ends_the_run_at_the_timeout() -> None:
+@pytest.mark.parametrize("worker", [partial(both, how="hang"), waits_for_a_tensor], ids=["all", "two"])
+def test_a_frozen_rank_ends_the_run_at_the_timeout(worker: Callable[..., object]) -> None:
     with pytest.raises(RunFailed) as caught:
-        launch(both, NAMES, "hang", timeout_s=3)
+        launch(worker, NAMES, timeout_s=3)
     assert str(caught.value) == ("rank 1 (cpu1) hangs at step 3: rank 0 (cpu0) waited more than 3 s for another rank")
     assert caught.value.lost == ("cpu1",)
 

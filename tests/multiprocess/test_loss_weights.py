@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import bapipe
-from bapipe.equivalence import WeightsAhead, weighted_loss
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
 from bapipe.errors import BapipeError, LayerFailed
-from bapipe.runtime.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.torch_private import FakeTensor
+from bapipe.torch_private.tensors import FakeTensor
+from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.zoo.data.dataset import as_pipeline_dataset
 from tests.equivalence.test_losses import Focal, of_words
 from tests.multiprocess.runtime_cases import make_plan
@@ -280,7 +280,7 @@ def test_mini_batches_with_nothing_to_learn_count_nothing_in_an_evaluation() -> 
     module, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(12, 6)
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
     pipeline = Pipeline(module, plan, loss=guarded, inputs=[x[:4]], evaluates=True, check=False)
-    target = torch.tensor([1, IGNORED, 2, 0] + 4 * [IGNORED] + [3] + 3 * [IGNORED])  # mini-batches of 4
+    target = torch.tensor([1, IGNORED, 2, 0] + 4 * [IGNORED] + [0] + 3 * [IGNORED])  # mini-batches of 4
     data = EvaluationData(
         dataset=as_pipeline_dataset(TensorDataset(x, target)),
         metrics={"rows": lambda o, t: t != IGNORED},
@@ -627,11 +627,11 @@ def test_class_weights_that_become_zero_between_steps_are_seen() -> None:
     """Smoothed labels of classes without weight count, so the loss is no mean over targets any more."""
     weight = torch.ones(4)
     loss, target = nn.CrossEntropyLoss(weight, label_smoothing=0.1), torch.tensor([0, 1])
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight == 2
     weight[3] = 0
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight is None
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight is None
     weight[3] = 2
-    assert weighted_loss(loss, torch.zeros(2, 4), target).weight == 2
+    assert weighted_loss(loss, torch.zeros(2, 4), target, None).weight == 2
 
 
 def test_a_loss_keeps_its_buffers() -> None:

@@ -13,9 +13,9 @@ from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizer import clip_grad_norm, optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.runtime.run import _check_optimizer
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.run import _check_optimizer
+from bapipe.training.train_config import TrainConfig
 from tests.multiprocess.runtime_cases import make_plan, mlp
 
 

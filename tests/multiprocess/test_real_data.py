@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bapipe.runtime.build import model_build
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import TrainResult
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.build import model_build
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import TrainResult
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.gettext_corpus import ROOT
 from bapipe.zoo.data.open_dataset import open_dataset

@@ -16,7 +16,7 @@ from bapipe.errors import InvalidModel
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.recompute import RecomputedStage
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.runtime_cases import make_plan
 
 CPU = torch.device("cpu")

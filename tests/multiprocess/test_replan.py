@@ -16,9 +16,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import DeviceKind, ModelProfile
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.plan import plan_cached, plan_once
-from bapipe.runtime import replan as replan_module
-from bapipe.runtime.replan import lost_devices, profiles_for_replanning, replan, run_with_replanning
-from bapipe.runtime.train_result import StepReport, TrainResult
+from bapipe.training import replan as replan_module
+from bapipe.training.replan import lost_devices, profiles_for_replanning, replan, run_with_replanning
+from bapipe.training.train_result import StepReport, TrainResult
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 FACTORY = "tests.multiprocess.replan_model:small"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.launch.processes import launch
 from bapipe.runtime.replica_state import BufferAverage, LossOfReplicas
+from bapipe.training.launch.processes import launch
 from tests.multiprocess.replica_state_cases import refused
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from bapipe.runtime.launch.processes import launch
 from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.training.launch.processes import launch
 from tests.multiprocess.runtime_cases import (
     Case,
     Outcome,

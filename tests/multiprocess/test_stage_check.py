@@ -16,7 +16,7 @@ from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.replica_state import BufferAverage
 from bapipe.runtime.split import split
 from bapipe.torch_device import CPU, describe
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.stage_module import stage_module
 from tests.multiprocess.runtime_cases import Residual, make_plan
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bapipe.equivalence import Conditions, Difference, Equivalence, Stage, Unchecked, compare_stages, stage_pass
+from bapipe.equivalence import stage_pass
+from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages
+from bapipe.equivalence.outcome import Conditions
+from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.runtime import stage_check

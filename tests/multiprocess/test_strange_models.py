@@ -15,7 +15,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.runtime_cases import make_plan
 
 

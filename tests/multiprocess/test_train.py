@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import Evaluation, StepReport
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import Evaluation, StepReport
 from tests.multiprocess.launch_cases import clusters, counting, in_evaluation_mode, small
 from tests.multiprocess.runtime_cases import make_plan, named_order
 

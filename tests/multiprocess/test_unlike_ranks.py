@@ -1,6 +1,6 @@
 """Processes of one's own whose modules have other values, or whose plans differ."""
 
-from bapipe.runtime.launch.processes import launch
+from bapipe.training.launch.processes import launch
 from tests.multiprocess.unlike_ranks_cases import run
 
 

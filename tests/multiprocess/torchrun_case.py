@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bapipe.runtime.train import train
-from bapipe.runtime.train_config import TrainConfig
-from bapipe.runtime.train_result import StepReport
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.training.train_result import StepReport
 from tests.multiprocess.fault_cases import plan_of, points, quiet
 
 

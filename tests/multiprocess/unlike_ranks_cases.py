@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 WORDS = torch.arange(4) % 3

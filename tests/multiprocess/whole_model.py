@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bapipe.runtime.launch.worker import Rank
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.training.launch.worker import Rank
 
 Case = TypeVar("Case")
 Outcome = TypeVar("Outcome")

@@ -13,7 +13,7 @@ from typing import Any
 
 READERS_OF_FILES = ("/bapipe/", "/numpy/lib/", "/torch/distributed/checkpoint/", "/torch/serialization.py")
 
-NOT_FROM_FILES = ("/bapipe/processes.py", "/bapipe/runtime/checkpoint/old_index.py")
+NOT_FROM_FILES = ("/bapipe/processes.py", "/bapipe/training/checkpoint/old_index.py")
 """The first reads pipes and an unnamed file of its parent; the second imports nothing that a pickle names."""
 
 

@@ -662,6 +662,29 @@ def test_an_unproven_bound_below_the_throughput_asked_for_refutes_nothing() -> N
         assert caught.value.is_proven == is_proven
 
 
+def test_a_bound_of_a_part_of_the_plans_refutes_nothing() -> None:
+    """The search was cut off before it had looked at all schedules: what is proven of some is not of all."""
+    plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
+    step_ns = plan.prediction.step_ns
+    assert plan.certificate.proven_optimal
+    of_part = Found(plan, step_ns // 2)
+    goal, options = Goal(least="memory", min_throughput=4e9 / (step_ns * 3 // 4)), PlanOptions(minibatch_size=4)
+    with pytest.raises(Infeasible, match="none has more than") as caught:
+        reach_goal((chain([1, 2]),), devices(2), options, goal, search=lambda *_: of_part, deadline=Deadline(None))
+    assert not caught.value.is_proven
+    setting = Setting(
+        profiles=(chain([1, 2]),),
+        cluster=devices(2),
+        options=options,
+        search=lambda *_: of_part,
+        deadline=Deadline(None),
+        progress=lambda *_: None,
+        limit_ns=step_ns - 1,
+    )
+    assert not setting.ask().is_refuted
+    assert setting.faster_than(step_ns)[1] < step_ns
+
+
 def test_constraints_that_fewer_devices_cannot_keep_refute_those() -> None:
     plan = bapipe.plan(
         chain([1, 2, 1]), devices(3), minibatch_size=6, goal=Goal(least="devices"), constraints=["l0 without l1"]

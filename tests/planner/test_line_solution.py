@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bapipe.planner import exact_search, line_solution
 from bapipe.planner.branch_and_bound import roots
+from bapipe.planner.branch_and_bound.partition_space import line_space
 from bapipe.planner.branch_and_bound.space import has_sorted_devices
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line.line import DeviceLine
@@ -183,3 +184,9 @@ def test_a_first_solution_alone_says_whether_its_bound_is_of_a_part(
     found = solve_partition(request)
     assert found.bound_of_all_ns == (request.step_bound_ns if is_of_part else found.lower_bound_ns)
     assert request.step_bound_ns < found.lower_bound_ns
+
+
+@pytest.mark.parametrize(("schedules", "most"), [(("gpipe",), 3), (("gpipe", "zb-v"), 6), (("interleaved-1f1b",), 6)])
+def test_a_line_has_as_many_stages_as_its_schedules_allow(schedules: tuple[str, ...], most: int) -> None:
+    options = PlanOptions(minibatch_size=4, schedules=schedules, replicas=False)
+    assert line_space({"a": chain([1] * 9)}, devices(3), options).stage_counts == (1, most)

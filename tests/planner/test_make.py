@@ -102,6 +102,8 @@ def test_single_layers_recompute() -> None:
     every = bapipe.edit(part, profile, recompute=[0])
     assert every.stages[0].recompute
     assert every.stages[0].recompute_layers is msgspec.UNSET
+    assert bapipe.edit(every, profile, recompute_layers=["l1", "l2", "l5"]).stages == part.stages
+    assert bapipe.edit(part, profile, recompute_layers=["l3"]).stages[0].recompute_layers == ("l1", "l2", "l3", "l5")
 
 
 def test_layers_of_the_file_that_cannot_be_recomputed_alone_are_refused() -> None:
@@ -182,6 +184,7 @@ def test_a_plan_that_does_not_fit_names_what_each_device_lacks() -> None:
         ({"schedule": "1F1B"}, "unknown schedule '1F1B'; choose from .*; did you mean '1f1b'"),
         ({"recompute": [2]}, "names stage 2; there are stages 0 to 1"),
         ({"recompute_layers": ["l9"]}, "names 'l9': the plan has no such layer"),
+        ({"recompute": [0], "recompute_layers": ["l0"]}, "stage 0 is both to recompute its forward and .* 'l0' alone"),
         ({"recompute": [-1]}, "names stage -1; there are stages 0 to 1"),
         ({"recompute": [0.5]}, "names stage 0.5; there are stages 0 to 1"),
         ({"microbatch_size": 3}, "does not divide into micro-batches of 3"),

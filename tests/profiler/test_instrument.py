@@ -6,7 +6,7 @@ from torch import nn
 
 from bapipe.errors import InvalidModel
 from bapipe.profiler.instrument import InstrumentedModel, TrainingPass, check_loss, parameters_of
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 
 LOSS, INSTRUMENTATION = 3, 4
 """Numbers that follow those of the three layers."""

@@ -5,7 +5,7 @@ from torch import nn
 
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.isolated import measure_isolated
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 
 
 def test_equal_layers_are_measured_once_and_stashes_are_counted_once() -> None:

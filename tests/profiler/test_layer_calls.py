@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.layer_calls import callable_layers, run_layers, signature
-from bapipe.torch_private import storage_key
-from bapipe.tracing import trace
+from bapipe.torch_private.tensors import storage_key
+from bapipe.tracing.layers import trace
 
 
 def training_pass() -> TrainingPass:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import bapipe
 from bapipe.errors import ConstraintsUnmet, InvalidFile
 from bapipe.formats.profile import LOSS
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.stages import cut_into_stages
 from tests.models.small_modules import layers, profile
 

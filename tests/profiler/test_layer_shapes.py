@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.layer_shapes import layer_shapes
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo.gpt2 import gpt2
 
 

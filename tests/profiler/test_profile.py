@@ -22,7 +22,7 @@ from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPa
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.layer_times import group_means, spread
 from bapipe.profiler.measure import measure_model
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
 
 
@@ -175,7 +175,10 @@ def test_layers_one_by_one_leave_no_gradients() -> None:
     looking = Looking()
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), looking, nn.Linear(6, 5))
     object.__setattr__(looking, "model", model)  # not as a module of its own
-    profile(model, 6, layer_by_layer=True)
+    made = profile(model, 6, layer_by_layer=True)
+    assert str(made.environment["equivalence"]).endswith(
+        "not compared with the original: it is measured layer by layer"
+    )
     assert len(looking.found) > 3
     assert set(looking.found) == {0}
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bapipe.cli import progress
+from bapipe.cli import printing
 from bapipe.report.formatting import add_row, empty_table, fit_table
 from bapipe.units import number, number_down
 
@@ -59,6 +59,51 @@ def test_two_columns_of_numbers_always_stay() -> None:
     assert "encoder.…on.query   Linear   1.23   2.34" in lines[3]
 
 
+def stages() -> Table:
+    table = empty_table("stages", "stage", "layers", "first", "last", "device", "busy>", "sync>", "idle>")
+    add_row(table, "0", "3", "l0", "l2", "gpu0", "99.1", "0", "17.2")
+    return table
+
+
+@pytest.mark.parametrize(
+    ("width", "kept", "left_out"),
+    [
+        (52, "stage layers first last device busy sync", "idle"),
+        (45, "stage layers first last busy sync", "device, idle"),
+        (35, "stage layers busy sync", "first, last, device, idle"),
+        (25, "stage layers busy", "first, last, device, sync, idle"),
+    ],
+)
+def test_a_narrower_terminal_shows_fewer_texts_and_cuts_off_no_number(width: int, kept: str, left_out: str) -> None:
+    lines = printed(stages(), width)
+    assert lines[1].split() == kept.split()
+    shown = {str(column.header): str(next(iter(column.cells))) for column in stages().columns}
+    assert lines[3].split() == [shown[name] for name in kept.split()]
+    assert " ".join(" ".join(lines[4:]).split()) == f"left out at this width: {left_out}"
+    assert max(map(len, lines)) <= width
+
+
+def test_a_drawing_is_whole_or_left_out() -> None:
+    table = empty_table("shape", "layer", "MiB>", "")
+    add_row(table, "conv1", "12.5", Text("█" * 16, no_wrap=True))
+    assert "█" * 16 in printed(table, 31)[3]
+    assert [line.rstrip() for line in printed(table, 30)] == ["shape", "layer    MiB", "─" * 12, "conv1   12.5"]
+
+
+def test_texts_are_folded_where_the_table_is_just_as_wide_as_the_terminal() -> None:
+    table = empty_table("alternatives", "strategy", "ms>", "against this plan")
+    add_row(table, "data-parallel", "98.5", "2.1 times as long")
+    assert [line.rstrip() for line in printed(table, 30)[1:]] == [
+        " " * 23 + "against",
+        " " * 23 + "this",
+        "strategy          ms   plan",
+        "─" * 30,
+        "data-parallel   98.5   2.1",
+        " " * 23 + "times",
+        " " * 23 + "as long",
+    ]
+
+
 @pytest.mark.parametrize("width", [40, 60, 120])
 def test_long_tables_look_as_rich_prints_them(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"encoder.block{i}.{'注意' * (i % 3)}conv" for i in range(9)]
@@ -68,9 +113,9 @@ def test_long_tables_look_as_rich_prints_them(width: int, monkeypatch: pytest.Mo
         for i, name in enumerate(names):
             add_row(table, name, Text("│" * (i % 4), no_wrap=True), *(str(10**n * i) for n in range(6)))
         console = Console(file=StringIO(), width=width)
-        monkeypatch.setattr(progress, "out", console)
-        monkeypatch.setattr(progress, "MANY_ROWS", many_rows)
-        progress.show_parts([table])
+        monkeypatch.setattr(printing, "out", console)
+        monkeypatch.setattr(printing, "MANY_ROWS", many_rows)
+        printing.show_parts([table])
         assert isinstance(console.file, StringIO)
         found.append(console.file.getvalue())
     assert found[0] == found[1]

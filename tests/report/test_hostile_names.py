@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from bapipe.cli import progress
+from bapipe.cli import printing
 from bapipe.cli.markdown import write_markdown
 from bapipe.cli.vary import csv_cell
 from bapipe.explorer.pages import plan_page, profile_page
@@ -152,9 +152,9 @@ def test_a_long_name_keeps_both_ends() -> None:
 
 def test_remarks_and_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=StringIO(), markup=False, emoji=False, force_terminal=False)
-    monkeypatch.setattr(progress, "err", console)
-    progress.note("a\x1b[2J\n[/b]")
-    progress.show_error("b\u202e :smile: \n" + "x" * 10_000)
+    monkeypatch.setattr(printing, "err", console)
+    printing.note("a\x1b[2J\n[/b]")
+    printing.show_error("b\u202e :smile: \n" + "x" * 10_000)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == r"a\x1b[2J\n[/b]"
     assert lines[1].startswith(r"error: b\u202e :smile: \nxxx")

@@ -111,6 +111,19 @@ def test_a_plan_that_is_not_judged_has_no_figures_to_compare() -> None:
     assert list(render_changes(by_hand, by_hand)) == ["no difference"]
 
 
+def test_only_another_order_of_the_same_actions_counts_as_a_change_of_order() -> None:
+    profile, cluster = chain([1, 2, 3]), devices(3)
+    plan = bapipe.make(profile, cluster, minibatch_size=4, microbatch_size=1, num_stages=2)
+    line = "the order of the actions"
+    swapped = bapipe.edit(plan, profile, swap=("d0", "d1"))
+    assert line not in render_changes(plan, swapped)
+    assert "stage 0: on d0 -> on d1" in render_changes(plan, swapped)
+    assert line not in render_changes(plan, bapipe.edit(plan, profile, place=["stage 1 on d2"]))
+    assert line not in render_changes(plan, bapipe.edit(plan, profile, place=["stage 1 on d1,d2"]))
+    other = bapipe.edit(plan, profile, schedule="gpipe")
+    assert line in render_changes(plan, replace(other, schedule=plan.schedule))
+
+
 def test_of_very_many_stages_and_devices_some_rows_are_left_out() -> None:
     """A hundred stages, each on two devices: the first and the last ones have rows, and what is left out is said."""
     profile = chain([1] * 100)

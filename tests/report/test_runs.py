@@ -7,7 +7,7 @@ import pytest
 
 import bapipe
 from bapipe.report.runs import evaluation_words, render_run, run_figures, run_json
-from bapipe.runtime.train_result import Evaluation, TrainResult
+from bapipe.training.train_result import Evaluation, TrainResult
 from tests.builders import MS, chain, devices
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bapipe.equivalence import WeightsAhead
+from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.runtime import transfers
 from bapipe.runtime.clock import CpuClock

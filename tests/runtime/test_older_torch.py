@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.older_torch_private import stage_backward_input
-from bapipe.torch_private import stage_backward_weight
+from bapipe.torch_private.older import stage_backward_input
+from bapipe.torch_private.split_backward import stage_backward_weight
 
 
 class SeveralOutputs(nn.Module):

@@ -1,5 +1,6 @@
 """Optimizers by name, per stage, and their state by the names of parameters."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -106,6 +107,32 @@ def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     restored.load_state(state, same_names)
     loaded = restored.state(same_names).tensors
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.tensors.items())
+
+
+def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
+    layers = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    adam = optimizer_factory("adam", 0.1, {})
+    named = [{f"{name}.{part}": p for part, p in layers[name].named_parameters()} for name in "ab"]
+    states = []
+    for name, parameters in zip("ab", named, strict=True):
+        made = StageOptimizers({0: layers[name]}, adam, CpuClock())
+        layers[name](torch.ones(1, 2)).sum().backward()
+        made.step(0)
+        states.append(made.state(parameters))
+    a, b = states
+    together = OptimizerState(tensors={**a.tensors, **b.tensors}, numbers={}, options={**a.options, **b.options})
+    restored = StageOptimizers({1: layers["b"]}, adam, CpuClock())
+    restored.load_state(together, named[1])
+    loaded = restored.state(named[1])
+    assert loaded.options == b.options
+    assert loaded.tensors.keys() == b.tensors.keys()
+    assert all(torch.equal(loaded.tensors[name], value) for name, value in b.tensors.items())
+    message = (
+        "the state is of other parameters, such as 'a.bias', and of none of this rank's, such as 'b.bias': give each "
+        "rank those of all ranks together, or those of its own parameters"
+    )
+    with pytest.raises(BapipeError, match=f"^{re.escape(message)}$"):
+        restored.load_state(a, named[1])
 
 
 def test_state_is_restored_where_the_factory_tells_parameters_apart() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bapipe.errors import BapipeError
 from bapipe.runtime.materialize import drop_others
 from bapipe.runtime.split import split
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from tests.multiprocess.runtime_cases import make_plan
 
 

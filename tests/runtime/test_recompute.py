@@ -13,7 +13,7 @@ from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.simulator.cuts import kept_tensor_bytes
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import cut_into_stages

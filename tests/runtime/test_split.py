@@ -20,11 +20,12 @@ from bapipe.profiler.measure import measure_model
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import split
-from bapipe.tracing import stages, trace
+from bapipe.tracing import stages
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.layers import trace
 from bapipe.tracing.python_random import global_generator_states, seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
-from bapipe.tracing.stages import Split, cut_into_stages
+from bapipe.tracing.stages import Split, at_size, cut_into_stages
 from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order
 
 
@@ -551,3 +552,16 @@ def test_a_pass_on_values_leaves_nothing_behind() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert (inner.calls, inner.seen, inner.last.tolist()) == (0, [0.0], [0.0] * 6)
     assert random.getstate() == drawn
+
+
+def test_a_pass_on_values_for_another_size_takes_those_of_the_examples() -> None:
+    """As evaluation does for a last micro-batch that is smaller: zeros need not be inputs that the model takes."""
+
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert (x > 0).all(), "not positive"
+            return x.log()
+
+    parts = _split(nn.Sequential(Picky(), nn.Linear(6, 5)), (1,), torch.ones(1, 6))
+    assert parts.examples["0"].shape == (2, 6)
+    assert at_size(parts, 1)["0"].shape == (1, 6)

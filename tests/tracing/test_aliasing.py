@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.equivalence.check import Equivalence, compare_split, example_microbatches
-from bapipe.tracing import trace
 from bapipe.tracing.aliasing import alias_set, rewire_inplace_uses, writers
+from bapipe.tracing.layers import trace
 
 CPU = torch.device("cpu")
 

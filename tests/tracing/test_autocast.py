@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.tracing import TracedModel, extract, trace
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_everywhere, autocast_modes
+from bapipe.tracing.extract import extract
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
 
 BFLOAT16 = torch.bfloat16
 

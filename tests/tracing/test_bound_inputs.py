@@ -13,7 +13,8 @@ from bapipe.errors import InvalidModel
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
-from bapipe.tracing import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs, trace
+from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
+from bapipe.tracing.layers import trace
 from tests.multiprocess.runtime_cases import make_plan
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from bapipe.tracing import extract, trace
+from bapipe.tracing.extract import extract
+from bapipe.tracing.layers import trace
 
 
 def test_extracted_layers_share_parameters_and_compute_the_same() -> None:

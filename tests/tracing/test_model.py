@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import quiet_fake_tensors, tree_flatten
-from bapipe.tracing import TracedModel, extract, granularity, layer_states, trace
+from bapipe.torch_private.tensors import quiet_fake_tensors, tree_flatten
+from bapipe.tracing.extract import extract
+from bapipe.tracing.layers import granularity, trace
+from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.stages import cut_into_stages
 
 

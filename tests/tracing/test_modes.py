@@ -33,3 +33,14 @@ def test_dropout_of_a_part_in_evaluation_mode_is_told() -> None:
 )
 def test_what_has_none_or_is_frozen_is_fine(module: nn.Module) -> None:
     assert idle_dropout(module) is None
+
+
+def test_a_model_is_put_in_training_mode_only_if_all_of_it_is_in_evaluation_mode() -> None:
+    loaded = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).eval()
+    enter_training_mode(loaded)
+    assert all(part.training for part in loaded.modules())
+    frozen = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)), nn.Linear(2, 2)).eval()
+    frozen[1].train()
+    enter_training_mode(frozen)
+    assert [name for name, part in frozen.named_modules() if part.training] == ["1"]
+    assert (idle_dropout(frozen) or "").startswith("the model is in evaluation mode, so its dropout does nothing")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.python_state import numbers_kept, same_value, state_restored
 
 

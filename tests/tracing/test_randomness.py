@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.rng import PerOperatorRng
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.tracing.randomness import draws_random_numbers, is_random, runs_other_code
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages

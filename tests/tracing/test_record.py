@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
-from bapipe.torch_private import FakeTensor
+from bapipe.torch_private.tensors import FakeTensor
 from bapipe.tracing.captured import NO_GRAD, Captured
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.layers import trace

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from bapipe.torch_private import construct_reverse_graph, get_param_groups
+from bapipe.torch_private.split_backward import construct_reverse_graph, get_param_groups
 from bapipe.tracing.weight_nodes import weight_nodes
 
 

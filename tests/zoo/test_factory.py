@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo import ZOO, resolve
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.vqa import visual_questions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from bapipe.errors import BapipeError, InvalidModel
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.gettext_corpus import catalogue_pairs
 from bapipe.zoo.data.translation import Translations, translations

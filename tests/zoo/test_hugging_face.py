@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing import only_tensor_inputs
+from bapipe.tracing.bound_inputs import only_tensor_inputs
 from bapipe.zoo import resolve
 from bapipe.zoo.factory import build
 

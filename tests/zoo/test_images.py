@@ -10,14 +10,14 @@ import torch
 from PIL import Image
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.checkpoint.manifest import Position
-from bapipe.runtime.data.loader import batches
+from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.data.loader import batches
 from bapipe.zoo.data import image_io
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset
 from bapipe.zoo.data.image_io import random_box, read_image
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.open_dataset import augmented, without_unreadable
-from tests.models.loading import Needs
+from tests.models.loading import rank_parts
 
 
 def test_boxes_lie_within_and_have_every_size() -> None:
@@ -69,10 +69,10 @@ def test_a_crop_equals_that_region_of_the_image(folder: Path) -> None:
 
 def test_an_epoch_does_not_depend_on_when_it_is_requested(folder: Path) -> None:
     data = augmented(images(str(folder), image_size=32, num_classes=1), True, "it")
-    asked = Needs(needs=("image",), needs_target=False, input_names=("image",), minibatch_size=4, microbatch_size=2)
+    asked = rank_parts("image", input_names=("image",))
 
     def first(epoch: int, of: PipelineDataset[Any]) -> torch.Tensor:
-        feed = batches(asked, asked, of, 3, Position(step=epoch, epoch=epoch))  # type: ignore[arg-type]
+        feed = batches(asked, of, Position(step=epoch, epoch=epoch))
         image = next(feed).inputs[0]
         assert image is not None
         return image

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
-from bapipe.runtime.data.validation_split import hold_out
-from bapipe.runtime.evaluate.evaluate import EvaluationData, check_scores
+from bapipe.training.data.validation_split import hold_out
+from bapipe.training.evaluate.evaluate import EvaluationData, check_scores
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.metrics import bleu, top_1
 from tests.models.small_zoo import build_on_meta

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo.factory import build
 from bapipe.zoo.resnet import Bottleneck
 from tests.models.small_zoo import build_on_meta

@@ -68,7 +68,7 @@ def test_factories_of_the_zoo_and_of_the_current_folder_are_trusted(here: Path, 
     "factory",
     [
         "os:system", "posix:system", "subprocess:run", "torch:load", "torch.serialization:load", "builtins:exec",
-        "bapipe.zoo.factory:find", "bapipe.zoo.vgg:nn", "bapipe.zoo.hugging_face:_model", "bapipe.runtime.run:export",
+        "bapipe.zoo.factory:find", "bapipe.zoo.vgg:nn", "bapipe.zoo.hugging_face:_model", "bapipe.training.run:export",
         "own_trusted:system", "own_trusted:call", "own_trusted:deep", "installed_there:f", "__main__:f", "sys:exit",
     ],
 )  # fmt: skip

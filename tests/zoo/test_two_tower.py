@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bapipe.errors import InvalidModel
-from bapipe.tracing import trace
+from bapipe.tracing.layers import trace
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.images import images
 from bapipe.zoo.data.vqa import visual_questions

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from bapipe.formats.codec import KINDS, schema
+from bapipe.formats.codec import KINDS
+from bapipe.formats.json_schema import schema
 
 for kind in KINDS:
     (Path(__file__).parent / f"{kind.replace('/', '-')}.json").write_bytes(schema(kind))

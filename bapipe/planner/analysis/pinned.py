@@ -103,9 +103,22 @@ def reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
         reasons.append("replicas")
     elif has_idle_replicas((len(stage.devices) for stage in plan.stages), plan.num_microbatches):
         reasons.append("replicas without a micro-batch")
-    if not options.recompute and any(stage.recompute for stage in plan.stages):
-        reasons.append("recomputation")
+    if any(stage.recompute for stage in plan.stages):
+        if not options.recompute:
+            reasons.append("recomputation")
+        elif _recomputes_needlessly(plan, profiles, options):
+            reasons.append("recomputation that is not needed")
     return reasons
+
+
+def _recomputes_needlessly(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> bool:
+    """Returns whether a stage recomputes, all devices of which hold their stages without."""
+    replace = msgspec.structs.replace
+    stages = tuple(replace(stage, recompute=False, recompute_layers=msgspec.UNSET) for stage in plan.stages)
+    memory, limits = simulate(replace(plan, stages=stages), profiles).memory, options.limits(plan.cluster)
+    held = zip(plan.cluster.devices, memory, limits, strict=True)
+    fit = {device.name for device, needed, limit in held if needed.total <= limit}
+    return any(stage.recompute and fit.issuperset(stage.devices) for stage in plan.stages)
 
 
 def _best_found(found: Solution, pinned_ns: int) -> Alternative:

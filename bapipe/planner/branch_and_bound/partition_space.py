@@ -49,7 +49,8 @@ def line_space(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
 ) -> PartitionSpace:
     """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words."""
-    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # loads numpy
+    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # these load numpy
+    from bapipe.planner.stages.placements import most_stages
 
     are_sorted = has_sorted_devices(profiles, cluster, options)
     num_devices = len(cluster.devices)
@@ -57,7 +58,7 @@ def line_space(
         profiles,
         cluster,
         options,
-        stage_counts=(1, min(num_devices, num_layers(profiles))),
+        stage_counts=(1, min(most_stages(named_schedules(options), num_devices), num_layers(profiles))),
         device_counts=(1, num_devices),
         device_order=on_first_devices(orders, are_sorted=are_sorted) if num_devices > 1 else "",
     )

@@ -96,7 +96,8 @@ def cluster_like(
     """Returns a cluster of devices like a profiled GPU, spread evenly over hosts, with links of the catalogue.
 
     A device has the memory of the profiled one, less what its framework took, and less what NCCL may take if there are
-    several. `within` is by default the link that such GPUs usually have.
+    several. `within` is by default the link that such GPUs usually have; `between` is that of a network card which each
+    device has for itself.
 
     Raises:
         BapipeError: the devices cannot be spread evenly, an unknown link, or a profile of a CPU.
@@ -111,6 +112,11 @@ def cluster_like(
         raise BapipeError(f"{num_devices} devices cannot be spread evenly over {num_hosts} hosts")
     within = within or link_of_gpu(device.name)
     per_host = num_devices // num_hosts
+    links = f"{within} within a host"
+    if num_hosts > 1:
+        links += f", {between} between hosts"
+    if num_hosts > 1 and per_host > 1:
+        links += " with a network card for each device (where n share one, divide its rate by n)"
     framework = profile.environment.get("framework_bytes", 0)
     framework_bytes = framework if isinstance(framework, int) else 0
     return Cluster(
@@ -126,5 +132,5 @@ def cluster_like(
         ),
         intra_host=catalogue_link(within),
         inter_host=catalogue_link(between),
-        assumed_links=f"{within} within a host" + (f", {between} between hosts" if num_hosts > 1 else ""),
+        assumed_links=links,
     )

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from msgspec import UNSET
-
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs.options import PlanOptions
@@ -34,9 +32,8 @@ def device_orders(
     """
     limits, times_ns = options.limits(cluster), ns_per_sample(profiles, cluster)
     hosts = [device.host for device in cluster.devices]
-    are_links_alike = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
-    keeps_hosts = not are_links_alike and len(set(hosts)) > 1
-    is_at_random = _differ_in_speed_alone(cluster, options) and are_links_alike and not cluster.links
+    keeps_hosts = not cluster.hosts_are_alike and len(set(hosts)) > 1
+    is_at_random = _differ_in_speed_alone(cluster, options) and cluster.hosts_are_alike and not cluster.links
     orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
     what = " hosts" if keeps_hosts else ""
     rankings: list[tuple[str, Sequence[float]]] = [

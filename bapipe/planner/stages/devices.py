@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
-
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
 
@@ -95,11 +93,10 @@ def device_classes(
     linked = {end for link in cluster.links for end in (link.source, link.target)}
     linked |= {device.name for device in cluster.devices if not linked.isdisjoint(device.members or ())}
     num_on_host = Counter(device.host for device in cluster.devices)
-    same_links = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
     ranks_of: dict[tuple[_TypeKey, str | None, str | None], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         # The host matters only if it makes a difference to a link; a link of its own makes a device unique.
-        host = None if same_links or num_on_host[device.host] == 1 else device.host
+        host = None if cluster.hosts_are_alike or num_on_host[device.host] == 1 else device.host
         name = device.name if device.name in linked else None
         alike = (device.kind, device.speed, device.overlaps_transfers, limits[rank], distinctions[rank])
         ranks_of.setdefault((alike, host, name), []).append(rank)

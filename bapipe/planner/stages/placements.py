@@ -17,7 +17,7 @@ from itertools import permutations, product
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.stages.devices import ClassSymmetry
 from bapipe.planner.stages.stage_schedule import StageSchedule, stage_schedule_of
-from bapipe.schedules import ALL
+from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.table import Schedule
 
 ClassCounts = tuple[int, ...]
@@ -317,6 +317,11 @@ def positions_of_stages(schedule: str, num_devices: int) -> tuple[int, ...]:
         if of_three == of_shape(3, num_rounds):
             return of_shape(num_devices, num_rounds)
     return _ranks_in_table(schedule, num_devices)
+
+
+def most_stages(schedules: Iterable[str], num_devices: int) -> int:
+    """Returns the most stages that some schedules have on a number of devices."""
+    return max(num_devices if name in SCHEDULES else len(positions_of_stages(name, num_devices)) for name in schedules)
 
 
 def _ranks_in_rounds(num_devices: int, num_rounds: int) -> tuple[int, ...]:

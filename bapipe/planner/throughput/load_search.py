@@ -8,8 +8,6 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
@@ -191,8 +189,7 @@ def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
     }
     hosts = {device.host for device in cluster.devices}
     # A ring within a host takes its compute, and one over several hosts does not.
-    has_one_speed = cluster.intra_host == cluster.inter_host and cluster.intra_host_sum is UNSET
-    one_link = has_one_speed or len(hosts) in (1, len(cluster.devices))
+    one_link = cluster.hosts_are_alike or len(hosts) in (1, len(cluster.devices))
     return len(kinds) == 1 and one_link and not cluster.links
 
 

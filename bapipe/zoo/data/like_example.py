@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapipe.torch_private import DispatchMode, storage_key
+from bapipe.torch_private.tensors import DispatchMode, storage_key
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.zoo.data.dataset import PipelineDataset

@@ -112,6 +112,20 @@ def test_it_is_said_why_a_pinned_plan_lies_outside_the_space(changes: dict[str, 
     assert searched_space(certificate).startswith("every cut of 4 layers")
 
 
+def test_recomputation_that_is_not_needed_lies_outside() -> None:
+    """Of four micro-batches the stages keep 2 and 1, of 20 bytes each."""
+    profiles, options = {"a": chain([1, 1, 1, 1], stash_bytes=10)}, dataclasses.replace(OPTIONS, num_stages=2)
+    kept = make(profiles, devices(2), minibatch_size=4, cuts=[2])
+    needless = make(profiles, devices(2), minibatch_size=4, cuts=[2], recompute=[0])
+    assert outside_of(certify_pinned(kept, profiles, options).certificate) == ""
+    told = outside_of(certify_pinned(needless, profiles, options).certificate)
+    assert told == ", which lies outside (recomputation that is not needed)"
+    needed = max(held.total for held in simulate(kept, profiles).memory)
+    fits, short = (dataclasses.replace(options, memory_limit_bytes=limit) for limit in (needed, needed - 1))
+    assert outside_of(certify_pinned(needless, profiles, fits).certificate) == told
+    assert outside_of(certify_pinned(needless, profiles, short).certificate) == ""
+
+
 def test_replicas_without_a_microbatch_lie_outside() -> None:
     """Two micro-batches of 2 (1 + 2) ms. d0 and d1 sum 1,000 bytes with their own compute: 1 ms behind the backward.
 

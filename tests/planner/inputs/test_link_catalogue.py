@@ -26,7 +26,10 @@ def test_devices_are_spread_over_hosts_with_the_catalogue_s_links() -> None:
     assert cluster.intra_host == catalogue_link("nvlink4")
     assert cluster.intra_host.bytes_per_s == round(0.85 * 450e9)
     assert cluster.inter_host.bytes_per_s == round(0.85 * 50e9)
-    assert cluster.assumed_links == "nvlink4 within a host, ndr400 between hosts"
+    links = "nvlink4 within a host, ndr400 between hosts"
+    shared = " with a network card for each device (where n share one, divide its rate by n)"
+    assert cluster.assumed_links == links + shared
+    assert cluster_like(profile(), 2, 2, between="ndr400").assumed_links == links
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,211 @@
+"""Reads and writes files of users: with a limit on size, through pipes and links, and never half of one.
+
+Errors say what the system says, and name the path.
+"""
+
+import os
+import select
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from bapipe.errors import BapipeError, InvalidFile, UnreadableFile, did_you_mean
+
+MAX_BYTES = 24 * 2**20
+"""Largest file that is read. A plan for 4,096 devices and 64 micro-batches has 8 MiB."""
+
+
+PIPE_S = 5.0
+"""How long a pipe with a name is read before anything is written to it."""
+
+
+def read_limited(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Returns the bytes of a file.
+
+    Raises:
+        UnreadableFile: the system does not let us read it.
+        BapipeError: there is none, it has more than `max_bytes`, perhaps because it never ends, or is a pipe with a
+            name to which nothing is written.
+    """
+    try:
+        with _opened(path) as file:
+            content = file.read(max_bytes + 1)
+    except FileNotFoundError:
+        raise BapipeError(f"{path}: no such file{_similar_name(path)}") from None
+    except OSError as error:
+        raise UnreadableFile(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a NUL in the path
+        raise BapipeError(f"{path}: cannot be read: {error}") from None
+    if len(content) > max_bytes:
+        raise BapipeError(f"{path}: larger than {max_bytes // 2**20} MiB, the most that is read")
+    return content
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Returns an open file; to open a pipe with a name to which nobody writes would otherwise wait without end."""
+    if not path.is_fifo() or not os.path.exists(os.path.realpath(path)):  # to that of the shell's `<(...)` one writes
+        return path.open("rb")
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not select.select([handle], [], [], PIPE_S)[0]:
+        os.close(handle)
+        raise BapipeError(f"{path}: nothing was written to this pipe for {PIPE_S:g} s: start first what writes to it")
+    os.set_blocking(handle, True)
+    return os.fdopen(handle, "rb")
+
+
+def _similar_name(path: Path) -> str:
+    """Returns a question for a file of nearly the same name beside the one that is missing."""
+    try:
+        return did_you_mean(path.name, [other.name for other in path.parent.iterdir()], cutoff=0.85)
+    except OSError:
+        return ""
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file of another kind, without a byte-order mark; raises BapipeError if it is no text."""
+    try:
+        return read_limited(path).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise BapipeError(f"{path}: not a text file") from None
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raises an InvalidFile of its body again with the path of the file before the message."""
+    try:
+        yield
+    except InvalidFile as error:
+        raise InvalidFile(f"{path}: {error.message}", error.where) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises BapipeError if `path` could not be written, before hours of work are lost."""
+    if path.is_dir():
+        raise BapipeError(f"{path}: cannot be written: it is a folder")
+    target = written_file(path)
+    if target is None:
+        if not os.access(path, os.W_OK):
+            raise BapipeError(f"{path}: cannot be written: no right to write there")
+        return
+    if not target.parent.is_dir():
+        raise BapipeError(f"{path}: cannot be written: no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise BapipeError(f"{path}: cannot be written: the folder {target.parent} is not writable")
+
+
+def written_file(path: Path) -> Path | None:
+    """Returns the file that `write_bytes` makes or replaces: of a symbolic link, the file that it points to.
+
+    None for a device, a pipe or a socket, or an open file, as /dev/stdout is: a rename would replace it.
+    """
+    if open_descriptor(path) is not None:
+        return None
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return None
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def open_descriptor(path: Path) -> int | None:
+    """Returns the descriptor of the open file that a path names, as /dev/stdout and /dev/fd/1 do; else None."""
+    descriptors = os.path.realpath("/proc/self/fd")
+    while path.exists() and path.is_symlink():
+        if os.path.realpath(path.parent) == descriptors:
+            return int(path.name)
+        path = path.parent / os.readlink(path)
+    return None
+
+
+def write_bytes(path: Path, text: bytes) -> None:
+    """Writes `text` to `path` atomically, by renaming a finished file in the same folder; straight to a device or pipe.
+
+    A file that is replaced keeps its group and mode. A symbolic link stays: the file that it points to is replaced.
+
+    Raises:
+        BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
+    """
+    try:
+        target = written_file(path)
+        if target is None:
+            _write_in_place(path, text)
+        else:
+            _replace(target, text, _status(path))
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def copy_file(path: Path, copy: Path) -> None:
+    """Writes the bytes of a file to `copy`, with its group and mode; what has that name is replaced, a link as well.
+
+    Raises:
+        BapipeError: the copy cannot be written.
+    """
+    try:
+        _replace(copy, path.read_bytes(), path.stat())
+    except OSError as error:
+        raise BapipeError(f"{copy}: cannot be written: {error.strerror}") from None
+
+
+def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
+    """Puts a new file in the place of what is at `path`; until it is complete only its owner can read it.
+
+    Args:
+        before: the file that the new one is to be as accessible as; None for the access that new files have.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+            file.flush()
+            if before is None:
+                os.fchmod(handle, 0o666 & ~_umask())
+            else:
+                _keep_access(handle, before)
+            os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _keep_access(handle: int, before: os.stat_result) -> None:
+    """Gives an open file the group and the mode of another, less the group's rights if it cannot have that group."""
+    mode = stat.S_IMODE(before.st_mode)
+    try:
+        os.fchown(handle, -1, before.st_gid)
+    except PermissionError:
+        mode &= ~stat.S_IRWXG
+    os.fchmod(handle, mode)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Returns the status of the file at `path`, None if there is none.
+
+    The kernel follows a link here, and refuses one of another user's in a folder where everybody may write.
+    """
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _write_in_place(path: Path, text: bytes) -> None:
+    with os.fdopen(_opened_in_place(path), "wb") as file:
+        file.write(text)
+
+
+def _opened_in_place(path: Path) -> int:
+    """Returns a new descriptor: of an open file one with its position, so that nothing of it is written over."""
+    if (descriptor := open_descriptor(path)) is not None:
+        return os.dup(descriptor)
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)  # to a pipe that nobody reads it does not wait
+    os.set_blocking(handle, True)
+    return handle
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,291 @@
+"""Forward passes of a pipeline in evaluation mode: dropout off, batch norm by its running statistics."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bapipe.equivalence.target_weights import counting_alike, weighted_loss
+from bapipe.errors import InvalidModel
+from bapipe.runtime.lowering import End, Transfer, lower_for
+from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.tensor_changes import TensorVersions
+from bapipe.runtime.transfers import Channels
+from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.tracing.changing_state import limited_embeddings, limited_embeddings_restored
+from bapipe.tracing.modes import evaluation_mode
+from bapipe.tracing.python_random import all_generators_restored
+from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.stages import Split, at_size
+
+
+class LossSums(NamedTuple):
+    """Sums over micro-batches, from which their mean loss follows.
+
+    Attributes:
+        by_weight, weight: the losses by the weights of their targets, and those weights, of losses that are means.
+        by_samples, num_samples: the losses by their samples, and the samples.
+        num_means, num_others: micro-batches whose loss is a mean over targets, and that compute one without being it.
+    """
+
+    by_weight: float
+    weight: float
+    by_samples: float
+    num_samples: float
+    num_means: float
+    num_others: float
+
+    @property
+    def mean(self) -> float:
+        """The mean over targets if all losses that have any are means over them, else over samples; NaN without any."""
+        total, weight = self._counted
+        return total / weight if weight else nan
+
+    @property
+    def mean_weight(self) -> float:
+        """Of what weights together, or of how many samples, it is the mean."""
+        return self._counted[1]
+
+    @property
+    def _counted(self) -> tuple[float, float]:
+        is_mean = self.num_means > 0 and self.num_others == 0
+        return (self.by_weight, self.weight) if is_mean else (self.by_samples, self.num_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardResult:
+    """The result of a forward pass, on a rank of the last stage.
+
+    Attributes:
+        losses: of all micro-batches, those of other ranks included; None if no target was given.
+        outputs: of each micro-batch of this rank, what the model returns, or what `keep` made of it.
+        rows: of each of them, its samples in the mini-batch.
+    """
+
+    losses: LossSums | None
+    outputs: tuple[Any, ...]
+    rows: tuple[range, ...]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean over all samples, or over the targets of torch's cross entropy by their weights."""
+        return None if self.losses is None else self.losses.mean
+
+    @property
+    def loss_weight(self) -> float:
+        """Of how many samples, or of what weights together, it is the mean."""
+        return 0.0 if self.losses is None else self.losses.mean_weight
+
+
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules may run in this context; afterwards they are as they were.
+
+    Of parameters only those are copied of which it is known that a forward changes them.
+
+    Raises:
+        InvalidModel: it has changed another parameter.
+    """
+    limited = {id(weight) for module in modules for weight in limited_embeddings(module)}
+    others = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in limited}
+    versions = TensorVersions(others)
+    with limited_embeddings_restored(*modules), ExitStack() as restored:
+        for module in modules:
+            restored.enter_context(state_restored(module))
+        yield
+    for name in sorted(versions.written()):
+        raise InvalidModel(
+            f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change what is "
+            "trained: let it do so only if `self.training`"
+        )
+
+
+class ForwardExecutor:
+    """Runs the forwards of one rank's stages, without gradients, in an order of its own: forwards only."""
+
+    def __init__(
+        self,
+        layout: ProcessLayout,
+        parts: Split,
+        modules: Mapping[int, nn.Module],
+        *,
+        channels: Channels,
+        microbatch_size: int,
+        loss: nn.Module,
+        sum_over_replicas: Callable[[Tensor], Tensor],
+    ) -> None:
+        """`modules` are this rank's stages, by stage.
+
+        `loss` takes the tuple that the last stage returns, and is in evaluation mode too; `sum_over_replicas` adds up
+        over those of the last stage.
+
+        Raises:
+            InvalidModel: a stage uses a parameter or buffer without a value.
+        """
+        self._layout, self._schedule, self._parts = layout, layout.schedule, parts
+        self._channels = channels
+        self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
+        self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
+        self._modules = modules
+        for module in modules.values():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.is_meta:
+                    raise InvalidModel(f"'{name}' is used in evaluation mode only, and nothing gives it a value")
+            module.to(layout.device)  # constants of the trace; parameters and buffers are there already
+
+    def run(
+        self,
+        loaded: Mapping[str, Tensor],
+        target: Tensor | None,
+        num_samples: int,
+        keep: Callable[[Any], Any],
+    ) -> ForwardResult | None:
+        """Returns the mean loss and what `keep` makes of each output on ranks of the last stage, None on others.
+
+        All ranks of the group call it together.
+
+        Raises:
+            InvalidModel: a forward changes a parameter.
+        """
+        device = self._layout.device
+        rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
+        sums = torch.zeros(len(LossSums._fields), dtype=torch.float64, device=device)
+        kept: dict[int, Any] = {}
+        with (
+            torch.no_grad(),
+            evaluation_mode([self._parts.model.module, *self._modules.values(), self._loss]),
+            _unchanged([*self._modules.values(), self._loss]),
+            all_generators_restored(device),
+        ):
+            for m, output in self._results(loaded, rows):
+                samples = rows[m]
+                if target is not None:
+                    sums += self._weighted_loss(output, target[samples.start : samples.stop])
+                kept[m] = keep(self._parts.model.result.rebuild(output))
+        if self._schedule.num_stages - 1 not in self._modules:
+            return None
+        return ForwardResult(
+            losses=None if target is None else LossSums(*self._sum_over_replicas(sums).tolist()),
+            outputs=tuple(kept.values()),
+            rows=tuple(rows[m] for m in kept),
+        )
+
+    def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Returns what a micro-batch adds to `LossSums`, in its order. [6]"""
+        found = weighted_loss(self._loss, output, target, counting_alike(target.device))
+        loss, weight = found.value.double(), found.weight
+        zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
+        by_weight = zero if weight is None else torch.where(weight > 0, loss * weight, zero)
+        is_mean, is_other = weight is not None, weight is None and bool(found.weights)
+        flags = (torch.full_like(loss, float(flag)) for flag in (is_mean, is_other))
+        return torch.stack([by_weight, zero if weight is None else weight, loss * num, num, *flags])
+
+    def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Yields (micro-batch, output) of the last stage on this rank."""
+        width = len(self._schedule.order)
+        transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
+        schedule = forwards_only(self._schedule, len(rows))
+        for action in lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]:
+            stage, m = action.stage, action.microbatch
+            if isinstance(action, Transfer):
+                if action.end is End.SEND:
+                    transfers.send(stage, m, self._layout.process_of(stage + 1, m))
+                else:
+                    transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
+            else:
+                inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
+                outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
+                if stage + 1 < self._schedule.num_stages:
+                    transfers.outputs[stage, m] = outputs
+                else:
+                    yield m, outputs
+        transfers.finish()
+
+
+def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Returns a schedule of the same stages with forwards only: wave by wave, a wave of as many micro-batches as ranks.
+
+    A rank with several stages then works on a wave's later micro-batches while its first ones are on other ranks, and
+    no more than a wave is in flight.
+    """
+    width = len(schedule.order)
+    orders: list[list[Action]] = [[] for _ in schedule.order]
+    for first in range(0, num_microbatches, width):
+        for s in range(schedule.num_stages):
+            for m in range(first, min(first + width, num_microbatches)):
+                orders[schedule.rank_of(s, m)].append(Action(s, Phase.FORWARD, m))
+    return Schedule(
+        devices=schedule.devices, num_microbatches=num_microbatches, order=tuple(tuple(order) for order in orders)
+    )
+
+
+@dataclass(slots=True)
+class _StageTensors:
+    """Tensors on their way between stages; dicts are by (stage, micro-batch).
+
+    Attributes:
+        examples: the examples of the split, for each size of a micro-batch so far.
+        outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
+        received: buffers of receives that were posted.
+        max_sends: how many sends of an output are not waited for.
+        sent: sends of an output that were posted; a work holds its tensor.
+    """
+
+    parts: Split
+    rows: Sequence[range]
+    examples: dict[int, dict[str, Tensor]]
+    device: torch.device
+    channels: Channels
+    max_sends: int
+    outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
+    received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
+    sent: deque[list[Any]] = field(default_factory=deque)
+
+    def receive(self, stage: int, microbatch: int, source: int) -> None:
+        """Posts the receives of a stage's inputs."""
+        posted = []
+        for name in self.parts.stages[stage].received:
+            example = self._example(len(self.rows[microbatch]), name)
+            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
+            posted.append((buffer, self.channels.receive(buffer, source)))
+        self.received[stage, microbatch] = posted
+
+    def take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Waits for a stage's inputs from the stage before, and returns them."""
+        if stage == 0:
+            return ()
+        if (stage, microbatch) not in self.received:
+            return self.outputs.pop((stage - 1, microbatch))
+        received = self.received.pop((stage, microbatch))
+        for _, work in received:
+            self.channels.wait(work)
+        return tuple(buffer for buffer, _ in received)
+
+    def send(self, stage: int, microbatch: int, destination: int) -> None:
+        """Posts the sends of a stage's outputs, of which no more than a wave of micro-batches is kept.
+
+        Waiting for a send never deadlocks, see `finished_sends`.
+        """
+        tensors = self.outputs.pop((stage, microbatch))
+        self.sent.append([self.channels.send(tensor, destination) for tensor in tensors])
+        if len(self.sent) > self.max_sends:
+            self._wait_for_oldest()
+
+    def finish(self) -> None:
+        """Waits for all sends."""
+        while self.sent:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for work in self.sent.popleft():
+            self.channels.wait(work)
+
+    def _example(self, size: int, name: str) -> Tensor:
+        if size not in self.examples:
+            self.examples[size] = at_size(self.parts, size)
+        return self.examples[size][name]

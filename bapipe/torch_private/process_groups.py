@@ -1,0 +1,44 @@
+"""Process groups: their time limits, and their backends."""
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    pass
+
+
+def default_group_timeout(device: torch.device) -> Any:
+    """Returns how long an operation of the default group may take on a device; `new_group` does not take it over."""
+    group = dist.distributed_c10d._get_default_group()
+    # Neither a group that is written in Python says it, nor torch's for tests.
+    options = _backend(group, device).options if type(group) is dist.ProcessGroup else None
+    return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+
+
+def forget_unfinished_groups() -> None:
+    """Numbers process groups from 0 again, as ranks must agree: torch counts a default group that failed to connect."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets how long collectives of a group of gloo may take from now on."""
+    _backend(group, torch.device("cpu"))._set_default_timeout(timeout)
+
+
+def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Returns the name of a group's backend for the tensors of a device, such as gloo or nccl; None: default group."""
+    group = group or dist.distributed_c10d._get_default_group()
+    if type(group) is not dist.ProcessGroup:  # one that is written in Python is its own backend
+        return str(dist.get_backend(group))
+    name: str = _backend(group, device).name()
+    return name
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns what runs a group's operations on a device: TORCH_DISTRIBUTED_DEBUG=DETAIL puts checks around it."""
+    backend: Any = group._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)

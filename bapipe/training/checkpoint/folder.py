@@ -1,0 +1,147 @@
+"""The folder of a run's checkpoints: which there are, the newest that is whole, and the lock of the run that writes."""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapipe.errors import BapipeError, UnreadableFile
+from bapipe.training.checkpoint.manifest import DamagedCheckpoint, Manifest, checkpoint_name, read_manifest
+
+UNFINISHED = ".unfinished-"
+"""What the names of folders begin with that are no checkpoint yet, or that never become one."""
+
+_LOCK = ".lock"
+_DAMAGED = "damaged-"
+_NAME = re.compile(r"step-\d{9,18}")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is whole."""
+
+    path: Path
+    manifest: Manifest
+
+
+def list_checkpoints(folder: Path) -> tuple[Path, ...]:
+    """Returns the finished checkpoints of a folder, the oldest first."""
+    paths = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return tuple(sorted(paths, key=_step))
+
+
+def _step(path: Path) -> int:
+    return int(path.name.partition("-")[2])
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """Returns the folder of the checkpoint after some steps."""
+    return folder / checkpoint_name(step)
+
+
+def unfinished_folder(folder: Path, step: int) -> Path:
+    """Returns the folder in which the checkpoint after some steps is written, before it is renamed."""
+    return folder / f"{UNFINISHED}{step}"
+
+
+def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
+    """Returns the newest checkpoint that is whole, None if the folder has no checkpoint.
+
+    If newer ones are damaged, `tell` logs a line that says so.
+
+    Raises:
+        BapipeError: all are damaged, one cannot be read before a whole one is found, or the newest that is whole is of
+            an older version of bapipe.
+    """
+    damages: list[DamagedCheckpoint] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            found = Checkpoint(path, read_manifest(path))
+        except DamagedCheckpoint as damage:
+            damages.append(damage)
+            continue
+        except UnreadableFile as error:
+            raise BapipeError(
+                f"{error}, so {path.name} may be whole: make it readable and try again, or move it elsewhere to take "
+                "the one before"
+            ) from None
+        if damages and tell:
+            more = f" ({len(damages) - 1} more are damaged)" if len(damages) > 1 else ""
+            _log.warning("%s%s; taking %s, the one before", damages[0], more, path.name)
+        return found
+    if damages:
+        raise BapipeError(f"{damages[0]}; {folder} has no other checkpoint that is whole")
+    return None
+
+
+def set_damaged_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoints after more than `step` steps, which were found damaged: they no longer count."""
+    for path in list_checkpoints(folder):
+        if _step(path) > step:
+            aside = folder / f"{_DAMAGED}{path.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def remove_old_checkpoints(folder: Path, keep: int) -> None:
+    """Removes all finished checkpoints but the newest `keep`, and unfinished ones of earlier runs."""
+    for path in (*list_checkpoints(folder)[:-keep], *folder.glob(f"{UNFINISHED}*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Makes a folder and holds its lock, so that no other run writes there; the kernel frees that of a killed process.
+
+    Raises:
+        BapipeError: the folder cannot be made, or another process holds its lock.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _locked(folder / _LOCK)
+    except BlockingIOError:
+        raise BapipeError(
+            f"{folder}: {_holder(folder / _LOCK)} writes its checkpoints here: wait until it has ended, or name "
+            "another folder"
+        ) from None
+    except OSError as error:
+        raise BapipeError(f"{folder}: cannot hold checkpoints: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # such as a folder that has gone meanwhile
+            (folder / _LOCK).unlink()
+        os.close(handle)
+
+
+def _locked(path: Path) -> int:
+    """Returns an open file with the lock; whoever finds it locked reads there who this is."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The run before may have removed the file between the two calls: then its lock protects nothing.
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError):
+        text = path.read_bytes()[:200].decode(errors="replace")
+        if re.fullmatch(r"process \d+ on [\w.-]+", text):
+            return f"the run of {text}"
+    return "another run"

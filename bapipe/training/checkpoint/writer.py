@@ -1,0 +1,317 @@
+"""Saves checkpoints from all ranks together, in a background thread, and loads them."""
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from tempfile import mkdtemp
+from threading import Thread
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapipe.errors import BapipeError, RunFailed, one_line
+from bapipe.formats.files import write_bytes
+from bapipe.job.groups import new_proven_group
+from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
+from bapipe.runtime.optimizer import Number, OptimizerState
+from bapipe.torch_device import CPU
+from bapipe.training.checkpoint.folder import (
+    UNFINISHED,
+    checkpoint_folder,
+    remove_old_checkpoints,
+    unfinished_folder,
+)
+from bapipe.training.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    NON_PERSISTENT,
+    OPTIMIZER,
+    Manifest,
+    encode_manifest,
+    file_name,
+    read_manifest,
+    stored_tensors,
+)
+from bapipe.training.checkpoint.tensor_files import (
+    DTYPES,
+    FileDigest,
+    TensorSpec,
+    read_tensors,
+    sync,
+    tensor_specs,
+    write_tensors,
+)
+
+AGAIN_S = 30.0
+"""How long after a failure a checkpoint is tried again: a network disk may be back by then, or a full one have room."""
+
+_log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes checkpoints while training continues, one at a time; every rank calls it together.
+
+    `save` copies the tensors that this rank owns and returns; a thread writes them, to a file of the rank's own. The
+    thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
+    send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
+    a crash leaves no half checkpoint. One that cannot be written is tried once more. (Not torch.distributed.checkpoint:
+    what it writes is read by unpickling.)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        timeout: timedelta,
+        names: tuple[str, ...],
+        device: torch.device,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices.
+
+        `again_s` is how long after a failure a checkpoint is tried again.
+
+        Raises:
+            BapipeError: the ranks have not the same folder.
+        """
+        self._copy_stream = copy_stream(device)
+        self._folder, self._keep, self._names, self._again_s = folder, keep, names, again_s
+        self._group = new_proven_group(None, timeout, backend="gloo")
+        self._thread: Thread | None = None
+        self._error: Exception | None = None
+        self._check_common()
+        if dist.get_rank() == 0:
+            remove_old_checkpoints(folder, keep)
+        dist.barrier(group=self._group)
+
+    def _check_common(self) -> None:
+        """Raises BapipeError unless every rank sees what rank 0 makes in the folder: a host may have one of its own."""
+        is_first = dist.get_rank() == 0
+        made = [Path(mkdtemp(prefix=UNFINISHED, dir=self._folder)).name if is_first else ""]
+        dist.broadcast_object_list(made, src=0, group=self._group)
+        everyone = self._gather((socket.gethostname(), (self._folder / made[0]).is_dir()))
+        if is_first:
+            (self._folder / made[0]).rmdir()
+        for rank, (host, sees) in enumerate(everyone):
+            if not sees:
+                raise BapipeError(
+                    f"`checkpoint` {self._folder}: rank {rank} ({self._names[rank]}) on {host} does not see what rank "
+                    f"0 ({self._names[0]}) on {everyone[0][0]} writes there: name a folder on a disk that all hosts "
+                    "share"
+                )
+
+    def save(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, Tensor],
+        non_persistent: Mapping[str, Tensor],
+        optimizer: OptimizerState,
+        changed_by_forwards: Collection[str],
+    ) -> torch.cuda.Event | None:
+        """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files.
+
+        `non_persistent` are buffers that are not in the state dict. Returns the event before which a GPU must not
+        change the tensors, but those that forwards change: these are copied at once. None on a CPU, where all are.
+        """
+        self.wait()
+        named = {MODEL + name: tensor for name, tensor in tensors.items()}
+        named |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
+        buffers = {NON_PERSISTENT + name: tensor for name, tensor in non_persistent.items()}
+        at_once = {MODEL + name for name in changed_by_forwards} | set(buffers)
+        specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(named | buffers))
+        owners = owners_of(specs)
+        own = {name: tensor for name, tensor in (named | buffers).items() if owners[name] == dist.get_rank()}
+        copy = copied_to_host(own, at_once, self._copy_stream)
+        self._thread = Thread(target=self._write, args=(manifest, specs, copy, dict(optimizer.numbers)), daemon=True)
+        self._thread.start()
+        return copy.done
+
+    def check(self) -> None:
+        """Raises RunFailed if the checkpoint that was started is given up: no later one is waited for."""
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that was started is on the disk.
+
+        Raises:
+            RunFailed: it could not be written, at a second try either.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise RunFailed(str(self._error)) from None
+
+    def _write(
+        self,
+        manifest: Manifest,
+        specs: Sequence[Mapping[str, TensorSpec]],
+        copy: HostCopy,
+        numbers: dict[str, Number],
+    ) -> None:
+        """Writes this rank's tensors, of which `copy` are copies; `specs` are the tensors that each rank has."""
+        step, own = manifest.position.step, copy.tensors
+        try:
+            if self._copy_stream is not None:  # a thread begins on GPU 0, and waiting there makes a context on it
+                torch.cuda.set_device(self._copy_stream.device)
+            copy.wait()
+            all_numbers: list[dict[str, Number]] = self._gather(numbers)
+            manifest = _completed(manifest, specs, all_numbers)
+            fault = self._fault_of_try(manifest, own)
+            if fault is not None:
+                if dist.get_rank() == 0:
+                    _log.warning("%s; it is tried again in %g s", fault, self._again_s)
+                time.sleep(self._again_s)
+                fault = self._fault_of_try(manifest, own)
+            if fault is not None:
+                self._error = RunFailed(fault)
+        except Exception as error:  # a thread's exceptions would be lost
+            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {one_line(error)}")
+
+    def _fault_of_try(self, manifest: Manifest, own: Mapping[str, Tensor]) -> str | None:
+        """Tries to write a checkpoint, of which `manifest` lacks the files and `own` are the tensors of this rank.
+
+        Returns on all ranks why it failed, None if it did not. What a try that failed has written is removed: on a full
+        disk it takes the place that the next one needs.
+        """
+        step = manifest.position.step
+        unfinished = unfinished_folder(self._folder, step)
+        files = self._gather(self._write_own(unfinished, own))
+        faults = [(rank, file) for rank, file in enumerate(files) if isinstance(file, str)]
+        if dist.get_rank() == 0:
+            if not faults and (fault := self._finish(manifest, files)) is not None:
+                faults = [(0, fault)]
+            if faults:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        told = [faults[:1]]
+        dist.broadcast_object_list(told, src=0, group=self._group)
+        for rank, cause in told[0]:
+            return f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}"
+        return None
+
+    def _gather(self, value: object) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | str | None:
+        """Returns the digest of this rank's file, None if it has no tensors, or why it could not be written."""
+        try:
+            path.mkdir(exist_ok=True)
+            return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
+        except Exception as error:  # any, because the other ranks wait for this one's answer
+            return one_line(error)
+
+    def _finish(self, manifest: Manifest, files: Sequence[FileDigest | None]) -> str | None:
+        """Finishes a checkpoint on rank 0, where `files` are those of the ranks; returns why it failed, if it did."""
+        named = {file_name(rank): file for rank, file in enumerate(files) if file is not None}
+        try:
+            finish_checkpoint(self._folder, msgspec.structs.replace(manifest, files=named))
+            remove_old_checkpoints(self._folder, self._keep)
+        except (OSError, BapipeError) as error:
+            return one_line(error)
+        return None
+
+
+def owners_of(specs: Sequence[Mapping[str, TensorSpec]]) -> dict[str, int]:
+    """Returns the rank that writes each tensor: of those that have it, as replicas do, the one with the least to write.
+
+    `specs` are the tensors of each rank.
+    """
+    num_bytes, owners = [0] * len(specs), dict[str, int]()
+    for name in sorted({name for of_rank in specs for name in of_rank}):
+        having = [rank for rank, of_rank in enumerate(specs) if name in of_rank]
+        owners[name] = min(having, key=num_bytes.__getitem__)
+        num_bytes[owners[name]] += specs[owners[name]][name].num_bytes
+    return owners
+
+
+def _completed(
+    manifest: Manifest,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    numbers: Sequence[Mapping[str, Number]],
+) -> Manifest:
+    """Returns a manifest with the tensors and numbers that the ranks have."""
+    named = {name: spec for of_rank in specs for name, spec in of_rank.items()}
+
+    def beginning_with(prefix: str) -> dict[str, TensorSpec]:
+        return {name.removeprefix(prefix): named[name] for name in sorted(named) if name.startswith(prefix)}
+
+    return msgspec.structs.replace(
+        manifest,
+        tensors=beginning_with(MODEL),
+        non_persistent=beginning_with(NON_PERSISTENT) or msgspec.UNSET,
+        optimizer_tensors=beginning_with(OPTIMIZER),
+        optimizer_numbers=dict(sorted((name, n) for of_rank in numbers for name, n in of_rank.items())),
+    )
+
+
+def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint whose tensors are in the unfinished folder of its step, and renames that.
+
+    Raises:
+        BapipeError: a file is not there, or not as long as what was written to it.
+        OSError: the manifest cannot be written.
+    """
+    path, final = (place(folder, manifest.position.step) for place in (unfinished_folder, checkpoint_folder))
+    for name, written in manifest.files.items():
+        if not (path / name).is_file() or (path / name).stat().st_size != written.num_bytes:
+            raise BapipeError(f"{path / name} is not there as it was written: all ranks need the same disk")
+    write_bytes(path / MANIFEST, encode_manifest(manifest))
+    sync(path)
+    if final.exists():  # the disk was lost right after the rename, and this is the second try
+        shutil.rmtree(final)
+    os.rename(path, final)
+    sync(folder)
+
+
+def load_tensors(
+    path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], non_persistent: Mapping[str, Tensor] | None = None
+) -> OptimizerState:
+    """Loads some of a model's tensors in place; returns the optimizer's state of the same names, on the CPU.
+
+    `non_persistent` buffers that the checkpoint does not have stay as they are; others may change their shapes.
+    """
+    buffers = {NON_PERSISTENT + name: tensor for name, tensor in (non_persistent or {}).items()}
+    own = {name: spec for name, spec in manifest.optimizer_tensors.items() if name.rpartition(":")[0] in tensors}
+    numbers = {name: n for name, n in manifest.optimizer_numbers.items() if name.rpartition(":")[0] in tensors}
+    wanted = {MODEL + name for name in tensors} | {OPTIMIZER + name for name in own} | set(buffers)
+    specs = {name: spec for name, spec in stored_tensors(manifest).items() if name in wanted}
+    optimizer_tensors: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in read_tensors([path / name for name in manifest.files], specs):
+            if name.startswith(MODEL):
+                tensors[name.removeprefix(MODEL)].copy_(tensor)
+            elif name in buffers:
+                _set(buffers[name], tensor)
+            else:
+                optimizer_tensors[name.removeprefix(OPTIMIZER)] = tensor.clone()  # else it stays part of the file
+    return OptimizerState(tensors=optimizer_tensors, numbers=numbers)
+
+
+def _set(buffer: Tensor, value: Tensor) -> None:
+    if buffer.shape == value.shape and buffer.dtype == value.dtype:
+        buffer.copy_(value)
+    else:  # forwards have assigned another one
+        buffer.data = value.to(buffer.device, copy=True)
+
+
+def full_state_dict(path: Path) -> dict[str, Tensor]:
+    """Returns the model's tensors of a checkpoint, by their names in the original module.
+
+    Raises:
+        BapipeError: a file is missing or damaged.
+    """
+    manifest = read_manifest(path)
+    tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype], device=CPU) for n, s in manifest.tensors.items()}
+    load_tensors(path, manifest, tensors)
+    return tensors

@@ -1,0 +1,52 @@
+"""How many processes load data for a rank."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bapipe.hardware import num_cores
+from bapipe.processes import can_be_pickled
+from bapipe.torchrun import current_job
+from bapipe.training.data.loader import PREFETCH
+from bapipe.zoo.data.dataset import PipelineDataset
+
+_MAX_WORKERS, _MAX_WORKERS_OF_GPU = 4, 8
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def num_data_workers(
+    chosen: int | None,
+    dataset: PipelineDataset[Any],
+    *,
+    on_gpu: bool,
+    num_ranks: int,
+    num_threads: int,
+    batch_bytes: int,
+) -> int:
+    """Returns `chosen`, or by default a number that this machine has cores and shared memory for.
+
+    The default is 0 for data that is fast to load, and for data that cannot be sent to workers, as of a class that is
+    defined in a notebook. Also in a torchrun job: workers import the program anew, and a script for torchrun need not
+    be safe to import.
+
+    Args:
+        on_gpu: whether the ranks train on GPUs.
+        num_ranks: ranks on this machine.
+        num_threads: compute threads of each.
+        batch_bytes: of a mini-batch.
+    """
+    if chosen is not None:
+        return chosen
+    is_slow = dataset.is_slow_for_gpu if on_gpu else dataset.is_slow_to_load
+    if not is_slow or current_job() is not None:
+        return 0
+    spare_cores = num_cores() - num_ranks * num_threads
+    by_memory = _free_shared_memory() // num_ranks // max(1, batch_bytes) // (PREFETCH + 1)
+    num = int(max(0, min(_MAX_WORKERS_OF_GPU if on_gpu else _MAX_WORKERS, spare_cores // num_ranks, by_memory)))
+    return num if num and can_be_pickled(dataset) else 0
+
+
+def _free_shared_memory() -> float:
+    """Returns the bytes through which workers may pass batches; containers often have little."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else math.inf

@@ -1,0 +1,311 @@
+"""Training by a plan, in one rank: feeds its stages, keeps checkpoints, evaluates, and gathers what was measured."""
+
+import time
+from array import array
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from bapipe.errors import Stopped
+from bapipe.formats.plan import Plan
+from bapipe.runtime.peak_memory import check_free_memory
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.rng import seed_step
+from bapipe.schedules.table import Action
+from bapipe.torch_settings import autocast_dtype
+from bapipe.tracing.modes import enter_training_mode
+from bapipe.training.checkpoint.folder import Checkpoint, set_damaged_aside
+from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.checkpoint.state_outside import StateOutside
+from bapipe.training.checkpoint.weights import load_weights
+from bapipe.training.checkpoint.writer import AGAIN_S, CheckpointWriter, load_tensors
+from bapipe.training.data.buckets import bucket_examples
+from bapipe.training.data.loader import Batch, RankParts, batches
+from bapipe.training.data.workers import num_data_workers
+from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
+from bapipe.training.launch.worker import Rank
+from bapipe.training.not_finite import check_parameters
+from bapipe.training.step_reports import StepReports
+from bapipe.training.train_job import TrainJob
+from bapipe.training.train_result import Evaluation, StepReport, TrainResult
+from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.example import Example
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationProgress:
+    """What rank 0 reports during an evaluation."""
+
+    done: int
+    total: int
+    evaluation: Evaluation | None = None
+
+
+class _AskedToStop(Exception):
+    """A signal has asked a rank to stop during an evaluation, which all ranks leave; `number` is that of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _History:
+    """What the result says of each step, in 25 bytes a step: a run may have millions."""
+
+    def __init__(self) -> None:
+        self.losses, self.step_ns, self.data_ns, self.as_planned = array("d"), array("q"), array("q"), bytearray()
+
+    def add(self, report: StepReport) -> None:
+        self.losses.append(report.loss)
+        self.step_ns.append(report.step_ns)
+        self.data_ns.append(report.data_ns)
+        self.as_planned.append(report.as_planned)
+
+
+def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
+    """Trains this rank's stages; every rank of the job calls it, and all return the same."""
+    plan, config = job.plan, job.config
+    settings = plan.compute_settings
+    if rank.device.type == "cpu":
+        torch.set_num_threads(settings.threads)
+    check_free_memory(rank.device, rank.name, plan.prediction.peaks_bytes.get(rank.name, 0))
+    example = job.build()
+    enter_training_mode(example.module)
+    if settings.channels_last:
+        example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    pipeline = _pipeline(rank, job, example)
+    validation = None if job.validation is None else evaluation_data(example, job.validation, config.seed)
+    start = _resume(pipeline, job.resume_from)
+    writer = _checkpoint_writer(rank, job, start)
+    if config.weights is not None and job.resume_from is None:
+        load_weights(config.weights, pipeline.state_dict())
+    pipeline.start_at(start.step)
+    seed_step(config.seed, rank.index, start.step)
+    outside = None if writer is None else StateOutside([example.module, *pipeline.modules.values()], example.loss)
+    with closing(_loader(rank, job, pipeline, example, start)) as loader:
+        history, evaluations = _train_steps(rank, job, pipeline, loader, start, writer, outside, validation)
+    if writer is not None:
+        writer.wait()
+    return replace(_gather(pipeline, rank, job.devices, history), evaluations=tuple(evaluations))
+
+
+def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
+    return Pipeline(
+        example.module,
+        job.plan,
+        loss=example.loss,
+        inputs=example.inputs,
+        optimizer=job.optimizer_factory(),
+        clip_norm=job.config.clip_norm,
+        autocast=autocast_dtype(job.plan.compute_settings),
+        device=rank.device,
+        seed=job.config.seed,
+        initialize=example.initialize,
+        buckets=[bucket_examples(example.tensors, shapes) for shapes in job.dataset.bucket_shapes[:-1]],
+        evaluates=job.validation is not None,
+    )
+
+
+def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> CheckpointWriter | None:
+    """Returns what writes the checkpoints, if there is a folder for them; damaged newer ones are set aside."""
+    config = job.config
+    if config.checkpoint is None:
+        return None
+    if rank.index == 0:
+        set_damaged_aside(config.checkpoint, start.step)
+    # While it waits for another try, it must not count as a rank that keeps others waiting.
+    again_s = min(AGAIN_S, config.timeout_s / 4)
+    return CheckpointWriter(config.checkpoint, config.num_kept, rank.group_timeout, job.devices, rank.device, again_s)
+
+
+def _loader(
+    rank: Rank, job: TrainJob, pipeline: Pipeline, example: Example, start: Position
+) -> Generator[Batch, None, None]:
+    """Returns the mini-batches of the run from a position on, loaded ahead by worker processes where that helps."""
+    plan, config, on_gpu = job.plan, job.config, rank.device.type == "cuda"
+    num_workers = num_data_workers(
+        config.data_workers,
+        job.dataset,
+        on_gpu=on_gpu,
+        num_ranks=rank.size,
+        num_threads=plan.compute_settings.threads,
+        batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
+    )
+    return batches(
+        RankParts.of(pipeline, plan, config.seed),
+        job.dataset,
+        start,
+        num_workers=num_workers,
+        pin_memory=on_gpu,
+    )
+
+
+def _train_steps(
+    rank: Rank,
+    job: TrainJob,
+    pipeline: Pipeline,
+    loader: Iterator[Batch],
+    start: Position,
+    writer: CheckpointWriter | None,
+    outside: StateOutside | None,
+    validation: EvaluationData | None,
+) -> tuple[_History, list[Evaluation]]:
+    """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
+
+    An evaluation that is due at the position comes first: it follows a checkpoint, and may have been cut off. One that
+    a signal cuts off is left to the run that resumes, as it may take longer than the signal leaves time; but not the
+    last one, of a run that is at its end.
+
+    Raises:
+        Stopped: a signal has asked for it; the step is done, and its checkpoint written.
+        RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite, or a checkpoint is not written.
+    """
+    plan, config = job.plan, job.config
+
+    def load_again(before: Position) -> Batch:
+        with closing(batches(RankParts.of(pipeline, plan, config.seed), job.dataset, before)) as again:
+            return next(again)
+
+    reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
+    history, evaluations, position = _History(), list[Evaluation](), start
+    ahead: Batch | None = None
+    if validation is not None and start.step > 0 and config.evaluates_after(start.step):
+        try:
+            evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step, may_stop=True))
+        except _AskedToStop as asked:
+            raise _stopped(asked.number, start.step, writer) from None
+    for step in range(start.step, config.steps):
+        rank.enter_step(step)
+        seed_step(config.seed, rank.index, step)
+        learning_rate = config.learning_rate_at(step, job.learning_rate)
+        pipeline.set_learning_rate(learning_rate)
+        before_ns = time.perf_counter_ns()
+        batch = next(loader) if ahead is None else ahead
+        reports.start(step, learning_rate, batch, position, time.perf_counter_ns() - before_ns)
+        position, ahead, ahead_ns = batch.after, None, 0
+        if outside is not None and step == start.step:
+            outside.warn_if_changed()
+        if not (reports.are_due or config.pauses_after(step + 1)):
+            continue
+        if rank.device.type == "cuda" and not config.pauses_after(step + 1):
+            # A report waits for the GPU, which can copy the next mini-batch meanwhile.
+            before_ns = time.perf_counter_ns()
+            ahead = _copied_ahead(pipeline, next(loader))
+            ahead_ns = time.perf_counter_ns() - before_ns
+        finished, stop_signal = reports.collect(ahead_ns)
+        for report in finished:
+            history.add(report)
+            if rank.index == 0:
+                rank.report(report)
+        if writer is not None:
+            writer.check()
+        if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
+            _save(pipeline, job, writer, batch.after, step)
+        if stop_signal and step + 1 < config.steps:
+            raise _stopped(stop_signal, step + 1, writer)
+        if validation is not None and config.evaluates_after(step + 1):
+            try:
+                is_last = step + 1 == config.steps
+                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1, may_stop=not is_last))
+            except _AskedToStop as asked:
+                if writer is not None and not config.checkpoint_after(step + 1):
+                    _save(pipeline, job, writer, batch.after, step)
+                raise _stopped(asked.number, step + 1, writer) from None
+    return history, evaluations
+
+
+def _copied_ahead(pipeline: Pipeline, batch: Batch) -> Batch:
+    """Returns a mini-batch whose tensors are being copied to the device."""
+    inputs, target = pipeline.copied_ahead(batch.inputs, batch.target)
+    return replace(batch, inputs=inputs, target=target)
+
+
+def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position: Position, step: int) -> None:
+    """Begins to write a checkpoint; the next update waits until the state has been copied."""
+    check_parameters(pipeline, job.devices, step)
+    manifest = msgspec.structs.replace(job.manifest(position), grad_scaler=pipeline.grad_scaler)
+    copied = writer.save(
+        manifest,
+        pipeline.state_dict(),
+        pipeline.non_persistent_buffers(),
+        pipeline.optimizer_state(),
+        pipeline.changed_by_forwards(),
+    )
+    pipeline.keep_state_until(copied)
+
+
+def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stopped:
+    if writer is None:
+        return Stopped(number, f" after {steps} steps, without a checkpoint")
+    writer.wait()
+    return Stopped(number, f" after {steps} steps, of which there is a checkpoint: continue with `resume`")
+
+
+def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) -> EvaluationData:
+    """Returns what evaluating the example's model on a data set needs."""
+    generation = example.generation
+    length = 0 if generation is None else example.tensors[generation.input_index].shape[1]
+    return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length, seed=seed)
+
+
+def _evaluate(
+    pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int, *, may_stop: bool
+) -> Evaluation:
+    """Returns the evaluation after some steps.
+
+    Raises:
+        _AskedToStop: if it `may_stop`, on all ranks.
+    """
+    total = len(data.dataset)
+
+    def on_progress(done: int) -> None:
+        rank.enter_step(steps - 1)  # tells the launcher that this rank is alive
+        if rank.index == 0:
+            rank.report(EvaluationProgress(done, total))
+        if may_stop and (number := _stop_signal_of_any(rank)):
+            raise _AskedToStop(number)
+
+    on_progress(0)
+    evaluation = evaluate(pipeline, plan, data, rank.device, steps, on_progress)
+    if rank.index == 0:
+        rank.report(EvaluationProgress(total, total, evaluation))
+    return evaluation
+
+
+def _stop_signal_of_any(rank: Rank) -> int:
+    asked = torch.tensor(rank.stop_signal, device=rank.device)
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return int(asked)
+
+
+def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
+    if checkpoint is None:
+        return Position()
+    path, manifest = checkpoint.path, checkpoint.manifest
+    if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
+        pipeline.grad_scaler = manifest.grad_scaler
+    state, buffers = pipeline.state_dict(), pipeline.non_persistent_buffers()
+    pipeline.load_optimizer_state(load_tensors(path, manifest, state, buffers))
+    return manifest.position
+
+
+def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], history: _History) -> TrainResult:
+    peaks: list[int | None] = [None] * rank.size
+    dist.all_gather_object(peaks, pipeline.peak_bytes())
+    orders: list[tuple[Action, ...]] = [()] * rank.size
+    dist.all_gather_object(orders, pipeline.order)
+    return TrainResult(
+        losses=tuple(history.losses),
+        step_ns=tuple(history.step_ns),
+        data_ns=tuple(history.data_ns),
+        as_planned=tuple(map(bool, history.as_planned)),
+        devices=names,
+        peak_bytes=tuple(peaks),
+        timeline=pipeline.timeline(),
+        order=tuple(orders),
+    )

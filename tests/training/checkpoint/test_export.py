@@ -1,0 +1,47 @@
+"""Exported weights: one safetensors file, of what such files can hold."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bapipe.errors import BapipeError
+from bapipe.training.checkpoint.export import export
+from bapipe.training.train import train
+from bapipe.training.train_config import TrainConfig
+from bapipe.zoo.example import Example
+from tests.multiprocess.fault_cases import plan_of, points
+from tests.multiprocess.launch_cases import classifier
+from tests.training.checkpoint.cases import only_rank
+
+
+class Rotated(nn.Module):
+    """A layer with a buffer of a type that checkpoints hold as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned: Tensor = self.linear(x) * self.turns.real.float()
+        return turned
+
+
+def double_complex() -> Example:
+    return classifier(nn.Sequential(Rotated()))
+
+
+def test_a_tensor_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
+    config = TrainConfig(steps=1, checkpoint=tmp_path / "kept")
+    with only_rank():
+        train(plan_of(double_complex, (), (0,)), double_complex, points(), config)
+    output = tmp_path / "model.safetensors"
+    with pytest.raises(BapipeError) as caught:
+        export(tmp_path / "kept", output)
+    assert str(caught.value) == (
+        "'0.turns' is of dtype complex128, which safetensors files do not have: a buffer that the module computes needs "
+        "no place in them (register it with persistent=False); keep others in another dtype"
+    )
+    assert not output.exists()
