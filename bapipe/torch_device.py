@@ -152,7 +152,9 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that there is not enough memory, on the device or of the process."""
+    """Returns whether an error, not one in bapipe's words, says that the device or the process lacks memory."""
+    if isinstance(error, BapipeError):
+        return False
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
