@@ -95,11 +95,17 @@ def example_microbatches(
 
 
 def _varied(tensor: Tensor, index: int) -> Tensor:
-    """Returns the rows in another order, and floats a little smaller, so that repeated rows are not equal."""
+    """Returns the rows in another order, and floats a little smaller, so that repeated rows are not equal.
+
+    Zeros alone, which would stay equal, become small numbers above zero: a batch norm divides values that are all equal
+    by nearly nothing, and what it gives are the rounding errors of its kernel.
+    """
     rolled = tensor.roll(index, 0)
     if not tensor.is_floating_point():
         return rolled
     factors = 1 - 0.25 * torch.rand(tensor.shape, generator=torch.Generator().manual_seed(index), device=CPU)
+    if not tensor.any():
+        return (1 - factors).to(tensor)
     return rolled * factors.to(tensor)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bapipe.equivalence.check import compare_split, example_microbatches
+from bapipe.equivalence.check import Equivalence, compare_split, example_microbatches
 from bapipe.equivalence.compare import _shaken, mismatches, perturbed
 from bapipe.equivalence.outcome import TRAINING, Microbatch, Outcome, counters_in, run_original
 from bapipe.tracing.layers import trace
@@ -64,11 +64,25 @@ def test_a_gradient_of_another_type_differs() -> None:
     assert [(one.name, one.size) for one in found] == [("w", inf)]
 
 
-def test_micro_batches_of_the_check_have_unlike_rows() -> None:
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_micro_batches_of_the_check_have_unlike_rows(value: float) -> None:
     """Of one sample, so that a stage that mixes up samples or micro-batches is seen."""
-    batches = example_microbatches([torch.ones(1, 3)], torch.zeros(1), (2, 2), torch.device("cpu"))
+    batches = example_microbatches([torch.full((1, 3), value)], torch.zeros(1), (2, 2), torch.device("cpu"))
     rows = [row for batch in batches for row in batch.inputs[0]]
     assert not any(torch.equal(a, b) for a, b in combinations(rows, 2))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_example_of_zeros_does_not_make_rounding_errors_of_a_batch_norm_count(seed: int) -> None:
+    """The original's batch norm runs in channels-last memory, the stage's does not."""
+    torch.manual_seed(seed)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()
+    module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    inputs, target = torch.zeros(1, 3, 16, 16), torch.zeros(1, dtype=torch.long)
+    microbatches = example_microbatches([inputs], target, (2, 2, 3), torch.device("cpu"))
+    found = compare_split(trace(module, [inputs]), nn.functional.cross_entropy, microbatches)
+    assert isinstance(found, Equivalence)
 
 
 def test_numbers_that_grow_or_fall_with_every_micro_batch_are_counters() -> None:
