@@ -193,8 +193,13 @@ def plan(
     for sentence in (*remarks, *sentences):
         show_line(sentence)
     if front:
+        from bapipe.planner.analysis.pareto import MEMORY_SHARE_PER_ROUND  # loads numpy
+
         show_parts([report.pareto_table(front)])
-        show_line("`bapipe explore` shows such plans, under Front, and saves them")
+        show_line(
+            "`bapipe explore` shows such plans, under Front, and saves them; memory was tried in steps of "
+            f"{1 - MEMORY_SHARE_PER_ROUND:.0%}: --least memory finds the plan that needs least"
+        )
     show_written(output)
 
 

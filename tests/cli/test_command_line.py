@@ -361,7 +361,9 @@ def test_a_plan_is_simulated_with_the_profile_in_the_cache(folder: Path) -> None
 
 def test_the_front_says_where_its_plans_are(folder: Path) -> None:
     done = bapipe(folder, "plan", "profile.json", "--cluster", "cluster.json", "--minibatch-size", "4", "--pareto")
-    assert "`bapipe explore` shows such plans, under Front, and saves them" in done.stdout
+    text = " ".join(done.stdout.split())
+    assert "`bapipe explore` shows such plans, under Front, and saves them" in text
+    assert "memory was tried in steps of 30%: --least memory finds the plan that needs least" in text
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])

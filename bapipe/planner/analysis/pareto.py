@@ -56,7 +56,8 @@ def pareto(
     layers, for the named schedules, and for each grouping of the devices that `profiles` allow, as in `plan`. A plan
     that is `known`, which other searches may have found, is compared with what they find.
 
-    Points between the memory limits of two rounds are not searched. The deadline, which is as `options.time_limit_s`
+    Points between the memory limits of two rounds are not searched, nor below the first limit under which nothing is
+    found: the goal of least memory finds less. The deadline, which is as `options.time_limit_s`
     says if none is given, ends it with the points found so far.
 
     Raises:
