@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 from bapipe.errors import Infeasible
 from bapipe.formats.plan import Alternative
+from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.action_order.improve_plan import improve_plan
 from bapipe.planner.baselines import baseline_alternatives, slower_than_this
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.compute.pace import ACTIONS_PER_S
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.make import balanced_decision
 from bapipe.planner.results.searched_space import ActionOrderSpace, partitions_in
 from bapipe.planner.results.solution import Solution, sort_alternatives
 from bapipe.planner.search_request import SearchRequest
@@ -75,9 +77,21 @@ def _with_searched_order(solution: Solution, request: SearchRequest) -> Solution
         options.limits(request.cluster),
         options.search_effort,
         may_move=not options.constraints,
+        others=[_equal_stages(solution, request)],
         deadline=request.deadline,
     )
     return with_step_bound(improved, request)
+
+
+def _equal_stages(solution: Solution, request: SearchRequest) -> tuple[StagePlan, ...]:
+    """Returns stages on the devices of a solution that take about equally long.
+
+    A named schedule may be fastest with unequal stages, as where its first or last ones wait least, and leave an order
+    of their actions nothing to gain.
+    """
+    groups = tuple(stage.devices for stage in solution.stages)
+    sizes = solution.minibatch_size, solution.microbatch_size
+    return balanced_decision(request.profiles, request.cluster, groups, solution.schedule, *sizes).stages
 
 
 def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:

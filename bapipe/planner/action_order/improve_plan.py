@@ -42,6 +42,7 @@ def improve_plan(
     effort: float,
     *,
     may_move: bool = True,
+    others: Sequence[tuple[StagePlan, ...]] = (),
     deadline: Deadline = UNLIMITED,
 ) -> Solution:
     """Returns the plan with the fastest order found for its stages or neighbouring ones; itself if none is faster.
@@ -53,6 +54,7 @@ def improve_plan(
         limits: the memory that each device may use, in bytes.
         effort: of the search for the plan's own stages; see `search_order`. Neighbouring partitions get a share each.
         may_move: whether layers may move between stages.
+        others: further stages on the same devices to try, as neighbours are.
         deadline: ends the search with the best order so far.
     """
     num_actions = sum(map(len, plan.table.order))
@@ -66,7 +68,7 @@ def improve_plan(
     while searches_left and not deadline.is_over:
         neighbours = [
             _Partition(stages, plan, profiles)
-            for stages in _neighbours(best.stages, profiles)
+            for stages in (*others, *_neighbours(best.stages, profiles))
             if stages not in searched
         ]
         # Each takes as long as a few simulations.

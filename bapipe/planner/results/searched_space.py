@@ -109,7 +109,7 @@ class ActionOrderSpace:
     """The orders of actions of the stages of the best plan for a named schedule, or of neighbouring stages.
 
     Attributes:
-        has_same_stages: whether the stages are those of the best plan for the named schedule.
+        has_same_stages: whether the stages are those of the best plan found for the named schedule.
         num_other_partitions: how many neighbouring partitions were searched too.
         named_bound_ns: no plan with a named schedule has a shorter step, with replicas if they are allowed.
     """
@@ -184,9 +184,10 @@ def in_words(space: SearchedSpace) -> str:
         case ThroughputSpace():
             return _throughput(space)
         case ActionOrderSpace():
-            origin = "the stages are" if space.has_same_stages else "the stages were made, a layer at a time, from"
+            made = "the stages were made, a layer at a time, from equally long ones or from"
+            origin = "the stages are" if space.has_same_stages else made
             return (
-                f"{ORDERS_OF_STAGES}; {origin} the best for {space.schedule}, chosen from "
+                f"{ORDERS_OF_STAGES}; {origin} the best found for {space.schedule}, chosen from "
                 f"{in_words(space.stages_from)}; orders were searched for {space.num_other_partitions} other cuts too"
             )
         case LinearizationsSpace():

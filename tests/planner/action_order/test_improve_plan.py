@@ -7,11 +7,13 @@ import pytest
 from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
+from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.planner.action_order.improve_plan import _neighbours, improve_plan
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.plan_step import solve_partition
+from bapipe.planner.plan_step import _with_searched_order, solve_partition
+from bapipe.planner.results.searched_space import in_words
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
 from bapipe.simulator.simulate import simulate, simulate_columns
@@ -59,6 +61,24 @@ def test_a_neighbour_that_fits_as_well_only_with_b_is_searched(left_bytes: int) 
     assert [stage.layers for stage in improved.stages] == [("l0",), ("l1", "l2"), ("l3",)]
     assert improved.prediction.step_ns <= better.prediction.step_ns
     assert improved.prediction.ranks[1].peak_bytes <= limits[1]
+
+
+def test_stages_that_take_equally_long_are_tried_too() -> None:
+    """No layer that moves alone leads there: the tensor at the cut in between takes a second."""
+    profile = chain([1] * 6)
+    (measured,) = profile.measurements
+    layers = (replace(figures, output_bytes=(10**9 * (i == 1),)) for i, figures in enumerate(measured.layers))
+    profile = replace(profile, measurements=(replace(measured, layers=tuple(layers)),))
+    slow = Bandwidth(bytes_per_s=10**9, latency_ns=0)
+    cluster = replace(devices(2), intra_host=slow, inter_host=slow)
+    options = PlanOptions(minibatch_size=4, num_stages=2, schedules=("1f1b",), replicas=False, search_effort=0.1)
+    request = SearchRequest(profiles={"a": profile}, cluster=cluster, options=options)
+    names = tuple(layer.name for layer in profile.layers)
+    start = with_layers(solve_partition(request), profile, names[:1], names[1:])
+    improved = _with_searched_order(start, request)
+    assert [stage.layers for stage in improved.stages] == [names[:3], names[3:]]
+    assert improved.prediction.step_ns < start.prediction.step_ns
+    assert "from equally long ones or from the best found for 1f1b" in in_words(improved.space)
 
 
 @pytest.mark.parametrize("size", [None, 1])
