@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMeans, scaled_mean
 from bapipe.equivalence.outcome import Loss
-from bapipe.equivalence.reached_state import KeptState
 from bapipe.errors import one_line
 from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.reached_state import KeptState
 
 
 class Means(NamedTuple):
@@ -148,7 +149,7 @@ class WeightsAhead:
     @contextmanager
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
-        state = KeptState(self._loss)
+        state = KeptState(self._loss, partial(state_restored, compares=False))
         reached = state.obstacle or self._changes
         self.obstacle = None if reached is None else f"reaches {reached}"
         self._are_over_all = []

@@ -88,6 +88,8 @@ def traced(
             microbatch_size=max_size,
         )
         result = Unchecked(reason=why_not)
+    if check and isinstance(result, Unchecked):
+        _log.warning("%s", result)
     if autocast is not None:
         model = _as_trained(model, inputs, leaf_modules, operator_layers, max_size, autocast)
     if any(layer.name == LOSS for layer in model.layers):

@@ -21,10 +21,13 @@ from bapipe.tracing.python_state import (
     copied,
     generator_states_of,
     hidden_tensors,
+    reached_by,
     restore_generator_states,
     same_value,
     set_attributes,
+    states_of_hooks,
 )
+from bapipe.tracing.reached_state import KeptState
 
 Result = TypeVar("Result")
 
@@ -37,6 +40,7 @@ class _StateBeforeForward:
     """The state that a micro-batch's first F started from: of the generators, what an F changes, and attributes.
 
     Attributes:
+        hooks: what those of the modules kept.
         tensors: buffers and frozen parameters, by name.
         inputs: those that the F has changed in place, by their place among all.
     """
@@ -46,6 +50,7 @@ class _StateBeforeForward:
     generators: GeneratorStates
     tensors: dict[str, Tensor]
     attributes: Attributes
+    hooks: list[KeptState]
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -53,10 +58,10 @@ class RecomputedStage(nn.Module):
     """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
     The second run draws the random numbers of the first, reads the values of inputs, buffers and frozen parameters, and
-    the Python attributes, from before the first, and writes to copies of them: dropout is the same, batch norm counts a
-    micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and attributes that are
-    not immutable are copied before each F. Other tensors are taken for constants; an F that writes to one later, or to
-    a large one in an attribute, is an error.
+    the Python attributes and what hooks keep, from before the first, and writes to copies of them: dropout is the same,
+    batch norm counts a micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and
+    attributes that are not immutable are copied before each F. Other tensors are taken for constants; an F that writes
+    to one later, or to a large one in an attribute, is an error.
 
     Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
     every group of weights in a W.
@@ -132,15 +137,20 @@ class RecomputedStage(nn.Module):
 
     def _state(self, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> _StateBeforeForward:
         """Returns the state now, whose attributes have `tensors`, or their copies `before`; both are by name."""
-        generators = generator_states_of(self.module)
+        generators, hooks = generator_states_of(self.module), states_of_hooks(self.module)
         same = (*self.module.modules(), *(generator for generator, _ in generators))
-        copies = {id(one): one for one in same} | {id(t): before.get(name, t) for name, t in tensors.items()}
+        copies = (
+            reached_by(hooks)
+            | {id(one): one for one in same}
+            | {id(t): before.get(name, t) for name, t in tensors.items()}
+        )
         return _StateBeforeForward(
             cpu_rng=torch.get_rng_state(),
             cuda_rng=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
             generators=generators,
             tensors=before,
             attributes=copied(attributes_of(self.module), copies),
+            hooks=hooks,
         )
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -166,18 +176,23 @@ class RecomputedStage(nn.Module):
         """In this context the module runs as it did in a micro-batch's first F."""
         state = self._before.pop(microbatch)
         attributes, generators = attributes_of(self.module), generator_states_of(self.module)
+        hooks = states_of_hooks(self.module)
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
             restore_generator_states(state.generators)
             set_attributes(state.attributes)
+            for kept in state.hooks:
+                kept.put_back()
             self._again = state
             try:
                 yield
             finally:
                 self._again = None
                 set_attributes(attributes)
+                for kept in hooks:
+                    kept.put_back()
                 restore_generator_states(generators)
 
 

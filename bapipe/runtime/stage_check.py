@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.outcome import Conditions, Microbatch, device_of, run_original
+from bapipe.equivalence.outcome import TRAINING, Conditions, Microbatch, device_of, run_original
 from bapipe.equivalence.stage_pass import NoTensor, Stage
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
@@ -114,7 +114,7 @@ def _faults(
 
 
 def _training_fault(parts: Split, inputs: Sequence[Tensor], plan: Plan, trained: Split | None) -> str | None:
-    result = _compare(parts, plan, inputs, Conditions())
+    result = _compare(parts, plan, inputs, TRAINING)
     if isinstance(result, Equivalence):
         _check_tied(parts, result.changed | result.changed_trained)
         _check_kept_values(parts, plan, inputs, result.changed)
@@ -152,7 +152,7 @@ def _pass_s(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> float:
 def _advice(parts: Split, plan: Plan, inputs: Sequence[Tensor], difference: str) -> str:
     recompute = any(stage.recompute for stage in plan.stages)
     known = hint(difference, recompute=recompute)
-    if known or not recompute or isinstance(_compare(parts, plan, inputs, Conditions(), recompute=False), Difference):
+    if known or not recompute or isinstance(_compare(parts, plan, inputs, TRAINING, recompute=False), Difference):
         return known
     return "; it does not if no stage recomputes, because a forward keeps values: plan without recomputation"
 
@@ -175,8 +175,8 @@ def _compare(
         for index in range(len(plan.stages))
     ]
     result = compare_stages(parts.model, stages, _weighted_sum, microbatches, conditions)
-    if isinstance(result, Unchecked):
-        _log.info("%s", result)
+    if isinstance(result, Unchecked):  # in other conditions it was compared without them, or need not be
+        _log.log(logging.WARNING if conditions == TRAINING else logging.INFO, "%s", result)
     return result
 
 

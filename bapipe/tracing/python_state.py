@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version
-from bapipe.tracing.torch_layers import written_class
+from bapipe.tracing.reached_state import KeptState
+from bapipe.tracing.torch_layers import calls_other_code
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
@@ -28,8 +30,9 @@ def state_restored(
 ) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    Attributes that are not immutable are replaced by copies meanwhile. What a forward changes outside of the module,
-    such as a global variable, is not undone. Yields copies of the values of tensors, by the tensor's id.
+    Attributes that are not immutable are replaced by copies meanwhile. What its hooks keep is put back. What else a
+    forward changes outside of the module, such as a global variable, is not undone. Yields copies of the values of
+    tensors, by the tensor's id.
 
     Args:
         parameters: whether to restore the values of parameters too, for which these are copied.
@@ -51,8 +54,10 @@ def state_restored(
     generators = generator_states_of(module)
     # What a graph module has beside tensors and generators is its graph and its code.
     changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
+    hooks = states_of_hooks(module)
     kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
-    copies: dict[int, Any] = {id(one): one for one in kept}  # lives as long as weak references to copies are needed
+    # It lives as long as weak references to copies are needed.
+    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(hooks)
     set_attributes(copied(changing, copies))
     try:
         yield {id(tensor): value for tensor, value, _ in values}
@@ -64,6 +69,8 @@ def state_restored(
                 registry.clear()
                 registry.update(entries)
         restore_generator_states(generators)
+        for state in hooks:
+            state.put_back()
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
@@ -200,9 +207,25 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
     return getattr(value, "__dict__", {}).items()
 
 
+def states_of_hooks(module: nn.Module) -> list[KeptState]:
+    """Returns what the hooks of a module and its parts keep now, each as far as it can be followed.
+
+    That is beside the module's parameters and buffers.
+    """
+    hooks = {id(hook): hook for part in module.modules() for hook in hooks_of(part)}
+    tensors = (*module.parameters(), *module.buffers()) if hooks else ()
+    return [KeptState(hook, known=tensors) for hook in hooks.values()]
+
+
+def reached_by(states: Iterable[KeptState]) -> dict[int, Any]:
+    """Returns the objects that code reaches, by id: they are changed in place and put back, not copied."""
+    return {number: one for state in states for number, one in state.followed.items()}
+
+
 def attributes_of(module: nn.Module) -> Attributes:
-    """Returns the attributes of the modules that are not torch's own."""
-    own_code = (part for part in module.modules() if not written_class(part).__module__.startswith("torch."))
+    """Returns the attributes of the modules whose calls run other code than torch's own."""
+    graphs = (fx.GraphModule, torch.jit.ScriptModule)
+    own_code = (part for part in module.modules() if not isinstance(part, graphs) and calls_other_code(part))
     return [(part, plain_attributes(part)) for part in own_code]
 
 

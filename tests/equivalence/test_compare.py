@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bapipe.equivalence.check import Equivalence, compare_split, example_microbatches
 from bapipe.equivalence.compare import _shaken, mismatches, perturbed
@@ -97,10 +97,13 @@ def test_numbers_that_grow_or_fall_with_every_micro_batch_are_counters() -> None
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_original_runs_with_gradients_only_if_it_trains(trains: bool) -> None:
     seen: list[bool] = []
-    module = nn.Linear(2, 1)
-    module.register_forward_hook(lambda *given: seen.append(given[2].requires_grad))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.requires_grad)
+        return nn.functional.mse_loss(output, target)
+
     batches = [Microbatch(inputs=(torch.ones(3, 2),), target=torch.zeros(3, 1))]
-    run_original(module, nn.functional.mse_loss, batches, replace(TRAINING, trains=trains))
+    run_original(nn.Linear(2, 1), loss, batches, replace(TRAINING, trains=trains))
     assert seen == [trains]
 
 

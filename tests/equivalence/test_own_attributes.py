@@ -89,6 +89,26 @@ def test_a_loss_sees_the_attributes_of_the_last_stage(cut: str, equal: bool) -> 
     assert isinstance(compared(module, cut, loss), Equivalence if equal else Difference)
 
 
+class Counts:
+    """A hook of several layers that scales what they give by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * self.calls
+
+
+@pytest.mark.parametrize(("cut", "equal"), [("leaves", False), ("head", True)])
+def test_layers_whose_hooks_share_what_they_keep_must_be_in_one_stage(cut: str, equal: bool) -> None:
+    module, counts = Talks(), Counts()
+    module.a.register_forward_hook(counts)
+    module.b.register_forward_hook(counts)
+    assert isinstance(compared(module, cut), Equivalence if equal else Difference)
+    assert counts.calls == 0
+
+
 def test_copies_of_attributes_are_as_many_as_the_attributes() -> None:
     module = Talks()
     kept = copied(attributes_of(module), {})

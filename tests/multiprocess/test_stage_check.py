@@ -61,6 +61,22 @@ def test_stages_that_lose_a_gradient_are_refused_before_training(monkeypatch: py
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_module_that_does_not_repeat_itself_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_stages(monkeypatch)
+    module, drawn = Detaches(), iter(range(1, 1000))
+    module.a.register_forward_hook(lambda *given: given[2] * next(drawn))  # nobody can put an iterator back
+    build(module)
+    assert [(record.levelname, record.message) for record in caplog.records if "compared" in record.message] == [
+        (
+            "WARNING",
+            "the split model was not compared with the original: its loss on the same samples differs from run to run",
+        )
+    ]
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("kind", "pass_s", "refused"), [("cuda", 9.0, False), ("cuda", 0.1, True), ("cpu", 9.0, True)])
 def test_gpus_do_not_wait_long_for_the_cpu(
     kind: str, pass_s: float, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

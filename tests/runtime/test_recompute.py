@@ -101,3 +101,21 @@ def test_a_stage_that_recomputes_some_layers_keeps_no_more_than_the_simulator_co
     stage.recompute()
     (got,) = torch.autograd.grad(y.sum(), [weight])
     assert torch.equal(got, want)
+
+
+def test_what_a_hook_keeps_changes_once_in_a_forward_that_is_recomputed() -> None:
+    calls: list[int] = []
+
+    def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return output * len(calls)
+
+    module, x = nn.Linear(3, 3), torch.ones(2, 3)
+    module.register_forward_hook(hook)
+    stage = RecomputedStage(module, torch.device("cpu"))
+    outputs = [stage.first(m, lambda: stage(x)) for m in range(2)]
+    assert torch.equal(outputs[1], 2 * outputs[0])
+    for m in range(2):
+        with stage.recomputing(m):
+            assert torch.equal(stage(x), outputs[m])
+        assert calls == [0, 1]

@@ -82,6 +82,73 @@ def test_everything_that_a_forward_changes_is_undone() -> None:
     assert not module.linear._forward_hooks
 
 
+class Counts:
+    """A hook that scales what a layer gives by the number of its calls."""
+
+    def __init__(self) -> None:
+        self.calls, self.values, self.sum = 0, list[float](), torch.zeros(())
+
+    def __call__(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls += 1
+        self.values.append(self.calls)
+        self.sum += 1
+        return output * (1 + 0.01 * self.calls) + self.sum
+
+
+class CountsItself(nn.Module):
+    """Has a hook that is its own method, and one that keeps numbers in its closure; both share an object with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.counts = nn.Linear(3, 3), 0, {"calls": 0}
+        counts, num = self.counts, 0
+
+        def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            nonlocal num
+            num += 1
+            counts["calls"] += 1
+            return output * num
+
+        self.layer.register_forward_hook(hook)
+        self.layer.register_forward_hook(self.count)
+
+    def count(self, module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * self.calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * self.counts["calls"]
+
+
+def test_what_hooks_keep_is_undone() -> None:
+    layer, counts, x = nn.Linear(3, 3), Counts(), torch.ones(2, 3)
+    values = counts.values
+    layer.register_forward_hook(counts)
+    with state_restored(layer):
+        first = layer(x)
+        assert not torch.equal(layer(x), first)
+    with state_restored(layer):
+        assert torch.equal(layer(x), first)
+    assert (counts.calls, counts.values, counts.sum.item()) == (0, [], 0)
+    assert counts.values is values
+
+
+@pytest.mark.parametrize("part", ["", "layer"])
+def test_what_hooks_keep_in_a_closure_or_their_module_is_undone(part: str) -> None:
+    """Also if the module is no part of the one that runs, as where a stage has one of its layers only."""
+    module, x = CountsItself(), torch.ones(2, 3)
+    counts = module.counts
+    with state_restored(module.get_submodule(part)):
+        first = module(x)
+        assert torch.equal(module(x), 2**3 * first)
+    with state_restored(module.get_submodule(part)):
+        assert torch.equal(module(x), first)
+    assert module.calls == 0
+    assert module.counts is counts
+    assert counts == {"calls": 0}
+
+
 def test_state_is_undone_after_an_error_too() -> None:
     module = Remembers()
     with pytest.raises(RuntimeError), state_restored(module):

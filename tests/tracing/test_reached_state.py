@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.equivalence.reached_state import KeptState
+from bapipe.tracing import reached_state
+from bapipe.tracing.python_state import state_restored
 
+KeptState = partial(reached_state.KeptState, module_restored=state_restored)
 CLASSES = 4
 NOTED: list[float] = []
 SETTINGS, OPTIONS, MANY = Namespace(smoothing=0.1), {"smoothing": 0.1}, {i: Namespace() for i in range(1001)}

@@ -4,7 +4,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 
 from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version, version_kept
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import names_in
 from bapipe.tracing.torch_layers import is_of_torch
 
@@ -58,18 +57,30 @@ class KeptState:
     much would take too long.
 
     Attributes:
-        obstacle: what it reaches of these, in words; None if nothing.
+        obstacle: what it reaches of these, in words; None if nothing. What is met after it is not followed.
+        followed: the objects that it reaches, and those known before, by id.
     """
 
-    def __init__(self, code: object) -> None:
+    def __init__(
+        self,
+        code: object,
+        module_restored: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
+        known: Iterable[object] = (),
+    ) -> None:
+        """`known` are objects that others put back.
+
+        `module_restored` returns the context that `restored` enters for a module that the code reaches. By default a
+        module is followed as other objects are, without its parameters, buffers and parts.
+        """
         self.obstacle: str | None = None
+        self.followed: dict[int, object] = {id(one): one for one in known}
+        self._module_restored = module_restored
         self._names: set[str] = set()  # of attributes, in the code followed
         self._objects: list[object] = []
         self._loggers: list[Logger] = []
-        self._modules: list[nn.Module] = []
+        self._contexts: list[Callable[[], AbstractContextManager[object]]] = []  # of modules
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []  # (one, its version, its value if it is small)
         self._restores: list[Callable[[], object]] = []
-        self._seen: set[int] = set()
         self._num_followed, self._num_bytes = 0, 0
         try:
             self._follow(code)
@@ -79,17 +90,21 @@ class KeptState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """In this context the code may be called; afterwards its state is as it was when this was made.
+        """In this context the code may be called; afterwards its state is put back.
 
         A tensor that is too large to have been copied, and has changed, is an obstacle from then on.
         """
         with ExitStack() as stack:
-            for module in self._modules:
-                stack.enter_context(state_restored(module, compares=False))
+            for context_of_module in self._contexts:
+                stack.enter_context(context_of_module())
             for logger in self._loggers:
                 stack.callback(setattr, logger, "disabled", logger.disabled)
                 logger.disabled = True  # it would note each call twice
             yield
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Gives all but modules with contexts of their own the state that they had when this was made."""
         for restore in self._restores:
             restore()
         with torch.no_grad():
@@ -111,9 +126,9 @@ class KeptState:
             self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
 
     def _follow_one(self, one: Any) -> None:
-        if isinstance(one, _CONSTANTS) or id(one) in self._seen or self.obstacle is not None:
+        if isinstance(one, _CONSTANTS) or id(one) in self.followed or self.obstacle is not None:
             return
-        self._seen.add(id(one))
+        self.followed[id(one)] = one
         self._num_followed += not isinstance(one, Tensor)
         if self._num_followed > _MAX_ITEMS:
             self._meet(f"more than {_MAX_ITEMS:,} objects")
@@ -195,7 +210,8 @@ class KeptState:
 
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
-        is_of_python = not isinstance(one, type | ModuleType) and any(map(_is_of_a_library, _modules_of(type(one))))
+        has_classes_of_the_user = isinstance(one, type | ModuleType | nn.Module)
+        is_of_python = not has_classes_of_the_user and any(map(_is_of_a_library, _modules_of(type(one))))
         return (
             name in self._names
             or is_of_python
@@ -211,11 +227,15 @@ class KeptState:
         self._tensors.append((tensor, version(tensor), tensor.detach().clone() if is_small else None))
 
     def _follow_module(self, module: nn.Module) -> None:
+        if self._module_restored is None:
+            self._objects.append(module)
+            self._follow(type(module))
+            return
         parts = list(module.modules())
         self._follow_all(hook for part in parts for hook in hooks_of(part))
         own = [part for part in parts if not is_of_torch(part)]
         if own:  # those of torch.nn that losses use keep no state
-            self._modules.append(module)
+            self._contexts.append(partial(self._module_restored, module))
             if not _holds_little(module):
                 self._meet(f"a module of type {type(module).__name__}, which holds much")
         for part in own:
