@@ -116,7 +116,12 @@ def compare_split(
 
     The module's values, gradients and attributes are afterwards what they were.
     """
-    return _compare(model, lambda: run_finest_stages(model, loss, microbatches), loss, microbatches)
+
+    def run(original: Outcome) -> tuple[Sequence[Stage], Outcome]:
+        seen = replace(model, changed=_changed(model.root, original))
+        return run_finest_stages(seen, loss, microbatches)
+
+    return _compare(model, run, loss, microbatches)
 
 
 def compare_stages(
@@ -129,7 +134,7 @@ def compare_stages(
     """Compares stages, each as it runs in a plan, with the model's own code, as `compare_split`."""
     return _compare(
         model,
-        lambda: (stages, run_stages(model, stages, loss, microbatches, conditions)),
+        lambda _: (stages, run_stages(model, stages, loss, microbatches, conditions)),
         loss,
         microbatches,
         conditions,
@@ -138,12 +143,12 @@ def compare_stages(
 
 def _compare(
     model: TracedModel,
-    run: Callable[[], tuple[Sequence[Stage], Outcome]],
+    run: Callable[[Outcome], tuple[Sequence[Stage], Outcome]],
     loss: Loss,
     microbatches: Sequence[Microbatch],
     conditions: Conditions = TRAINING,
 ) -> Equivalence | Unchecked | Difference:
-    """Compares the original with stages that `run` returns, with their outcome."""
+    """Compares the original with stages that `run` returns of its outcome, with theirs."""
     try:
         original = run_original(model.root, loss, microbatches, conditions)
     except Exception as error:  # whatever the model's own code raises
@@ -151,7 +156,7 @@ def _compare(
     if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):
         return Unchecked(reason=f"some of its gradients are not finite in {dtype_name(conditions.autocast)}")
     try:
-        stages, split = run()
+        stages, split = run(original)
     except StageFailed as error:
         if is_out_of_memory(error.cause):
             return Unchecked(reason="there is not enough memory for two micro-batches")
@@ -171,21 +176,25 @@ def _compare(
 
 
 def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
-    buffers = dict(model.root.named_buffers())
-    constant = {name: value for name, value in model.root.named_parameters() if not value.requires_grad}
-    changed = frozenset(
-        name
-        for name, value in (*buffers.items(), *constant.items())
-        if name in original.state and not torch.equal(original.state[name], value)
-    )
+    changed = _changed(model.root, original)
     return Equivalence(
         num_stages=len(stages),
         num_gradients=len(original.gradients),
-        num_buffers=len(changed & set(buffers)),
+        num_buffers=len(changed.intersection(name for name, _ in model.root.named_buffers())),
         changed=changed,
         changed_trained=frozenset(
             n for n, p in model.root.named_parameters() if p.requires_grad and n in original.state
         ),
+    )
+
+
+def _changed(root: nn.Module, original: Outcome) -> frozenset[str]:
+    """Returns the names of the buffers, and of the parameters without gradients, that training passes have changed."""
+    constant = ((name, value) for name, value in root.named_parameters() if not value.requires_grad)
+    return frozenset(
+        name
+        for name, value in (*root.named_buffers(), *constant)
+        if name in original.state and not torch.equal(original.state[name], value)
     )
 
 
@@ -239,7 +248,8 @@ def trace_checked(
             )
         result = compare_split(model, loss, microbatches)
         if not isinstance(result, Difference):
-            return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}), result
+            changed = result.changed if isinstance(result, Equivalence) else None
+            return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}, changed=changed), result
         larger = _next_leaves(model, result.code)
         if not larger:
             raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")

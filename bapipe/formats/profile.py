@@ -49,6 +49,9 @@ HALVED = "input_and_weight_gradient"
 ONE_LAYER = "one_layer"
 """Key in `environment`: modules that are one layer although nobody asked for it, by path, and why."""
 
+SHARED_BUFFERS = "shared_buffers"
+"""Key in `environment`: the buffers that training may change and that several layers use, which no cut may part."""
+
 
 class DeviceKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The hardware of a profile; a cluster's devices refer to it by `kind`.

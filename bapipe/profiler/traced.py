@@ -13,9 +13,9 @@ from bapipe.equivalence.losses import loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
-from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER
+from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER, SHARED_BUFFERS
 from bapipe.profiler.prepare import fits_on_device
-from bapipe.tracing.changing_state import layers_that_keep_values
+from bapipe.tracing.changing_state import layers_that_keep_values, shared_changing_buffers
 from bapipe.tracing.layers import trace
 from bapipe.tracing.model import TracedModel
 
@@ -102,6 +102,8 @@ def traced(
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
     notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
+    shared = shared_changing_buffers(model)
+    notes |= {SHARED_BUFFERS: {name: list(layers) for name, layers in shared.items()}} if shared else {}
     return TracedForProfile(model=model, notes=notes, keep_values=keep_values)
 
 
@@ -143,4 +145,4 @@ def _as_trained(
         return model
     if [layer.name for layer in found.layers] != [layer.name for layer in model.layers]:
         return model
-    return replace(found, leaf_reasons=model.leaf_reasons)
+    return replace(found, leaf_reasons=model.leaf_reasons, changed=model.changed)

@@ -14,6 +14,7 @@ from bapipe.formats.profile import (
     HOST_OVER_DEVICE,
     LOSS_OVER_PARTS,
     ONE_LAYER,
+    SHARED_BUFFERS,
     ModelProfile,
     has_host_times,
 )
@@ -44,6 +45,11 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     one_layer = profile.environment.get(ONE_LAYER)
     for path, reason in one_layer.items() if isinstance(one_layer, dict) else ():
         yield printable(f"'{path}' is one layer: {reason}", MAX_LINE)
+    shared = profile.environment.get(SHARED_BUFFERS)
+    for name, layers in shared.items() if isinstance(shared, dict) else ():
+        if isinstance(layers, list) and layers:
+            what = f"'{layers[0]}' to '{layers[-1]}' stay in one stage: {len(layers)} layers use the buffer '{name}'"
+            yield printable(f"{what}, which training may change; a module for each of them has its own", MAX_LINE)
     largest = max(profile.measurements, key=lambda m: m.microbatch_size)
     title = f"layers, micro-batches of {largest.microbatch_size}: times in ms, sizes in MiB"
     heads = "F>", "I>", "W>", "B>", "± %>", "update>", "params>", "stash>", "for W>", "output>"

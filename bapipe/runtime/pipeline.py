@@ -38,6 +38,7 @@ from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.settings_check import check_optimizers, check_settings
+from bapipe.runtime.shared_buffers import SharedBuffers
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.runtime.tensor_changes import TensorVersions
@@ -161,6 +162,7 @@ class Pipeline:
             )
         self._split, self._fault_of_one = cut.trained, cut.fault_of_one
         self._traced_numbers = TracedNumbers(self._split.model)
+        self._shared_buffers = SharedBuffers(self._split, self.stages)
 
         warn_of_unlike_values(module, group)
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
@@ -321,6 +323,7 @@ class Pipeline:
         self._clock.restart()
         self._start = self._clock.stamp()
         self._optimizers.zero_grad()
+        self._shared_buffers.begin()
         for replicas in self._replicas.values():
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
@@ -329,6 +332,7 @@ class Pipeline:
         with tf32(allowed), all_generators_restored(self._device):
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._written_by_forwards |= weights.written()
+        self._shared_buffers.finish()
         self._rng.step += 1
         self._update()
         if loss is None:

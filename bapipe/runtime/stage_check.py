@@ -27,7 +27,7 @@ from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embed
 from bapipe.tracing.model import layer_states, state_names
 from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.stage_module import stage_module
-from bapipe.tracing.stages import Split
+from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffers
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def _as_planned(
 
 
 def _check_tied(parts: Split, changed: Collection[str]) -> None:
-    """Raises InvalidModel if a forward of one stage changes a parameter that others use; `changed` are known to be."""
+    """Raises InvalidModel if one stage changes a parameter or buffer that others use; `changed` are known to change."""
     names = state_names(parts.model.root)
     limited = {id(parameter) for parameter in limited_embeddings(parts.model.root)}
     for tied in parts.tied:
@@ -210,6 +210,9 @@ def _check_tied(parts: Split, changed: Collection[str]) -> None:
                 f"'{tied.name}' is used in stages {', '.join(map(str, tied.stages))}, and a forward of one of them "
                 "changes it, which the others do not see: layers that share such a parameter must share a stage"
             )
+    for name, (buffer, stages) in shared_buffers(parts).items():
+        if not set(names[id(buffer)]).isdisjoint(changed):
+            raise InvalidModel(changing_buffer_in_words(name, stages))
 
 
 def _check_kept_values(parts: Split, plan: Plan, inputs: Sequence[Tensor], changed: Collection[str]) -> None:

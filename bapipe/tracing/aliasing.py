@@ -1,16 +1,16 @@
 """Finds which operators of a graph write to their inputs, and which return memory of their inputs (views)."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from bapipe.torch_private.modules import NormBase
 from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
-from bapipe.tracing.model import TracedModel
+from bapipe.tracing.model import TracedModel, attribute
 from bapipe.tracing.reached import reached
 from bapipe.tracing.torch_layers import calls_other_code
 
@@ -179,25 +179,38 @@ def writers(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:
                     yield node, tensor
 
 
-def changes_buffers(model: TracedModel, layer: str) -> bool:
-    """Returns whether training may change a buffer of a layer; True for modules from outside torch with buffers."""
-    for node, name in model.layer_of.items():
-        if name != layer:
-            continue
-        if node.op == "call_module":
-            parts = model.module.get_submodule(str(node.target)).modules()
-            if any(_module_changes_buffers(part) for part in parts):
-                return True
-        elif _is_batch_norm(node) or any(t.op == "get_attr" for t in _written_inputs(model.module, node)):
-            return True
-    return False
+def written_buffers(model: TracedModel) -> dict[int, Tensor]:
+    """Returns the buffers that operators of torch change while the model trains, by id."""
+    return _buffers_of(model, _written_by)
 
 
-def _module_changes_buffers(module: nn.Module) -> bool:
-    if next(module.buffers(recurse=False), None) is None:
-        return False
-    # The old spectral norm is a hook, the new one a module; other modules of torch but norms leave theirs alone.
-    return calls_other_code(module) or isinstance(module, NormBase) or type(module).__name__ == "_SpectralNorm"
+def buffers_of_other_code(model: TracedModel) -> dict[int, Tensor]:
+    """Returns the buffers that code from outside torch may change: those of the modules that it belongs to, by id."""
+    return _buffers_of(model, _reached_by_other_code)
+
+
+def _buffers_of(model: TracedModel, found: Callable[[fx.GraphModule, fx.Node], Iterator[object]]) -> dict[int, Tensor]:
+    every = (one for node in model.layer_of for one in found(model.module, node))
+    return {id(one): one for one in every if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)}
+
+
+def _written_by(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
+    if node.op == "call_module":
+        for part in module.get_submodule(str(node.target)).modules():
+            # No other module of torch changes its buffers; the old spectral norm is a hook.
+            if isinstance(part, NormBase) or type(part).__name__ == "_SpectralNorm":
+                yield from part.buffers(recurse=False)
+        return
+    for tensor in node.all_input_nodes if _is_batch_norm(node) else _written_inputs(module, node):
+        if tensor.op == "get_attr":
+            yield attribute(module, str(tensor.target))
+
+
+def _reached_by_other_code(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        if any(map(calls_other_code, called.modules())):
+            yield from called.buffers()
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
 from bapipe.tracing.model import TracedModel, attribute, layer_states, state_names
 from bapipe.tracing.python_state import generators_kept, values_restored
 
@@ -59,19 +59,33 @@ def inseparable_layers(model: TracedModel) -> list[tuple[str, ...]]:
         for hazard in model.hazards
         if hazard.forbids(place[hazard.reader], place[hazard.writer])
     }
-    return [*_layers_with_same_changing_buffer(model), *sorted(changes)]
+    return [*sorted(set(shared_changing_buffers(model).values())), *sorted(changes)]
+
+
+def shared_changing_buffers(model: TracedModel) -> dict[str, tuple[str, ...]]:
+    """Returns the layers of each buffer that several use and that training changes, by the buffer's name.
+
+    Of the buffers that code from outside torch may change these are the ones that it was seen to change, if it was run
+    for that; else all.
+    """
+    names = state_names(model.root)
+    changing = written_buffers(model).keys() | {
+        number
+        for number in buffers_of_other_code(model)
+        if model.changed is None or not model.changed.isdisjoint(names.get(number, ()))
+    }
+    users: dict[int, tuple[str, list[str]]] = {}
+    for layer, state in layer_states(model).items():
+        for number, name in {id(tensor): name for name, tensor in state.items() if id(tensor) in changing}.items():
+            users.setdefault(number, (name, []))[1].append(layer)
+    return {name: tuple(layers) for name, layers in users.values() if len(layers) > 1}
 
 
 def changing_buffers(model: TracedModel) -> frozenset[str]:
-    """Returns all names of the buffers that training may change: those of layers that may change one."""
-    names, states = state_names(model.root), layer_states(model)
+    """Returns all names of the buffers that training may change."""
+    names = state_names(model.root)
     return frozenset(
-        name
-        for layer, state in states.items()
-        if changes_buffers(model, layer)
-        for tensor in state.values()
-        if not isinstance(tensor, nn.Parameter)
-        for name in names.get(id(tensor), ())
+        name for number in written_buffers(model) | buffers_of_other_code(model) for name in names.get(number, ())
     )
 
 
@@ -90,14 +104,3 @@ def layers_with_own_generators(model: TracedModel) -> frozenset[str]:
         )
     }
     return frozenset(holding)
-
-
-def _layers_with_same_changing_buffer(model: TracedModel) -> list[tuple[str, ...]]:
-    """Returns the layers of each buffer that several use and that training may change."""
-    users: dict[int, list[str]] = {}
-    for layer, state in layer_states(model).items():
-        for tensor in state.values():
-            if not isinstance(tensor, nn.Parameter):
-                users.setdefault(id(tensor), []).append(layer)
-    shared = (tuple(layers) for layers in users.values() if len(layers) > 1)
-    return sorted({layers for layers in shared if any(changes_buffers(model, layer) for layer in layers)})

@@ -1,6 +1,6 @@
 """Cuts a traced model into stages: the tensors that each stage receives, loads and sends, and their shapes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from bapipe.errors import InvalidModel, first_line
 from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
-from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract
-from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.model import TracedModel, layer_states, state_names
 from bapipe.tracing.python_random import all_generators_restored, generators_restored
 from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.results import no_tensor
@@ -134,25 +134,46 @@ def _check_hazards(model: TracedModel, stage_of: Mapping[str, int]) -> None:
 
 
 def _tied_parameters(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[TiedParameter, ...]:
-    """Returns the parameters of several stages; refuses a shared buffer that training changes."""
+    """Returns the parameters of several stages; refuses a shared buffer that operators of torch change."""
+    tied, written = [], written_buffers(model)
+    for name, tensor, stages in _shared_state(model, stage_of):
+        if isinstance(tensor, nn.Parameter):
+            tied.append(TiedParameter(name=name, parameter=tensor, stages=stages))
+        elif id(tensor) in written:
+            raise InvalidModel(changing_buffer_in_words(name, stages))
+    return tuple(tied)
+
+
+def changing_buffer_in_words(name: str, stages: Sequence[int]) -> str:
+    """Returns why stages cannot share a buffer that one of them changes."""
+    return (
+        f"buffer '{name}' is used in stages {', '.join(map(str, stages))}, and training changes it, which the others "
+        "do not see: layers that share such a buffer must share a stage, or have modules of their own"
+    )
+
+
+def shared_buffers(parts: Split) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Returns the module's buffers that several stages use, and that code from outside torch may change, by name.
+
+    Each comes with these stages. They are taken for constants, such as the tables of one rotary embedding that all
+    blocks call.
+    """
+    stage_of = {layer: s for s, stage in enumerate(parts.stages) for layer in stage.layers}
+    names, of_other_code = state_names(parts.model.root), buffers_of_other_code(parts.model)
+    shared = _shared_state(parts.model, stage_of)
+    return {names[id(t)][0]: (t, stages) for _, t, stages in shared if id(t) in names and id(t) in of_other_code}
+
+
+def _shared_state(model: TracedModel, stage_of: Mapping[str, int]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yields (name, tensor, stages) of each parameter and buffer that several stages use."""
     used: dict[int, list[tuple[str, str, Tensor]]] = {}
     for layer, state in layer_states(model).items():
         for name, tensor in state.items():
             used.setdefault(id(tensor), []).append((layer, name, tensor))
-    tied = []
     for users in used.values():
         stages = tuple(sorted({stage_of[layer] for layer, _, _ in users}))
-        layer, name, tensor = users[0]
-        if len(stages) == 1:
-            continue
-        if isinstance(tensor, nn.Parameter):
-            tied.append(TiedParameter(name=name, parameter=tensor, stages=stages))
-        elif any(changes_buffers(model, user) for user, _, _ in users):
-            raise InvalidModel(
-                f"buffer '{name}' is used by layers '{layer}' and '{users[-1][0]}' in stages {stages[0]} and "
-                f"{stages[-1]}, and training may change it: layers that share such a buffer must share a stage"
-            )
-    return tuple(tied)
+        if len(stages) > 1:
+            yield users[0][1], users[0][2], stages
 
 
 def stages_of(model: TracedModel, stage_of: Mapping[str, int]) -> tuple[StageTensors, ...]:

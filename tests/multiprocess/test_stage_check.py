@@ -277,3 +277,68 @@ def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.join()
     assert errors[0] == errors[1]
+
+
+class Table(nn.Module):
+    """Scales by a buffer, which its forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((6,), 2.0))
+        self.scale: Tensor
+        self.changes = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes == "values":
+            self.scale.mul_(0.5)
+        if self.changes == "tensor":
+            self.scale = self.scale * 0.5
+        return x * self.scale.clone() if x.detach().sum().item() < 1e9 else x
+
+
+class OneTable(nn.Module):
+    """Two layers that share a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.table = nn.Linear(6, 6), nn.Linear(6, 5), Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.table(self.a(self.table(x))))
+        return y
+
+
+def with_one_table(changes: str, **options: Any) -> tuple[OneTable, Pipeline]:
+    module = OneTable()
+    module.table.changes = changes
+    plan = make_plan(["table", "a", "table#2", "b"], (1,), (0, 0), ORDER, 2, 1)
+    return module, Pipeline(module, plan, loss=cross_entropy, inputs=[X], **options)
+
+
+SHARED = (
+    r"^buffer 'table\.scale' is used in stages 0, 1, and training changes it, which the others do not see: layers that "
+    "share such a buffer must share a stage, or have modules of their own$"
+)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("changes", ["values", "tensor"])
+def test_stages_may_share_a_buffer_until_a_forward_changes_it(changes: str) -> None:
+    target = torch.tensor([0, 3])
+    module, pipeline = with_one_table("")
+    loss = cross_entropy(module(X), target)
+    assert pipeline.step(X, target=target) == loss.item()
+    assert pipeline.step(X, target=target) is not None
+    module.table.changes = changes
+    with pytest.raises(InvalidModel, match=SHARED):
+        pipeline.step(X, target=target)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("changes", ["values", "tensor"])
+def test_stages_that_share_a_buffer_that_changes_are_refused(changes: str) -> None:
+    with pytest.raises(InvalidModel, match=SHARED):
+        with_one_table(changes)
+    _, unchecked = with_one_table(changes, check=False)
+    with pytest.raises(InvalidModel, match=SHARED):
+        unchecked.step(X, target=torch.tensor([0, 3]))

@@ -77,3 +77,48 @@ def test_layers_that_change_one_buffer_share_a_stage() -> None:
     assert [layers(made)[name][0].shares for name in norms] == [(norms[1],), (norms[0],)]
     plan = bapipe.plan(made, 2, minibatch_size=8, num_stages=2, replicas=False)
     assert {sum(name in stage.layers for name in norms) for stage in plan.stages} == {0, 2}
+
+
+class Table(nn.Module):
+    """Scales by a buffer that its forwards leave alone, or change."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(5))
+        self.scale: Tensor
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
+            self.scale.mul_(1.5)
+        return x * self.scale.clone() if x.detach().sum().item() < 1e9 else x
+
+
+class OneTable(nn.Module):
+    """All layers share a table, as the blocks of some transformers share their rotary embedding."""
+
+    def __init__(self, *, changes: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.table = nn.Linear(5, 5), nn.Linear(5, 5), Table(changes=changes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.table(self.a(self.table(x))))
+        return y
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_shared_buffer_ties_layers_if_forwards_change_it(changes: bool) -> None:
+    made = profile(OneTable(changes=changes), 5, sizes=(2,))
+    shared = {"table.scale": ["table", "table#2"]} if changes else None
+    assert made.environment.get("shared_buffers") == shared
+    assert {layer.name: layer.shares for layer in made.layers if layer.shares} == (
+        {"table": ("table#2",), "table#2": ("table",)} if changes else {}
+    )
+    if changes:
+        with pytest.raises(
+            bapipe.BapipeError,
+            match=r"^'table' and 'table#2' are in different stages, but share a buffer that training may change, or ",
+        ):
+            bapipe.make(made, 2, minibatch_size=4, microbatch_size=2, cuts=[2])
+    else:
+        assert bapipe.make(made, 2, minibatch_size=4, microbatch_size=2, cuts=[2])

@@ -18,7 +18,7 @@ from bapipe.explorer.pages import plan_page, profile_page
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import decode_as, encode
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import EQUIVALENCE, LOSS_OVER_PARTS, ONE_LAYER, ModelProfile
+from bapipe.formats.profile import EQUIVALENCE, LOSS_OVER_PARTS, ONE_LAYER, SHARED_BUFFERS, ModelProfile
 from bapipe.planner.plan import plan
 from bapipe.printable import printable
 from bapipe.report import encode_trace, gantt, render_cluster, render_comparison, render_plan, render_profile
@@ -50,7 +50,7 @@ def named(request: pytest.FixtureRequest) -> tuple[ModelProfile, Cluster, Plan]:
     text = encode(tame).decode()
     for name in (*names, *(tensor for layer in tame.layers for tensor in layer.outputs)):
         text = text.replace(f'"{name}"', msgspec.json.encode(name + bad).decode())
-    notes = {EQUIVALENCE: bad, LOSS_OVER_PARTS: bad, ONE_LAYER: {bad: bad}, bad: bad}
+    notes = {EQUIVALENCE: bad, LOSS_OVER_PARTS: bad, ONE_LAYER: {bad: bad}, SHARED_BUFFERS: {bad: [bad]}, bad: bad}
     profile = msgspec.structs.replace(
         decode_as(text.encode(), ModelProfile),
         model=bad,

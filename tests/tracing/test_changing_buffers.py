@@ -1,13 +1,15 @@
-"""Which layers change their buffers while they train, whoever wrote them."""
+"""Which buffers change while a model trains, whoever wrote its layers, and which layers share a stage for them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from bapipe.tracing.aliasing import changes_buffers
+from bapipe.tracing.aliasing import written_buffers
+from bapipe.tracing.changing_state import changing_buffers, inseparable_layers, shared_changing_buffers
 from bapipe.tracing.layers import trace
 
 
@@ -22,6 +24,20 @@ class Counted(nn.Linear):
         with torch.no_grad():
             self.n.add_(1)
         return super().forward(x)
+
+
+class Writes(nn.Module):
+    """A layer that writes to a buffer of a part that has no code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = nn.Module()
+        self.holder.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.holder.get_buffer("n")
+        n.add_(1)
+        return x * n.item()
 
 
 def hooked() -> nn.Module:
@@ -41,16 +57,46 @@ def hooked() -> nn.Module:
         (lambda: parametrizations.spectral_norm(nn.Linear(8, 8)), True),
         (lambda: nn.utils.spectral_norm(nn.Linear(8, 8)), True),
         (Counted, True),
+        (Writes, True),
         (lambda: parametrizations.weight_norm(Counted()), True),
         (lambda: parametrizations.weight_norm(nn.BatchNorm1d(8)), True),
         (hooked, True),
     ],
 )
-def test_layers_that_change_their_buffers(made: Callable[[], nn.Module], changes: bool) -> None:
+def test_buffers_that_training_changes(made: Callable[[], nn.Module], changes: bool) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), made())
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    traced = trace(model, (torch.randn(3, 8),))
+    traced = trace(model, (torch.randn(3, 8),), leaf_modules=["1"])
     model(torch.randn(3, 8))
-    assert any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers()) == changes
-    assert [changes_buffers(traced, layer.name) for layer in traced.layers] == [False, changes]
+    changed = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert changed <= changing_buffers(traced)
+    assert bool(changing_buffers(traced)) == bool(changed) == changes
+
+
+class Twice(nn.Module):
+    """Calls a module before and after another one."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.other = shared, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.shared(self.other(self.shared(x)))
+        return y
+
+
+def test_of_the_buffers_of_other_code_those_bind_layers_that_it_was_seen_to_change() -> None:
+    traced = trace(Twice(Counted()), (torch.ones(3, 8),))
+    bound = ("shared", "shared#2")
+    assert not written_buffers(traced)
+    assert shared_changing_buffers(traced) == {"shared.n": bound}
+    assert shared_changing_buffers(replace(traced, changed=frozenset({"shared.n"}))) == {"shared.n": bound}
+    assert inseparable_layers(replace(traced, changed=frozenset({"shared.n"}))) == [bound]
+    assert not shared_changing_buffers(replace(traced, changed=frozenset({"another.n"})))
+
+
+def test_buffers_that_torch_changes_bind_layers_whatever_was_seen() -> None:
+    """Running statistics may have the values already that they get."""
+    traced = replace(trace(Twice(nn.BatchNorm1d(8)), (torch.ones(3, 8),)), changed=frozenset())
+    assert inseparable_layers(traced) == [("shared", "shared#2")]

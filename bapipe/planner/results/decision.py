@@ -185,8 +185,8 @@ def _check_inseparable(decision: Decision, layers: Sequence[LayerProfile]) -> No
         first, second = layers[a].name, layers[b].name
         if stage_of.get(first) != stage_of.get(second):
             raise BapipeError(
-                f"'{first}' and '{second}' share parameters of unknown size, and are in different stages: "
-                "move a cut so that they stay together"
+                f"'{first}' and '{second}' are in different stages, but share a buffer that training may change, or "
+                "parameters of unknown size: move a cut so that they stay together"
             )
 
 
