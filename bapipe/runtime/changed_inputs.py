@@ -5,35 +5,38 @@ from typing import Any
 
 from torch import Tensor
 
-from bapipe.runtime.tensor_changes import TensorVersions, are_equal
+from bapipe.runtime.tensor_changes import TensorWrites, are_equal
+from bapipe.torch_private.tensors import version
 
 
 class ChangedInputs:
     """Finds the inputs that a forward changes in place, and copies them before.
 
-    The very first forward copies all inputs that do not require gradients (autograd forbids to change the others), and
-    later ones those that it has changed.
+    The very first forward copies all inputs that do not require gradients, and later ones those that it has changed.
+    Autograd forbids to change the others, but for writes that it does not see, as those to `tensor.data`.
     """
 
     def __init__(self) -> None:
-        self._changing: frozenset[int] | None = None  # by place among the inputs; None before the very first forward
+        self._changing: set[int] | None = None  # by place among the inputs; None before the very first forward
         self._given: dict[int, Tensor] = {}
         self._before: dict[int, Tensor] = {}
-        self._versions = TensorVersions({})
+        self._writes = TensorWrites()
+        self._seen_by_autograd: dict[int, int] = {}  # counts of writes to inputs that require gradients
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Copies inputs before a forward changes them."""
-        self._given = {i: t for i, t in enumerate(inputs) if isinstance(t, Tensor) and not t.requires_grad}
-        copied = self._given.keys() if self._changing is None else self._changing & self._given.keys()
+        self._given = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
+        without_gradients = {i for i, tensor in self._given.items() if not tensor.requires_grad}
+        self._seen_by_autograd = {i: version(self._given[i]) for i in self._given.keys() - without_gradients}
+        copied = without_gradients if self._changing is None else self._changing & without_gradients
         self._before = {i: self._given[i].clone() for i in copied}
-        self._versions = TensorVersions({str(i): tensor for i, tensor in self._given.items()})
+        self._writes.begin({str(i): tensor for i, tensor in self._given.items()})
 
     def finish(self) -> dict[int, Tensor] | None:
         """Returns what the forward has changed, as it was before, by place; None if that is lost."""
-        given, before = self._given, self._before
-        changed = {int(i) for i in self._versions.written()}
+        given, before, written = self._given, self._before, set(map(int, self._writes.finish()))
+        written -= {i for i, count in self._seen_by_autograd.items() if version(given[i]) != count}
+        self._given, self._before = {}, {}
         if self._changing is None:
-            changed |= {i for i, value in before.items() if not are_equal(value, given[i])}
-            self._changing = frozenset(changed)
-        self._given, self._before, self._versions = {}, {}, TensorVersions({})
-        return {i: before[i] for i in changed} if changed <= before.keys() else None
+            self._changing = written | {i for i, value in before.items() if not are_equal(value, given[i])}
+        return {i: before[i] for i in self._changing & before.keys()} if written <= before.keys() else None

@@ -14,7 +14,7 @@ from bapipe.equivalence.target_weights import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.runtime.tensor_changes import TensorVersions
+from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing.changing_state import limited_embeddings, limited_embeddings_restored
@@ -93,12 +93,13 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     limited = {id(weight) for module in modules for weight in limited_embeddings(module)}
     others = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in limited}
-    versions = TensorVersions(others)
+    writes = TensorWrites()
+    writes.begin(others)
     with limited_embeddings_restored(*modules), ExitStack() as restored:
         for module in modules:
             restored.enter_context(state_restored(module))
         yield
-    for name in sorted(versions.written()):
+    for name in sorted(writes.finish() | writes.wait()):
         raise InvalidModel(
             f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change what is "
             "trained: let it do so only if `self.training`"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.changed_inputs import ChangedInputs
-from bapipe.runtime.tensor_changes import TensorVersions, are_equal
+from bapipe.runtime.tensor_changes import TensorWrites, are_equal, replaced
 from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 from bapipe.tracing.python_state import (
     Attributes,
@@ -21,6 +21,7 @@ from bapipe.tracing.python_state import (
     copied,
     generator_states_of,
     hidden_tensors,
+    one_of_each_class,
     reached_by,
     restore_generator_states,
     same_value,
@@ -61,7 +62,7 @@ class RecomputedStage(nn.Module):
     the Python attributes and what hooks keep, from before the first, and writes to copies of them: dropout is the same,
     batch norm counts a micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and
     attributes that are not immutable are copied before each F. Other tensors are taken for constants; an F that writes
-    to one later, or to a large one in an attribute, is an error.
+    to one later, or to a large one in an attribute, is an error, as far as `TensorWrites` sees it.
 
     Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
     every group of weights in a W.
@@ -74,9 +75,10 @@ class RecomputedStage(nn.Module):
         self._has_graph = True  # not while `first` runs F
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
-        self._inputs = ChangedInputs()
+        self._inputs, self._writes = ChangedInputs(), TensorWrites()
         self._again: _StateBeforeForward | None = None  # while F is recomputed
         self._parts = tuple(module.named_modules(remove_duplicate=False))
+        self._one_of_each_class = one_of_each_class(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, spec = tree_flatten((args, kwargs))
@@ -104,33 +106,38 @@ class RecomputedStage(nn.Module):
 
         Raises:
             InvalidModel: F changes a parameter that is trained, a tensor taken for a constant, whose value before is
-                then lost, an input that it left as it was the first time, or a number that a class has.
+                then lost, an input that it left as it was the first time or that requires gradients, or a number that
+                a class has.
         """
         sums = _sums(self.module) if self._changing is None else {}
-        of_classes = class_numbers(self.module) if self._changing is None else {}
+        of_classes = class_numbers(self._one_of_each_class)
         weights, buffers = self._weights_now(), self._buffers_now()
         copied_now = self._copied(weights, buffers)
         clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one of a tensor with several names
         before = {name: clones[id(tensor)] for name, tensor in copied_now.items()}
         hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
         tensors = weights | buffers | hidden
-        versions, state = TensorVersions(tensors), self._state(tensors, before)
+        state = self._state(tensors, before)
+        self._writes.begin(tensors)
         result = run()
+        written = self._writes.finish()
         now = self._weights_now() | self._buffers_now()
+        _check_unchanged(of_classes, class_numbers(self._one_of_each_class), "the class attribute '{}'")
         if self._changing is None:
             _check_unchanged(sums, _sums(self.module), "the parameter '{}'")
-            _check_unchanged(of_classes, class_numbers(self.module), "the class attribute '{}'")
             different = {name for name, value in before.items() if not are_equal(value, now[name])}
-            self._changing = (versions.written() - hidden.keys()) | different
+            written |= self._writes.wait()
+            self._changing = (written - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():
                 del before[name]
-        for name in sorted(versions.written() - self._changing - before.keys()):
+        for name in sorted(written - self._changing - before.keys()):
             raise InvalidModel(_not_exactly(f"'{name}'", name))
         changed_inputs = self._inputs.finish()
         if changed_inputs is None:
-            raise InvalidModel(_not_exactly("an input in place that it left as it was before", ""))
+            what = "an input in place, and not from the first time on, or through `tensor.data`"
+            raise InvalidModel(_not_exactly(what, ""))
         self._before[microbatch] = replace(state, inputs=changed_inputs)
-        for name, tensor in versions.replaced(now).items():  # it still has its value, which was a constant so far
+        for name, tensor in replaced(tensors, now).items():  # it still has its value, which was a constant so far
             for earlier in self._before.values():
                 earlier.tensors.setdefault(name, tensor)
         return result

@@ -79,6 +79,16 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def address(tensor: Tensor) -> int:
+    """Returns where the values of a dense tensor lie in memory; 0 if it has none there, as on the meta device."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or isinstance(tensor, FakeTensor):
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a class that consists of other tensors, or one within a transform of torch.func
+        return 0
+
+
 def version_kept(tensor: Tensor) -> AbstractContextManager[object]:
     """In this context torch does not count writes to a tensor."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -30,9 +30,10 @@ def state_restored(
 ) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    Attributes that are not immutable are replaced by copies meanwhile. What its hooks keep is put back. What else a
-    forward changes outside of the module, such as a global variable, is not undone. Yields copies of the values of
-    tensors, by the tensor's id.
+    So are numbers of the classes of its parts, and what its hooks keep.
+
+    Attributes that are not immutable are replaced by copies meanwhile. What else a forward changes outside of the
+    module, such as a global variable, is not undone. Yields copies of the values of tensors, by the tensor's id.
 
     Args:
         parameters: whether to restore the values of parameters too, for which these are copied.
@@ -60,7 +61,8 @@ def state_restored(
     copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(hooks)
     set_attributes(copied(changing, copies))
     try:
-        yield {id(tensor): value for tensor, value, _ in values}
+        with class_numbers_restored(modules):
+            yield {id(tensor): value for tensor, value, _ in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):
             vars(part).clear()
@@ -116,15 +118,52 @@ def same_value(a: object, b: object) -> bool:
     return a == b or repr(a) == repr(b)
 
 
-def class_numbers(module: nn.Module) -> dict[str, int | float]:
-    """Returns the numbers among the attributes of the classes of a module and its parts, by path."""
+def one_of_each_class(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the first part of a module of each class that is not torch's own, by path."""
+    first: dict[type, tuple[str, nn.Module]] = {}
+    for path, part in module.named_modules():
+        if _own_classes(part):
+            first.setdefault(type(part), (path, part))
+    return dict(first.values())
+
+
+def class_numbers(parts: Mapping[str, nn.Module]) -> dict[str, int | float]:
+    """Returns the numbers among the attributes of the classes of parts of a module, by path."""
     return {
         f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
-        for cls in reversed(type(part).__mro__)  # what a class has hides what its bases have
-        for name, value in vars(cls).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for path, part in parts.items()
+        for cls in reversed(_own_classes(part))  # what a class has hides what its bases have
+        for name, value in _numbers_of(cls).items()
     }
+
+
+@contextmanager
+def class_numbers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Numbers of the classes of modules may change in this context; afterwards they are what they were.
+
+    One that a class did not have stays, for other code may count on it, unless it hides one of its bases.
+    """
+    before = {cls: _numbers_of(cls) for module in modules for cls in _own_classes(module)}
+    try:
+        yield
+    finally:
+        for cls, numbers in before.items():
+            for name in _numbers_of(cls).keys() - numbers.keys():
+                if any(hasattr(base, name) for base in cls.__bases__):
+                    delattr(cls, name)
+            for name, value in numbers.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+
+
+def _own_classes(module: nn.Module) -> list[type]:
+    """Returns the class of a module and its bases, without those of torch and Python."""
+    return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in ("builtins", "torch")]
+
+
+def _numbers_of(cls: type) -> dict[str, int | float]:
+    found = vars(cls).items()
+    return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
 def generators_kept(owner: object) -> dict[str, torch.Generator | random.Random]:

@@ -190,6 +190,7 @@ class Changes(nn.Module):
     """One layer, whose forward changes in any mode what it is asked to change."""
 
     calls: Tensor
+    num_of_class = 0
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -205,11 +206,20 @@ class Changes(nn.Module):
             with torch.no_grad():
                 self.linear.weight.mul_(0.9)
             return x
+        if self.what == "through data":
+            self.linear.weight.data.mul_(0.9)
+            return x
+        if self.what == "new data":
+            self.linear.weight.data = self.linear.weight.data * 0.9
+            return x
+        type(self).num_of_class += 1
         self.calls += 1
         self.num_calls += 1
         self.recent.append(random.random())
         y: Tensor = self.linear(x) + self.kinds.weight.sum() + self.kinds(torch.zeros(len(x), dtype=torch.int64))
-        return y * self.calls * self.num_calls + sum(self.recent) + torch.rand(6, generator=self.noise)
+        return (
+            y * self.calls * self.num_calls * self.num_of_class + sum(self.recent) + torch.rand(6, generator=self.noise)
+        )
 
 
 def _evaluating(module: nn.Module, x: Tensor) -> Pipeline:
@@ -228,12 +238,14 @@ def test_what_a_forward_changes_in_any_mode_is_as_before_an_evaluation() -> None
         assert all(torch.equal(value, before.state_dict()[name]) for name, value in layer.state_dict().items())
         assert layer.noise.get_state().equal(before.noise.get_state())
         assert (layer.num_calls, layer.recent) == (before.num_calls, before.recent)
+        assert Changes.num_of_class == 0
         assert random.getstate() == generators
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_whose_parameters_an_evaluation_would_change_is_refused() -> None:
-    module, x = nn.Sequential(Changes("parameter")).double(), torch.randn(4, 6, dtype=torch.float64)
+@pytest.mark.parametrize("what", ["parameter", "through data", "new data"])
+def test_a_model_whose_parameters_an_evaluation_would_change_is_refused(what: str) -> None:
+    module, x = nn.Sequential(Changes(what)).double(), torch.randn(4, 6, dtype=torch.float64)
     with pytest.raises(
         InvalidModel,
         match=r"^the forward changes the parameter '0\.linear\.weight' in evaluation mode, too, .*`self\.training`$",

@@ -122,6 +122,28 @@ def test_a_counter_that_a_class_has_from_its_base_is_refused() -> None:
         stage.first(0, lambda: stage(torch.ones(1, 1)))
 
 
+class LateOfClass(nn.Module):
+    num_late = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        type(self).num_late += self.calls > 1
+        return x * self.num_late
+
+
+def test_a_counter_of_a_class_that_changes_later_is_refused() -> None:
+    stage = RecomputedStage(nn.Sequential(LateOfClass()), CPU)
+    stage.first(0, lambda: stage(torch.ones(1, 1)))
+    with pytest.raises(
+        InvalidModel, match=r"^the forward changes the class attribute '0\.num_late' of layer '0', so it"
+    ):
+        stage.first(1, lambda: stage(torch.ones(1, 1)))
+
+
 class Unset(nn.Linear):
     unset = float("nan")
 
@@ -166,6 +188,12 @@ class Warmed(nn.Module):
             self.centre = self.centre + x.mean()
         elif late and self.kind == "frozen, assigned":
             self.centre = nn.Parameter(self.centre + x.mean(), requires_grad=False)
+        elif late and self.kind.endswith("through data"):
+            self.centre.data.add_(x.mean())
+        elif late and self.kind.endswith("new data"):
+            self.centre.data = self.centre.data + x.mean()
+        elif late and self.kind.endswith("numpy"):
+            self.centre.numpy()[:] += float(x.mean())
         elif late:
             self.centre += x.mean()
         return y
@@ -193,7 +221,18 @@ def test_what_a_later_forward_changes_is_changed_once(kind: str, size: int) -> N
         torch.testing.assert_close(module.state_dict()[name], value, atol=1e-14, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("written", LARGE), ("frozen", SMALL)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("written", LARGE),
+        ("frozen", SMALL),
+        ("through data", LARGE),
+        ("numpy", LARGE),
+        ("new data", LARGE),
+        ("frozen, through data", SMALL),
+        ("frozen, new data", SMALL),
+    ],
+)
 def test_a_later_change_of_what_was_taken_for_a_constant_is_refused(kind: str, size: int) -> None:
     stage = RecomputedStage(nn.Sequential(Warmed(kind, size)), CPU)
     for m in range(2):
@@ -231,6 +270,7 @@ class Keeps(nn.Module):
             "list of tensors": [torch.zeros(1, dtype=torch.float64)],
             "list of modules": [frozen],
             "tensor": torch.zeros(1),
+            "tensor, through data": torch.zeros(1),
         }[kind]
 
     def next(self) -> float:
@@ -247,6 +287,9 @@ class Keeps(nn.Module):
         if self.kind == "deque":
             kept.append(kept[-1] + 1)
             return float(sum(kept))
+        if self.kind == "tensor, through data":
+            kept.data.add_(1)
+            return float(kept[0])
         where = kept[0] if self.kind == "list of lists" else kept
         where[0] += 1
         return float(where[0])
@@ -258,7 +301,7 @@ class Keeps(nn.Module):
 
 KEPT = (
     "torch generator", "generator of an object", "Python generator", "numpy generator", "deque", "numpy array",
-    "counter", "list of lists", "list of tensors", "list of modules", "tensor",
+    "counter", "list of lists", "list of tensors", "list of modules", "tensor", "tensor, through data",
 )  # fmt: skip
 
 
@@ -277,8 +320,9 @@ def test_what_attributes_hold_is_as_in_the_first_forward(kind: str) -> None:
                 assert torch.equal(stage(inputs[m - 2]), wanted[m - 2])
 
 
-def test_a_large_tensor_of_an_attribute_that_a_forward_changes_is_refused() -> None:
-    module = nn.Sequential(Keeps("tensor"))
+@pytest.mark.parametrize("kind", ["tensor", "tensor, through data"])
+def test_a_large_tensor_of_an_attribute_that_a_forward_changes_is_refused(kind: str) -> None:
+    module = nn.Sequential(Keeps(kind))
     module[0].kept = torch.zeros(LARGE)
     stage = RecomputedStage(module, CPU)
     with pytest.raises(
@@ -291,17 +335,20 @@ def test_a_large_tensor_of_an_attribute_that_a_forward_changes_is_refused() -> N
 class Halves(nn.Module):
     """Halves its input in place, from a forward on."""
 
-    def __init__(self, since: int) -> None:
+    def __init__(self, since: int, *, through_data: bool) -> None:
         super().__init__()
-        self.weight, self.since, self.calls = nn.Parameter(torch.ones(())), since, 0
+        self.weight, self.since, self.calls, self.through_data = nn.Parameter(torch.ones(())), since, 0, through_data
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.weight * (x.mul_(0.5) if self.calls > self.since else x)
+        if self.calls > self.since:
+            (x.data if self.through_data else x).mul_(0.5)
+        return self.weight * x
 
 
-def test_inputs_that_a_forward_changes_in_place_are_as_before() -> None:
-    stage = RecomputedStage(Halves(0), CPU)
+@pytest.mark.parametrize("through_data", [False, True])
+def test_inputs_that_a_forward_changes_in_place_are_as_before(through_data: bool) -> None:
+    stage = RecomputedStage(Halves(0, through_data=through_data), CPU)
     inputs = torch.tensor([8.0, 6.0]).chunk(2)
     assert [stage.first(m, lambda x=x: stage(x)).item() for m, x in enumerate(inputs)] == [4, 3]
     for m, x in enumerate(inputs):
@@ -310,12 +357,21 @@ def test_inputs_that_a_forward_changes_in_place_are_as_before() -> None:
     assert [x.item() for x in inputs] == [4, 3]
 
 
-def test_an_input_that_only_a_later_forward_changes_in_place_is_refused() -> None:
-    stage = RecomputedStage(Halves(1), CPU)
+def test_an_input_with_a_gradient_that_a_forward_changes_behind_autograd_is_refused() -> None:
+    stage = RecomputedStage(Halves(0, through_data=True), CPU)
+    with pytest.raises(
+        InvalidModel, match=r"^the forward changes an input in place, and not from the first time on, or"
+    ):
+        stage.first(0, lambda: stage(torch.ones(1, requires_grad=True)))
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_an_input_that_only_a_later_forward_changes_in_place_is_refused(through_data: bool) -> None:
+    stage = RecomputedStage(Halves(1, through_data=through_data), CPU)
     stage.first(0, lambda: stage(torch.ones(1)))
     with pytest.raises(
         InvalidModel,
-        match=r"^the forward changes an input in place that it left as it was before, so it cannot be recomputed exactly: ",
+        match=r"^the forward changes an input in place, and not from the first time on, or through `tensor\.data`, so it cannot be recomputed exactly: ",
     ):
         stage.first(1, lambda: stage(torch.ones(1)))
 
