@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 from bapipe.errors import BapipeError, did_you_mean
 
 MOMENTUM = 0.9
-"""Momentum of `sgd-momentum`, and the default of SGD."""
-
-
-def default_arguments(name: str) -> dict[str, object]:
-    """Returns what an optimizer of torch is given where a user gives it no arguments."""
-    return {"momentum": MOMENTUM} if name.lower() == "sgd" else {}
+"""Momentum of `sgd-momentum`."""
 
 
 def check_clip_norm(value: float | None) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bapipe
+from bapipe.errors import BapipeError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -24,6 +25,25 @@ def test_without_weights_mean_and_gradients_are_zero() -> None:
     assert mean.item() == 0
     assert values.grad is not None
     assert not values.grad.any()
+
+
+def test_values_without_weight_do_not_count_whatever_they_are() -> None:
+    values = torch.tensor([1.0, torch.nan, torch.inf], requires_grad=True)
+    mean = bapipe.weighted_mean(values, torch.tensor([2, 0, 0]))
+    mean.backward()
+    assert mean.item() == 1
+    assert values.grad is not None
+    assert values.grad.tolist() == [1, 0, 0]
+    assert bapipe.weighted_mean(values, torch.zeros(3)).item() == 0
+
+
+def test_types_without_a_mean_are_refused() -> None:
+    with pytest.raises(
+        BapipeError, match=r"^`values` are of type torch\.int64: want the losses, of a floating-point type$"
+    ):
+        bapipe.weighted_mean(torch.ones(2, dtype=torch.int64), torch.ones(2))
+    with pytest.raises(BapipeError, match=r"^`weights` are of type torch\.complex64: want real numbers, not negative$"):
+        bapipe.weighted_mean(torch.ones(2), torch.ones(2, dtype=torch.complex64))
 
 
 def test_sums_of_float16_may_be_larger_than_its_numbers() -> None:

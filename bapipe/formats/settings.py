@@ -48,9 +48,9 @@ def check_same(planned: Settings, run: Settings, remedy: str = "") -> None:
         )
 
 
-def check_same_optimizer(planned: Settings, rule: str) -> None:
-    """Raises BapipeError if a run has another optimizer than that of the profile, by the names that profiles have."""
-    check_same(planned, msgspec.structs.replace(planned, optimizer=rule), "choose the plan's `optimizer`, or ")
+def check_same_optimizer(planned: Settings, rule: str, remedy: str) -> None:
+    """Raises as `check_same` if a run has another optimizer than the profile, by the names that profiles have."""
+    check_same(planned, msgspec.structs.replace(planned, optimizer=rule), remedy)
 
 
 def difference(a: Settings, b: Settings) -> tuple[str, str] | None:

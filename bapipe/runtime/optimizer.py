@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from bapipe.errors import BapipeError, did_you_mean
-from bapipe.optimizers import MOMENTUM, default_arguments
+from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.other_ranks import is_on_another_rank
 from bapipe.torch_device import CPU
@@ -45,13 +45,12 @@ def optimizer_factory(name: str, learning_rate: float, arguments: Mapping[str, o
     if kind is None:
         hint = did_you_mean(name.lower(), TORCH_OPTIMIZERS) or f": want one of {', '.join(sorted(TORCH_OPTIMIZERS))}"
         raise BapipeError(f"torch.optim has no optimizer '{name}'{hint}")
-    keywords = dict(arguments) or default_arguments(name)
 
     def make(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
         try:
-            return kind(parameters, lr=learning_rate, **keywords)
+            return kind(parameters, lr=learning_rate, **arguments)
         except (TypeError, ValueError) as error:
-            listed = ", ".join(f"{key}={value!r}" for key, value in keywords.items()) or "nothing else"
+            listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "nothing else"
             raise BapipeError(f"{name} cannot be made with lr={learning_rate:g} and {listed}: {error}") from None
 
     make([nn.Parameter(torch.zeros(1, 1, device=CPU))])  # wrong arguments fail here, not in every rank that has started

@@ -37,7 +37,7 @@ from bapipe.runtime.process_groups import connect_channels, connect_replicas, co
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import check_no_groups
-from bapipe.runtime.settings_check import check_optimizers, check_settings
+from bapipe.runtime.settings_check import check_autocast, check_optimizers, check_settings
 from bapipe.runtime.shared_buffers import SharedBuffers
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
@@ -81,7 +81,7 @@ class Pipeline:
     Raises:
         BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
             run; its stages would not train as the module does; there is no process group; or `optimizer` makes none,
-            or `clip_norm` is not more than 0.
+            or `clip_norm` is not more than 0, or `autocast` no 16-bit type.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class Pipeline:
         check_no_groups(plan)
         check_no_parameters(loss)
         check_clip_norm(clip_norm)
+        check_autocast(autocast)
         optimizer = sgd() if optimizer is None else optimizer
         check_optimizer_factory(optimizer)
         self._plan, self._device, self._autocast = plan, current_device(device), autocast

@@ -7,11 +7,18 @@ import torch
 from msgspec import UNSET, structs
 from torch import nn, optim
 
+from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.optimizers import rule_of
 from bapipe.runtime.optimizer import TORCH_OPTIMIZERS
 from bapipe.torch_device import dtype_name
+
+
+def check_autocast(autocast: object) -> None:
+    """Raises BapipeError if it is no type that forwards may compute in; None is no autocast."""
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise BapipeError(f"`autocast` is {autocast!r}: want torch.bfloat16, torch.float16 or None")
 
 
 def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
@@ -43,7 +50,7 @@ def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
     if plan.settings is UNSET:
         return
     for optimizer in optimizers:
-        check_same_optimizer(plan.settings, _rule(optimizer, plan.settings))
+        check_same_optimizer(plan.settings, _rule(optimizer, plan.settings), "let `optimizer` make the plan's, or ")
 
 
 def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:

@@ -211,7 +211,9 @@ def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
     name, arguments = config.optimizer_for(settings)
     rule = rule_of(name, momentum=arguments.get("momentum", 0)) or settings.optimizer
     # The other settings are compared where they can be seen: the dtype at the model, the rest in every rank.
-    check_same_optimizer(settings, rule)
+    has_own = "momentum" in config.optimizer_arguments
+    excess = "`momentum` out of `optimizer_arguments`" if has_own else "`optimizer` out"
+    check_same_optimizer(settings, rule, f"leave {excess}, or ")
 
 
 def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:

@@ -12,7 +12,7 @@ import msgspec
 from bapipe.errors import BapipeError
 from bapipe.field_types import check_fields
 from bapipe.formats.settings import Settings
-from bapipe.optimizers import OPTIMIZERS, check_clip_norm, default_arguments
+from bapipe.optimizers import OPTIMIZERS, check_clip_norm
 from bapipe.units import MAX_INT, NonNegative, NonNegativeFloat, Positive
 
 DEFAULT_CHECKPOINT_EVERY, DEFAULT_KEEP = 100, 3
@@ -47,8 +47,9 @@ class TrainConfig:
         learning_rate: learning rate after the warm-up; by default the model's own.
         learning_rate_schedule: learning rate after the warm-up: constant, linear or cosine.
         warmup_steps: steps in which the learning rate grows linearly to its full value.
-        optimizer: class of torch.optim but LBFGS, in any case; by default the optimizer that was profiled.
-        optimizer_arguments: arguments of the optimizer besides the learning rate; without any, SGD has momentum 0.9.
+        optimizer: class of torch.optim but LBFGS, or sgd-momentum, in any case; by default the one that was profiled.
+        optimizer_arguments: arguments of the optimizer besides the learning rate, and besides the momentum if the
+            optimizer is the one that was profiled.
         clip_norm: maximum norm of all gradients of the model together; by default they are not clipped.
         seed: seed of the weights, of the order of the data, and of dropout.
         weights: safetensors file with the weights to start from, by their names in the module; by default those that
@@ -165,12 +166,14 @@ class TrainConfig:
 
         `settings` are those of the plan's profile, whose optimizer is the default.
         """
-        if self.optimizer is None:
-            rule = OPTIMIZERS.get(settings.optimizer)
-            if rule is None:
-                return settings.optimizer, dict(self.optimizer_arguments)
-            return rule.torch_class.lower(), {**rule.arguments, **self.optimizer_arguments}
-        return self.optimizer, dict(self.optimizer_arguments) or default_arguments(self.optimizer)
+        name, profiled = (self.optimizer or settings.optimizer).lower(), OPTIMIZERS.get(settings.optimizer)
+        is_same_class = (
+            profiled is not None and name == profiled.torch_class.lower()
+        )  # `sgd` is also that with momentum
+        rule = profiled if is_same_class else OPTIMIZERS.get(name)
+        if rule is None:
+            return name, dict(self.optimizer_arguments)
+        return rule.torch_class.lower(), {**rule.arguments, **self.optimizer_arguments}
 
 
 LR_SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -152,8 +152,12 @@ def test_learning_rates() -> None:
         ("sgd", None, {}, ("sgd", {"momentum": 0})),
         ("adamw", None, {"weight_decay": 0.1}, ("adamw", {"weight_decay": 0.1})),
         ("sgd-momentum", None, {"nesterov": True}, ("sgd", {"momentum": 0.9, "nesterov": True})),
-        ("sgd-momentum", "SGD", {"momentum": 0.5}, ("SGD", {"momentum": 0.5})),
-        ("sgd-momentum", "RMSprop", {}, ("RMSprop", {})),  # profiles do not know it
+        ("sgd-momentum", "SGD", {"momentum": 0.5}, ("sgd", {"momentum": 0.5})),
+        ("sgd-momentum", "SGD", {"weight_decay": 0.1}, ("sgd", {"momentum": 0.9, "weight_decay": 0.1})),
+        ("sgd-momentum", "sgd-momentum", {}, ("sgd", {"momentum": 0.9})),
+        ("sgd", "sgd", {}, ("sgd", {"momentum": 0})),
+        ("adam", "Adam", {"eps": 0.1}, ("adam", {"eps": 0.1})),
+        ("sgd-momentum", "RMSprop", {}, ("rmsprop", {})),  # profiles do not know it
     ],
 )
 def test_a_run_trains_with_the_profiled_settings(measured: str, name: str | None, arguments: Any, trained: Any) -> None:
@@ -167,8 +171,14 @@ def test_another_optimizer_than_the_profiled_is_refused() -> None:
         _check_optimizer(Settings(), TrainConfig(optimizer="adam"))
     assert str(caught.value) == (
         "the plan is for a model that was measured with optimizer sgd-momentum; this run computes with optimizer adam: "
-        "choose the plan's `optimizer`, or profile with the settings of the run, and plan again"
+        "leave `optimizer` out, or profile with the settings of the run, and plan again"
     )
+    with pytest.raises(BapipeError, match=r"optimizer sgd: leave `momentum` out of `optimizer_arguments`, or profile"):
+        _check_optimizer(Settings(), TrainConfig(optimizer_arguments={"momentum": 0}))
+    with pytest.raises(
+        BapipeError, match=r"optimizer sgd; this run .* optimizer sgd-momentum: leave `optimizer` out, "
+    ):
+        _check_optimizer(Settings(optimizer="sgd"), TrainConfig(optimizer="sgd-momentum"))
 
 
 def test_impossible_options_are_refused() -> None:

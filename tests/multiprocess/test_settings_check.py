@@ -69,7 +69,7 @@ def test_the_differing_setting_is_named(measured, make, autocast, optimizer_here
     settings = structs.replace(Settings(threads=THREADS), **measured)
     with pytest.raises(BapipeError) as error:
         build(settings, make(), torch.randn(1, 3, 6, 6), autocast, optimizer_here)
-    remedy = "choose the plan's `optimizer`, or " if words[0].startswith("optimizer") else ""
+    remedy = "let `optimizer` make the plan's, or " if words[0].startswith("optimizer") else ""
     assert str(error.value) == (
         f"the plan is for a model that was measured with {words[0]}; this run computes with {words[1]}: {remedy}profile "
         "with the settings of the run, and plan again"
@@ -138,3 +138,9 @@ def test_images_are_channels_last_if_the_plan_is() -> None:
     found.clear()
     pipeline.step(torch.randn(2, 3, 6, 6), target=torch.randn(2, 4, 2, 2))
     assert found == [True]
+
+
+@pytest.mark.parametrize(("autocast", "name"), [("bfloat16", "'bfloat16'"), (torch.float32, r"torch\.float32")])
+def test_types_that_autocast_does_not_take_are_refused(autocast: Any, name: str) -> None:
+    with pytest.raises(BapipeError, match=rf"^`autocast` is {name}: want torch\.bfloat16, torch\.float16 or None$"):
+        build(Settings(threads=THREADS, autocast="bfloat16"), images(), torch.randn(1, 3, 6, 6), autocast)

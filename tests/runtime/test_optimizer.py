@@ -25,9 +25,7 @@ def test_names_are_those_of_torch_in_any_case() -> None:
     assert make("adam").defaults["lr"] == 0.5
 
 
-def test_sgd_has_momentum_unless_it_gets_arguments() -> None:
-    assert make("sgd").defaults["momentum"] == 0.9
-    assert make("sgd", nesterov=False).defaults["momentum"] == 0
+def test_the_default_of_a_pipeline_has_momentum() -> None:
     assert sgd()([nn.Parameter(torch.zeros(1))]).defaults["momentum"] == 0.9
 
 
