@@ -18,7 +18,7 @@ from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, 
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
 from bapipe.tracing.python_random import all_generators_restored, global_generator_states
-from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
+from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
@@ -41,6 +41,8 @@ def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], leaf_module
         _GeneratorsRefused(generator_fault),
     ):
         program = export(copied, examples, dynamic_shapes=tuple({0: batch} for _ in examples), strict=False)
+        if default_generator_is_seeded():
+            _refuse_seeding()
         source = program.module(check_guards=False)
         if global_generator_states() != before:
             raise CannotKeep({"": DRAWS_IN_PYTHON})

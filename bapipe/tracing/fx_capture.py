@@ -36,7 +36,7 @@ from bapipe.tracing.kept_calls import (
 from bapipe.tracing.python_random import all_generators_restored, global_generator_states
 from bapipe.tracing.python_state import attributes_of, state_restored
 from bapipe.tracing.randomness import draws_random_numbers
-from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
+from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 
 _SIZES = frozenset(
     ("size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point",
@@ -75,6 +75,7 @@ class _Tracer(fx.Tracer):
             result = super().call_module(m, forward, args, kwargs)
             if global_generator_states() != before:
                 raise CannotKeep({self.path_of_module(m): DRAWS_IN_PYTHON})
+            self._check_seeding(self.path_of_module(m))
             return result
         except Exception:
             if self.failed_in is None:
@@ -92,6 +93,7 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        self._check_seeding(self._path())
         node = super().create_node(*args, **kwargs)
         self.path_of_node[node] = self._path()
         if self._grad and not torch.is_grad_enabled():
@@ -119,6 +121,11 @@ class _Tracer(fx.Tracer):
     def seeds(self) -> None:
         """Raises CannotKeep: the running forward seeds random numbers."""
         raise CannotKeep({self._path(): SEEDS_ITSELF})
+
+    def _check_seeding(self, path: str) -> None:
+        """Raises CannotKeep if the module at a path has seeded the default generator by the generator's own methods."""
+        if default_generator_is_seeded():
+            raise CannotKeep({path: SEEDS_ITSELF})
 
     def texts(self) -> list[tuple[str, ...]]:
         """Returns for each operator the path of the module in whose forward it is, and what identifies it."""

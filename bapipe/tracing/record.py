@@ -51,7 +51,13 @@ from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import ExampleForward
-from bapipe.tracing.seeding import SEEDS_ITSELF, generators_watched, seeding_noticed
+from bapipe.tracing.seeding import (
+    SEEDS_ITSELF,
+    default_generator_is_seeded,
+    generators_watched,
+    mark_default_generator,
+    seeding_noticed,
+)
 
 
 class _StartAgain(Exception):
@@ -183,6 +189,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
+        self._check_seeding()
         known = self._values.read(func, args)
         if known is not None:
             return known[0]
@@ -352,6 +359,7 @@ class _Recorder(TorchFunctionMode):
 
     def _call_container(self, call: Callable[..., Any], module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         """Calls a module, and records what it calls; as one layer, if that cannot be recorded."""
+        self._check_seeding()
         before = (len(self._calls), dict(self._index), dict(self._num_calls))
         generators = global_generator_states()
         self._inside.append(path)
@@ -359,6 +367,7 @@ class _Recorder(TorchFunctionMode):
             result = call(module, *args, **kwargs)
             if global_generator_states() != generators:
                 raise NotRecorded(DRAWS_IN_PYTHON)
+            self._check_seeding()
             self._recorded.add(path)
             return result
         except _StartAgain:
@@ -399,6 +408,12 @@ class _Recorder(TorchFunctionMode):
         if not self._paused:
             raise NotRecorded(SEEDS_ITSELF)
 
+    @staticmethod
+    def _check_seeding() -> None:
+        """Raises NotRecorded if the default generator has been seeded by its own methods, and not inside of a layer."""
+        if default_generator_is_seeded():
+            raise NotRecorded(SEEDS_ITSELF)
+
     @contextmanager
     def _pause(self) -> Iterator[None]:
         before, self._paused = self._paused, True
@@ -406,3 +421,4 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             self._paused = before
+            mark_default_generator()

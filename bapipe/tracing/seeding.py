@@ -35,7 +35,9 @@ class _Watched:
 
 @contextmanager
 def seeding_noticed(seeds: Callable[[], None], *, restoring: bool = True) -> Iterator[None]:
-    """In this context `seeds` is called before anything seeds torch's global generators.
+    """In this context `seeds` is called before functions of torch seed its global generators.
+
+    The CPU's gets a seed by which `default_generator_is_seeded` tells later whether its own methods were called.
 
     Args:
         restoring: whether setting a state counts, as `torch.random.fork_rng` does at its end.
@@ -53,7 +55,18 @@ def seeding_noticed(seeds: Callable[[], None], *, restoring: bool = True) -> Ite
         patches.enter_context(patch.object(torch.random, "default_generator", _Watched(seeds, names)))
         for name in _OF_CUDA if restoring else ():
             patches.enter_context(patch.object(torch.cuda, name, watched(getattr(torch.cuda, name))))
+        mark_default_generator()
         yield
+
+
+def mark_default_generator() -> None:
+    """Gives torch's default generator a seed by which `default_generator_is_seeded` tells whether it gets another."""
+    torch.default_generator.manual_seed(_UNUSUAL_SEED)
+
+
+def default_generator_is_seeded() -> bool:
+    """Returns whether torch's default generator has been seeded since it was marked."""
+    return torch.default_generator.initial_seed() != _UNUSUAL_SEED
 
 
 @contextmanager

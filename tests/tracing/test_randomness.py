@@ -217,13 +217,20 @@ class Noise(nn.Module):
             return h + torch.randn(4, generator=self.generator)
         if self.how == "kept":
             return h + torch.randn(4, generator=self.generator)
+        if self.how == "default generator":
+            torch.default_generator.manual_seed(5)
+            return h + torch.randn(4)
+        if self.how == "default generator, for others":
+            noisy = h + torch.randn(4)
+            torch.default_generator.manual_seed(5)
+            return noisy
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             return h + torch.randn(4)
 
 
 @pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("how", ["made", "seeded again", "forked"])
+@pytest.mark.parametrize("how", ["made", "seeded again", "forked", "default generator"])
 def test_a_module_that_seeds_its_random_numbers_is_one_layer_and_draws_these(how: str, branches: bool) -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Linear(4, 4), Noise(how, branches), nn.Linear(4, 2)), torch.randn(2, 4)
@@ -237,10 +244,16 @@ def test_a_module_that_seeds_its_random_numbers_is_one_layer_and_draws_these(how
 
 
 @pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("how", ["made", "seeded again", "forked"])
+@pytest.mark.parametrize("how", ["made", "seeded again", "forked", "default generator"])
 def test_a_model_that_seeds_its_random_numbers_in_its_own_forward_is_refused(how: str, branches: bool) -> None:
     with pytest.raises(InvalidModel, match=r"^Noise cannot be traced: its forward .*\(.*line \d+.*put this code into"):
         trace(Noise(how, branches), [torch.randn(2, 4)])
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_seed_after_a_forwards_last_call_is_noticed(branches: bool) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Noise("default generator, for others", branches), nn.Dropout())
+    assert "seeds" in trace(module, [torch.randn(2, 4)]).leaf_reasons["1"]
 
 
 @pytest.mark.parametrize("branches", [False, True])
