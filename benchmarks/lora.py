@@ -106,7 +106,7 @@ def train(rank: Rank, compared: Sequence[Plan], steps: int) -> tuple[list[list[i
 
 def _peak_bytes(pipeline: Pipeline, batch: Sequence[torch.Tensor], plan: Plan) -> int:
     held = list(pipeline.named_parameters().values())
-    state = [*held, *(p.grad for p in held if p.grad is not None), *pipeline.optimizer_state().tensors.values()]
+    state = [*held, *(p.grad for p in held if p.grad is not None), *pipeline.optimizer_state()["tensors"].values()]
     before = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in state}.values())
     _, more = allocated(lambda: pipeline.step(*batch[:-1], target=batch[-1]), torch.device("cpu"))
     return before + more + plan.prediction.ranks[pipeline.rank].memory.buffers

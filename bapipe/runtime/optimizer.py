@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -74,18 +73,19 @@ def check_optimizer_factory(make: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """What optimizers keep of parameters, by `name of the parameter:key`.
+class OptimizerState(TypedDict):
+    """What a rank's optimizers keep of parameters, by `name of the parameter:key`, as `torch.load` reads it.
 
     Attributes:
         tensors, numbers: of each parameter.
         options: of its group, such as the learning rate that a scheduler has set; numbers and tuples of them.
+        grad_scaler: `scale` and `growth_tracker` of loss scaling, the same on every rank.
     """
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Number]
-    options: Mapping[str, Number | tuple[Number, ...]] = field(default_factory=dict)
+    options: NotRequired[Mapping[str, Number | tuple[Number, ...]]]
+    grad_scaler: NotRequired[Mapping[str, Any]]
 
 
 class StageOptimizers:
@@ -196,12 +196,16 @@ class StageOptimizers:
         An option is restored where it was the same for all of a group.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or of other parameters only.
+            BapipeError: it is the state of another optimizer, or of other parameters only, or no such state.
         """
+        if not isinstance(state, Mapping) or not {"tensors", "numbers"} <= state.keys():
+            found = f"a dictionary of {', '.join(map(repr, state))}" if isinstance(state, Mapping) else shortened(state)
+            raise BapipeError(f"`state` is {found}: want what `optimizer_state` of a Pipeline returned")
         self._check_any_own(state, parameters)
+        options = state.get("options", {})
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
-        for full_name, value in (*state.tensors.items(), *state.numbers.items()):
+        for full_name, value in (*state["tensors"].items(), *state["numbers"].items()):
             name, _, key = full_name.rpartition(":")
             if name in by_parameter:
                 by_parameter[name][key] = value
@@ -216,14 +220,14 @@ class StageOptimizers:
                 _restore_dtypes(optimizer.state[every[index]], values)
             for group in optimizer.param_groups:
                 names = [name_of[id(p)] for p in group["params"]]
-                for key in {full_name.rpartition(":")[2] for full_name in state.options}:
-                    saved = {state.options.get(f"{name}:{key}") for name in names}
+                for key in {full_name.rpartition(":")[2] for full_name in options}:
+                    saved = {options.get(f"{name}:{key}") for name in names}
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
 
     def _check_any_own(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises BapipeError if these optimizers have parameters, and a state is of others only."""
-        saved = {full_name.rpartition(":")[0] for full_name in (*state.tensors, *state.numbers, *state.options)}
+        saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *state.get("options", {}))}
         if self._optimizers and saved and saved.isdisjoint(parameters):
             raise BapipeError(
                 f"the state is of other parameters, such as '{min(saved)}', and of none of this rank's, such as "

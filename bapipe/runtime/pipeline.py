@@ -425,7 +425,10 @@ class Pipeline:
         return self._state.state_dict()
 
     def non_persistent_buffers(self) -> dict[str, Tensor]:
-        """Returns this rank's buffers that training may change and that `state_dict` leaves out, by name."""
+        """Returns this rank's buffers that training may change and that `state_dict` leaves out, by name.
+
+        A run goes on exactly if these are saved, too, and copied back.
+        """
         return self._state.non_persistent_buffers()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -457,8 +460,15 @@ class Pipeline:
         return self._state.counted_parameters(self._layout, self._split)
 
     def optimizer_state(self) -> OptimizerState:
-        """Returns the state of this rank's optimizers, as `name of the parameter:key`."""
-        return self._optimizers.state(self.named_parameters())
+        """Returns the state of this rank's optimizers, as `name of the parameter:key`, and of loss scaling in float16.
+
+        It is a dictionary of dictionaries, tensors and numbers, which `torch.load` reads. The next step changes its
+        tensors, which are the optimizers' own.
+        """
+        state = self._optimizers.state(self.named_parameters())
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.as_dict()
+        return state
 
     def changed_by_forwards(self) -> frozenset[str]:
         """Returns the names in `state_dict` of what a forward may change.
@@ -481,9 +491,11 @@ class Pipeline:
         """Restores what `optimizer_state` returned, possibly under another plan: of all ranks together, or this one's.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or of parameters of other ranks only.
+            BapipeError: it is the state of another optimizer, or of parameters of other ranks only, or no such state.
         """
         self._optimizers.load_state(state, self.named_parameters())
+        if self.grad_scaler is not None and "grad_scaler" in state:
+            self.grad_scaler = GradScalerState(**state["grad_scaler"])
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; it waited for the remaining time."""

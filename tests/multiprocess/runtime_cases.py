@@ -436,7 +436,7 @@ def _buffers_of_replicas(plan: Plan, whole: nn.Module, inputs: tuple[Tensor, ...
 def _replicas_equal(pipeline: Pipeline) -> bool:
     """Whether all ranks that hold a tensor hold the same bits."""
     everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, pipeline.state_dict() | pipeline.optimizer_state().tensors)
+    dist.all_gather_object(everyone, pipeline.state_dict() | pipeline.optimizer_state()["tensors"])
     first: dict[str, Tensor] = {}
     return all(torch.equal(first.setdefault(name, value), value) for own in everyone for name, value in own.items())
 

@@ -53,6 +53,56 @@ def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled() -> None:
     assert layer.bias.grad.tolist() == [-3.0, -3.0]
 
 
+class Centred(nn.Module):
+    """Subtracts a running mean that is not in state dicts."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        y: Tensor = self.linear(x - self.mean)
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loop_that_saves_what_the_documentation_says_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    def built() -> Pipeline:
+        torch.manual_seed(0)
+        plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+        made, batch = nn.Sequential(Centred()), torch.ones(4, 2)
+        loss = nn.functional.mse_loss
+        return Pipeline(made, plan, loss=loss, inputs=[batch], optimizer=sgd(0.1), autocast=torch.float16, check=False)
+
+    inputs, target = torch.randn(6, 4, 2, generator=torch.Generator().manual_seed(1)), torch.full((4, 2), 9.0)
+    whole, first, second = built(), built(), built()
+    losses = [whole.step(x, target=target) for x in inputs]
+    for x in inputs[:4]:
+        first.step(x, target=target)
+    saved = {
+        "model": first.state_dict(),
+        "buffers": first.non_persistent_buffers(),
+        "optimizer": first.optimizer_state(),
+    }
+    torch.save(saved, tmp_path / "0.pt")
+    loaded = torch.load(tmp_path / "0.pt")
+    with torch.no_grad():
+        for part, own in (("model", second.state_dict()), ("buffers", second.non_persistent_buffers())):
+            for name, tensor in own.items():
+                tensor.copy_(loaded[part][name])
+    second.load_optimizer_state(loaded["optimizer"])
+    second.start_at(4)
+    assert second.grad_scaler == first.grad_scaler
+    assert first.grad_scaler != GradScalerState(growth_tracker=4)  # it has been too large
+    assert [second.step(x, target=target) for x in inputs[4:]] == losses[4:]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor)
+
+
 def test_a_manifest_keeps_the_names_of_older_checkpoints() -> None:
     stored = b'{"factor":8.0,"good_steps":3}'
     state = GradScalerState(scale=8.0, growth_tracker=3)

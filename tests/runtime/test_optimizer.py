@@ -98,13 +98,15 @@ def test_state_moves_to_other_stages_by_the_names_of_parameters() -> None:
     first(torch.ones(1, 3)).sum().backward()
     made.step(0)
     state = made.state(parameters)
-    assert set(state.tensors) == {f"{name}:{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(state["tensors"]) == {
+        f"{name}:{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert made.state_bytes() == 2 * (9 + 3) * 4 + 2 * 4
     other, _, same_names = stages()
     restored = StageOptimizers({3: other}, adam, CpuClock())
     restored.load_state(state, same_names)
-    loaded = restored.state(same_names).tensors
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.tensors.items())
+    loaded = restored.state(same_names)["tensors"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state["tensors"].items())
 
 
 def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
@@ -148,12 +150,28 @@ def test_state_is_restored_where_the_factory_tells_parameters_apart() -> None:
     state = optimizers.state(named)
     optimizers.load_state(state, named)
     assert made == [*optimizers.optimizers]
-    assert optimizers.state(named).tensors.keys() == state.tensors.keys()
-    others = {name: value for name, value in state.tensors.items() if "max_exp_avg_sq" not in name}
+    assert optimizers.state(named)["tensors"].keys() == state["tensors"].keys()
+    others = {name: value for name, value in state["tensors"].items() if "max_exp_avg_sq" not in name}
     with pytest.raises(
         BapipeError, match="the checkpoint has the state of another optimizer: exp_avg, exp_avg_sq, step; "
     ):
         optimizers.load_state(OptimizerState(tensors=others, numbers={}), named)
+
+
+def test_a_state_of_another_kind_is_refused_and_that_of_other_ranks_left_out() -> None:
+    layer = nn.Linear(2, 2)
+    optimizers, named = StageOptimizers({0: layer}, sgd(), CpuClock()), dict(layer.named_parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizers.step(0)
+    state = optimizers.state(named)
+    other = {"elsewhere:momentum_buffer": torch.zeros(3)}
+    optimizers.load_state(OptimizerState(tensors={**state["tensors"], **other}, numbers={"elsewhere:step": 1}), named)
+    assert optimizers.state(named)["tensors"].keys() == {"weight:momentum_buffer", "bias:momentum_buffer"}
+    torchs: Any = optim.SGD(layer.parameters()).state_dict()
+    with pytest.raises(
+        BapipeError, match=r"^`state` is a dictionary of 'state', 'param_groups': want what `optimizer_st"
+    ):
+        optimizers.load_state(torchs, named)
 
 
 def test_several_learning_rates_are_not_made_one() -> None:
@@ -186,12 +204,12 @@ def with_state(name: str, dtype: torch.dtype = torch.float32) -> tuple[StageOpti
 def test_state_that_is_a_plain_number_is_restored_too() -> None:
     made, parameters = with_state("sparseadam")
     state = made.state(parameters)
-    assert state.numbers == {"weight:step": 1}
+    assert state["numbers"] == {"weight:step": 1}
     again = StageOptimizers({0: nn.Embedding(5, 3, sparse=True)}, optimizer_factory("sparseadam", 0.1, {}), CpuClock())
     named = {"weight": again.optimizers[0].param_groups[0]["params"][0]}
     again.load_state(state, named)
-    assert again.state(named).numbers == state.numbers
-    assert set(again.state(named).tensors) == {"weight:exp_avg", "weight:exp_avg_sq"}
+    assert again.state(named)["numbers"] == state["numbers"]
+    assert set(again.state(named)["tensors"]) == {"weight:exp_avg", "weight:exp_avg_sq"}
 
 
 class Halving(optim.SGD):
@@ -208,16 +226,16 @@ def test_state_that_is_a_fraction_is_saved() -> None:
     made = StageOptimizers({0: weights}, lambda p: Halving(p, lr=0.1), CpuClock())
     weights(torch.ones(1, 2)).sum().backward()
     made.step(0)
-    assert made.state(dict(weights.named_parameters())).numbers == {"weight:factor": 0.5}
+    assert made.state(dict(weights.named_parameters()))["numbers"] == {"weight:factor": 0.5}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", sorted({*TORCH_OPTIMIZERS} - {"sparseadam"}))
 def test_state_is_restored_in_its_own_dtype(name: str, dtype: torch.dtype) -> None:
     made, parameters = with_state(name, dtype)
-    saved = {key: tensor.clone() for key, tensor in made.state(parameters).tensors.items()}
+    saved = {key: tensor.clone() for key, tensor in made.state(parameters)["tensors"].items()}
     made.load_state(OptimizerState(tensors=saved, numbers={}), parameters)
-    loaded = made.state(parameters).tensors
+    loaded = made.state(parameters)["tensors"]
     assert {key: tensor.dtype for key, tensor in loaded.items()} == {key: tensor.dtype for key, tensor in saved.items()}
     assert all(torch.equal(loaded[key], tensor) for key, tensor in saved.items())
 
@@ -227,8 +245,8 @@ def test_every_optimizer_loads_its_own_state_and_refuses_another_s(name: str) ->
     made, parameters = with_state(name)
     state = made.state(parameters)
     made.load_state(state, parameters)
-    assert made.state(parameters).numbers == state.numbers
-    others = OptimizerState(tensors={**state.tensors, "weight:else": torch.zeros(1)}, numbers=state.numbers)
+    assert made.state(parameters)["numbers"] == state["numbers"]
+    others = OptimizerState(tensors={**state["tensors"], "weight:else": torch.zeros(1)}, numbers=state["numbers"])
     with pytest.raises(
         BapipeError, match=r"^the checkpoint has the state of another optimizer: .*else.*; this one makes "
     ):
@@ -255,7 +273,7 @@ def test_an_optimizer_of_ones_own_loads_its_state() -> None:
     made.step(0)
     parameters = dict(module.named_parameters())
     state = made.state(parameters)
-    assert state.tensors
+    assert state["tensors"]
     made.load_state(state, parameters)
 
 
@@ -284,7 +302,7 @@ def test_a_scheduler_goes_on_with_the_rate_that_was_saved(kind: Any) -> None:
     optimizers, scheduler, named = made()
     assert train(optimizers, scheduler, named, 3) == rates[:3]
     state, of_scheduler = optimizers.state(named), scheduler.state_dict()
-    assert state.options["weight:betas"] == (0.5, 0.6)
+    assert state["options"]["weight:betas"] == (0.5, 0.6)
     optimizers, scheduler, named = made()
     optimizers.load_state(state, named)
     scheduler.load_state_dict(of_scheduler)

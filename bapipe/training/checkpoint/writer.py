@@ -123,14 +123,14 @@ class CheckpointWriter:
         """
         self.wait()
         named = {MODEL + name: tensor for name, tensor in tensors.items()}
-        named |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors.items()}
+        named |= {OPTIMIZER + name: tensor for name, tensor in optimizer["tensors"].items()}
         buffers = {NON_PERSISTENT + name: tensor for name, tensor in non_persistent.items()}
         at_once = {MODEL + name for name in changed_by_forwards} | set(buffers)
         specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(named | buffers))
         owners = owners_of(specs)
         own = {name: tensor for name, tensor in (named | buffers).items() if owners[name] == dist.get_rank()}
         copy = copied_to_host(own, at_once, self._copy_stream)
-        self._thread = Thread(target=self._write, args=(manifest, specs, copy, dict(optimizer.numbers)), daemon=True)
+        self._thread = Thread(target=self._write, args=(manifest, specs, copy, dict(optimizer["numbers"])), daemon=True)
         self._thread.start()
         return copy.done
 
