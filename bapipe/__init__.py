@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from bapipe.planner.make import make
     from bapipe.planner.plan import plan, simulate
     from bapipe.profiler.profile import profile
-    from bapipe.runtime.pipeline import Pipeline
+    from bapipe.runtime.evaluation import ForwardResult
+    from bapipe.runtime.pipeline import PendingLoss, Pipeline
     from bapipe.simulator.timeline import Timeline
     from bapipe.training.run import run
     from bapipe.training.train_config import TrainConfig
+    from bapipe.training.train_result import Evaluation, StepReport, TrainResult
     from bapipe.zoo.data.dataset import PipelineDataset
-    from bapipe.zoo.example import Example
+    from bapipe.zoo.example import Example, GenerationConfig
 
 _MODULE_OF = {
     "Alternative": "bapipe.formats.plan",
@@ -60,7 +62,10 @@ _MODULE_OF = {
     "Comparison": "bapipe.planner.compare",
     "ConstraintsUnmet": "bapipe.errors",
     "Device": "bapipe.formats.cluster",
+    "Evaluation": "bapipe.training.train_result",
     "Example": "bapipe.zoo.example",
+    "ForwardResult": "bapipe.runtime.evaluation",
+    "GenerationConfig": "bapipe.zoo.example",
     "Goal": "bapipe.planner.inputs.goal",
     "Infeasible": "bapipe.errors",
     "InvalidFile": "bapipe.errors",
@@ -69,6 +74,7 @@ _MODULE_OF = {
     "LayerFailed": "bapipe.errors",
     "Link": "bapipe.formats.cluster",
     "ModelProfile": "bapipe.formats.profile",
+    "PendingLoss": "bapipe.runtime.pipeline",
     "Pipeline": "bapipe.runtime.pipeline",
     "PipelineDataset": "bapipe.zoo.data.dataset",
     "Plan": "bapipe.formats.plan",
@@ -77,9 +83,11 @@ _MODULE_OF = {
     "RunFailed": "bapipe.errors",
     "Settings": "bapipe.formats.settings",
     "StagePlan": "bapipe.formats.stage_plan",
+    "StepReport": "bapipe.training.train_result",
     "Stopped": "bapipe.errors",
     "Timeline": "bapipe.simulator.timeline",
     "TrainConfig": "bapipe.training.train_config",
+    "TrainResult": "bapipe.training.train_result",
     "compare": "bapipe.planner.compare",
     "edit": "bapipe.planner.edit",
     "make": "bapipe.planner.make",
@@ -104,7 +112,10 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "Comparison",
     "ConstraintsUnmet",
     "Device",
+    "Evaluation",
     "Example",
+    "ForwardResult",
+    "GenerationConfig",
     "Goal",
     "Infeasible",
     "InvalidFile",
@@ -113,6 +124,7 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "LayerFailed",
     "Link",
     "ModelProfile",
+    "PendingLoss",
     "Pipeline",
     "PipelineDataset",
     "Plan",
@@ -121,9 +133,11 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
     "RunFailed",
     "Settings",
     "StagePlan",
+    "StepReport",
     "Stopped",
     "Timeline",
     "TrainConfig",
+    "TrainResult",
     "compare",
     "edit",
     "make",
@@ -138,7 +152,9 @@ __all__ = [  # a literal, so that type checkers and documentation tools can read
 ]
 
 
-_NEEDS_TORCH = frozenset({"Example", "Pipeline", "PipelineDataset", "weighted_mean"})
+_NEEDS_TORCH = frozenset(
+    {"Example", "ForwardResult", "GenerationConfig", "PendingLoss", "Pipeline", "PipelineDataset", "weighted_mean"}
+)
 """Names that cannot be imported without torch; other functions need it when they are called, if at all."""
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package

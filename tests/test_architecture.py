@@ -280,10 +280,10 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError):
         bapipe.nothing  # type: ignore[attr-defined]  # noqa: B018
     assert sorted(bapipe.__all__) == [
-        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "ConstraintsUnmet", "Device", "Example", "Goal",
-        "Infeasible", "InvalidFile", "InvalidModel", "InvalidSchedule", "LayerFailed", "Link", "ModelProfile", "Pipeline", "PipelineDataset", "Plan",
-        "PlanOptions", "Prediction", "RunFailed", "Settings", "StagePlan", "Stopped", "Timeline", "TrainConfig", "compare", "edit", "make", "plan",
-        "profile", "read", "run", "simulate", "to_networkx", "weighted_mean", "write",
+        "Alternative", "Bandwidth", "BapipeError", "Certificate", "Changes", "Cluster", "Comparison", "ConstraintsUnmet", "Device", "Evaluation", "Example",
+        "ForwardResult", "GenerationConfig", "Goal", "Infeasible", "InvalidFile", "InvalidModel", "InvalidSchedule", "LayerFailed", "Link",
+        "ModelProfile", "PendingLoss", "Pipeline", "PipelineDataset", "Plan", "PlanOptions", "Prediction", "RunFailed", "Settings", "StagePlan",
+        "StepReport", "Stopped", "Timeline", "TrainConfig", "TrainResult", "compare", "edit", "make", "plan", "profile", "read", "run", "simulate", "to_networkx", "weighted_mean", "write",
     ]  # fmt: skip
     for name in bapipe.__all__:
         assert getattr(bapipe, name) is not None

@@ -115,8 +115,8 @@ class Pipeline:
                 or an estimated step size, sees those of one stage.
             clip_norm: the maximum norm of all gradients of the model together.
             autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors are sent
-                in the types that it gives them. With float16 losses are scaled (see `grad_scaler`), and a step with
-                gradients that are not finite updates nothing.
+                in the types that it gives them. With float16 losses are scaled, as torch's GradScaler does, and a step
+                with gradients that are not finite updates nothing.
             device: where this rank computes, such as `"cuda"`.
             seed: of initial values, and of operators that draw random numbers.
             initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.

@@ -43,7 +43,7 @@ class Evaluation:
 
     Attributes:
         steps: number of training steps before it.
-        loss: mean over the samples.
+        loss: mean over the targets, by their weights, if the loss is one such mean; else over the samples.
         metrics: (name, value), such as the share of samples in ("top-1", 0.9), or a score in ("BLEU", 23.5).
         elapsed_ns: time that the evaluation took.
     """
