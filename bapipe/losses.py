@@ -30,7 +30,7 @@ def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
         raise BapipeError(f"`weights` are of type {weights.dtype}: want real numbers, not negative")
     total = sum_of_weights(values, weights)
     exact = torch.promote_types(values.dtype, torch.float32)  # a sum, or the total, may be too large for float16
-    counted = torch.where(weights != 0, values, 0)  # 0 times infinity is NaN
+    counted = torch.where((weights != 0) | values.isfinite(), values, 0)  # 0 times infinity is NaN
     mean = (counted.to(exact) * weights).sum() / torch.where(total > 0, total, 1).to(exact)
     return mean.to(values.dtype)
 

@@ -37,6 +37,13 @@ def test_values_without_weight_do_not_count_whatever_they_are() -> None:
     assert bapipe.weighted_mean(values, torch.zeros(3)).item() == 0
 
 
+def test_weights_that_are_zero_have_gradients() -> None:
+    weights = torch.tensor([2.0, 0.0], requires_grad=True)
+    bapipe.weighted_mean(torch.tensor([3.0, 5.0]), weights).backward()
+    assert weights.grad is not None
+    assert weights.grad.tolist() == [3 / 2, 5 / 2]
+
+
 def test_types_without_a_mean_are_refused() -> None:
     with pytest.raises(
         BapipeError, match=r"^`values` are of type torch\.int64: want the losses, of a floating-point type$"
