@@ -37,6 +37,7 @@ class ChangedInputs:
         given, before, written = self._given, self._before, set(map(int, self._writes.finish()))
         written -= {i for i, count in self._seen_by_autograd.items() if version(given[i]) != count}
         self._given, self._before = {}, {}
+        self._writes.begin({})  # it would keep the inputs
         if self._changing is None:
             self._changing = written | {i for i, value in before.items() if not are_equal(value, given[i])}
         return {i: before[i] for i in self._changing & before.keys()} if written <= before.keys() else None

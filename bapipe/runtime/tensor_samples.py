@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bapipe.runtime.copy_streams import pinned_like, start_copy
+from bapipe.torch_private.tensors import without_tensor_classes
 
 _NUM_VALUES = 16
 """Of a tensor. Almost any write to all of a tensor changes one of them."""
@@ -17,7 +18,8 @@ def sample_of(tensor: Tensor) -> Tensor:
     num = min(_NUM_VALUES, max(tensor.shape, default=1))
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     stride = sum((size - 1) // max(num - 1, 1) * stride for size, stride in sizes)
-    return tensor.detach().as_strided((num,), (stride,))
+    with without_tensor_classes():
+        return tensor.detach().as_strided((num,), (stride,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,8 @@ def version(tensor: Tensor) -> int:
 
 def address(tensor: Tensor) -> int:
     """Returns where the values of a dense tensor lie in memory; 0 if it has none there, as on the meta device."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or isinstance(tensor, FakeTensor):
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not is_dense or isinstance(tensor, FakeTensor):
         return 0
     try:
         return tensor.data_ptr()

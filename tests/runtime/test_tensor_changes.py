@@ -1,10 +1,13 @@
 """Which tensors are found to be written to, and by which of their values."""
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bapipe.runtime.changed_inputs import ChangedInputs
 from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.runtime.tensor_samples import sample_of
 
@@ -37,6 +40,31 @@ def test_tensors_of_all_kinds_are_looked_at() -> None:
     without_values = (torch.zeros(0, 4), torch.zeros(3, device="meta"), torch.eye(3).to_sparse())
     for tensor in (*without_values, torch.full((30,), torch.nan), torch.zeros(1).expand(5, 7)):
         assert _written(tensor, lambda it: it * 2) == frozenset()
+
+
+class Own(Tensor):
+    """A class that does not know all of torch's functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.as_strided:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_tensors_of_other_classes_are_looked_at() -> None:
+    assert _written(torch.zeros(3).as_subclass(Own), lambda it: it.data.fill_(1)) == {"it"}
+    assert _written(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), lambda it: it * 2) == frozenset()
+
+
+def test_no_memory_of_inputs_is_kept() -> None:
+    inputs = ChangedInputs()
+    given = torch.zeros(3)
+    memory = weakref.ref(given.untyped_storage())
+    inputs.begin([given])
+    inputs.finish()
+    del given
+    assert memory() is None
 
 
 def test_a_sample_is_of_the_tensor_alone() -> None:
