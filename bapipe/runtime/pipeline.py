@@ -41,11 +41,11 @@ from bapipe.runtime.settings_check import check_autocast, check_optimizers, chec
 from bapipe.runtime.shared_buffers import SharedBuffers
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
-from bapipe.runtime.tensor_changes import TensorVersions
 from bapipe.runtime.traced_numbers import TracedNumbers
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
+from bapipe.torch_private.tensors import version
 from bapipe.torch_settings import tf32
 from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.capture import check_has_layers
@@ -329,10 +329,10 @@ class Pipeline:
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
-        allowed, weights = self._plan.compute_settings.tf32, TensorVersions(self.named_parameters())
+        allowed, writes = self._plan.compute_settings.tf32, self._versions()
         with tf32(allowed), all_generators_restored(self._device):
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
-        self._written_by_forwards |= weights.written()
+        self._written_by_forwards |= {name for name, count in self._versions().items() if count != writes[name]}
         self._shared_buffers.finish()
         self._rng.step += 1
         self._update()
@@ -469,6 +469,10 @@ class Pipeline:
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.as_dict()
         return state
+
+    def _versions(self) -> dict[str, int]:
+        """Returns torch's counts of writes to the parameters of this rank."""
+        return {name: version(parameter) for name, parameter in self.named_parameters().items()}
 
     def changed_by_forwards(self) -> frozenset[str]:
         """Returns the names in `state_dict` of what a forward may change.

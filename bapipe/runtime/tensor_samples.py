@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bapipe.runtime.copy_streams import pinned_like, start_copy
+from bapipe.runtime.copy_streams import start_copy
 from bapipe.torch_private.tensors import without_tensor_classes
 
 _NUM_VALUES = 16
@@ -58,7 +58,7 @@ class Comparison:
         differ = before.values != after.values
         self._differ, self._done = differ, None
         if differ.is_cuda:
-            self._differ = pinned_like(differ)
+            self._differ = torch.empty_like(differ, device="cpu", pin_memory=True)
             start_copy(self._differ, differ)
             self._done = torch.cuda.current_stream(differ.device).record_event()
 

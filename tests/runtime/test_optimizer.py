@@ -120,13 +120,15 @@ def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
         made.step(0)
         states.append(made.state(parameters))
     a, b = states
-    together = OptimizerState(tensors={**a.tensors, **b.tensors}, numbers={}, options={**a.options, **b.options})
+    together = OptimizerState(
+        tensors={**a["tensors"], **b["tensors"]}, numbers={}, options={**a["options"], **b["options"]}
+    )
     restored = StageOptimizers({1: layers["b"]}, adam, CpuClock())
     restored.load_state(together, named[1])
     loaded = restored.state(named[1])
-    assert loaded.options == b.options
-    assert loaded.tensors.keys() == b.tensors.keys()
-    assert all(torch.equal(loaded.tensors[name], value) for name, value in b.tensors.items())
+    assert loaded["options"] == b["options"]
+    assert loaded["tensors"].keys() == b["tensors"].keys()
+    assert all(torch.equal(loaded["tensors"][name], value) for name, value in b["tensors"].items())
     message = (
         "the state is of other parameters, such as 'a.bias', and of none of this rank's, such as 'b.bias': give each "
         "rank those of all ranks together, or those of its own parameters"

@@ -184,25 +184,25 @@ class Base(nn.Module):
     num_forwards = 0
 
 
-class Counts(Base):
+class CountsInClass(Base):
     """Writes to numbers of its base, and of its own class: one that hides its base's, and one that is made once."""
 
     def forward(self, x: Tensor) -> Tensor:
         Base.num_forwards += 1
         type(self).num_forwards += 1
-        if not hasattr(Counts, "made"):
+        if not hasattr(CountsInClass, "made"):
             type(self).made = 3  # type: ignore[attr-defined]
         return x
 
 
 def test_numbers_of_classes_are_undone() -> None:
-    module = nn.Sequential(Counts())
+    module = nn.Sequential(CountsInClass())
     with state_restored(module):
         module(torch.ones(1))
-        assert (Base.num_forwards, Counts.num_forwards) == (1, 2)
-    assert (Base.num_forwards, Counts.num_forwards) == (0, 0)
-    assert "num_forwards" not in vars(Counts)
-    assert Counts.made == 3  # type: ignore[attr-defined]
+        assert (Base.num_forwards, CountsInClass.num_forwards) == (1, 2)
+    assert (Base.num_forwards, CountsInClass.num_forwards) == (0, 0)
+    assert "num_forwards" not in vars(CountsInClass)
+    assert CountsInClass.made == 3  # type: ignore[attr-defined]
 
 
 def test_numbers_of_all_parts_by_path() -> None:
