@@ -137,6 +137,18 @@ def visible_place(place: int) -> int:
     return 0 if job is not None and job.size > 1 and torch.cuda.device_count() == 1 else place
 
 
+def move_tensors(module: object, device: torch.device) -> list[tuple[torch.Tensor, torch.device]]:
+    """Moves the parameters and buffers of a module, if it is one, to a device; returns those moved, and from where.
+
+    What is on the meta device stays there: its values are elsewhere.
+    """
+    held = (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
+    moved = [(tensor, tensor.device) for tensor in held if tensor.device != device and not tensor.is_meta]
+    for tensor, _ in moved:
+        tensor.data = tensor.data.to(device)
+    return moved
+
+
 def describe(device: torch.device) -> DeviceKind:
     """Returns the kind, name and memory of a device; for a CPU the memory of the machine."""
     if device.type == "cuda":

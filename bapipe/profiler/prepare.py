@@ -11,7 +11,7 @@ from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.printable import shortened
-from bapipe.torch_device import describe
+from bapipe.torch_device import describe, move_tensors
 from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.modes import enter_training_mode, idle_dropout
@@ -92,15 +92,12 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
 @contextmanager
 def loss_on_device(loss: Loss, device: torch.device) -> Iterator[None]:
     """Has a loss that is a module on the device meanwhile, then where it was: weights of classes are its buffers."""
-    home = next((tensor.device for tensor in loss.state_dict().values()), None) if isinstance(loss, nn.Module) else None
-    if home is None or not isinstance(loss, nn.Module):
-        yield
-        return
-    loss.to(device)
+    moved = move_tensors(loss, device)
     try:
         yield
     finally:
-        loss.to(home)
+        for tensor, home in moved:
+            tensor.data = tensor.data.to(home)
 
 
 def _restore_strides(strides: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> None:

@@ -44,7 +44,7 @@ from bapipe.runtime.stage_state import StageState
 from bapipe.runtime.traced_numbers import TracedNumbers
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
-from bapipe.torch_device import current_device
+from bapipe.torch_device import current_device, move_tensors
 from bapipe.torch_private.tensors import version
 from bapipe.torch_settings import tf32
 from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
@@ -183,8 +183,8 @@ class Pipeline:
         drop_others(self._split, self._state.tensors())
         self._peak_memory = PeakMemory(self._device, self._state.tensors())
         materialize(self._split, self._state.tensors(), self._device, seed, initialize)
-        if isinstance(loss, nn.Module):
-            loss.to(self._device)  # its buffers, such as weights of classes
+        if self.needs_target:
+            move_tensors(loss, self._device)  # such as weights of classes
 
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._clock = clock_for(self._device)

@@ -112,13 +112,30 @@ def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert moves == [torch.device("meta"), CPU]
 
 
+class WithState(nn.Module):
+    """A loss with a buffer that is in no state dict, and with what is in one but no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(3), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 1}
+
+
 def test_the_weights_of_a_loss_are_on_the_device_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, device = WithState(), torch.device("cuda", 3)
     moves: list[torch.device] = []
-    monkeypatch.setattr(nn.Module, "to", lambda _, device: moves.append(device))
-    with prepare.loss_on_device(nn.CrossEntropyLoss(weight=torch.ones(3)), torch.device("meta")):
-        assert moves == [torch.device("meta")]
-    assert moves == [torch.device("meta"), CPU]
-    with prepare.loss_on_device(nn.functional.mse_loss, torch.device("meta")):
+
+    def to(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        moves.append(place)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with prepare.loss_on_device(loss, device):
+        assert moves == [device]
+    assert moves == [device, CPU]
+    with prepare.loss_on_device(nn.functional.mse_loss, device), prepare.loss_on_device(loss, CPU):
         assert len(moves) == 2
 
 

@@ -79,17 +79,18 @@ def test_the_time_is_read_when_the_message_is_there(monkeypatch: pytest.MonkeyPa
             log.append("fill")
 
     class Dist:
-        def recv(self, message: Message, **_: Any) -> None:
-            log.append("recv")
+        def irecv(self, message: Message, **_: Any) -> str:
+            return "recv"
 
-        def send(self, message: Message, **_: Any) -> None:
-            log.append("send")
+        def isend(self, message: Message, **_: Any) -> str:
+            return "send"
 
     def now_ns() -> int:
         log.append("time")
         return 0
 
     monkeypatch.setattr(clock, "dist", Dist())
+    monkeypatch.setattr(clock, "wait", lambda work, _: log.append(work))
     monkeypatch.setattr("bapipe.runtime.clock.torch.zeros", lambda *_, **__: Message())
     monkeypatch.setattr("bapipe.runtime.clock.time.perf_counter_ns", now_ns)
     clock._answer_with_time(1, CUDA, None)

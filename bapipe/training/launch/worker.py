@@ -233,15 +233,19 @@ def waited_too_long(timeout_s: float) -> Failure:
     return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
 
 
-_LOST_PEER = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport"),
-    # Of NCCL: what it connects by fails, another rank has aborted, or nobody tells how to connect.
-    *("ncclRemoteError", "ncclSystemError", "communicator was aborted", "retrieving ncclUniqueId"),
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+
+_OWN_FAULT = (
+    *("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"),
+    *("shared memory segment", "posix_fallocate"),  # what a small /dev/shm fails at
 )
+"""What NCCL says where a rank itself is at fault. It tells the death of another one as any of its other errors."""
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error only shows that another rank has gone: other errors of NCCL are this rank's own."""
+    """Returns whether an error only shows that another rank has gone."""
+    if isinstance(error, dist.DistBackendError):
+        return not any(sign in str(error) for sign in _OWN_FAULT)
     lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
     return lost or any(sign in str(error) for sign in _LOST_PEER)
 

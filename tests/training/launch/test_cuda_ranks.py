@@ -110,6 +110,16 @@ def nccl_error(kind: str, name: str, reason: str) -> RuntimeError:
             "lost another rank at step 0: DistBackendError: socket closed",
         ),
         (
+            nccl_error("internal error", "ncclInternalError", "Net : Connection closed by remote peer"),
+            "lost another rank at step 0: DistBackendError: Net : Connection closed by remote peer",
+        ),
+        (
+            nccl_error(
+                "unhandled system error", "ncclSystemError", "Error while creating shared memory segment /dev/shm/x"
+            ),
+            "failed at step 0: DistBackendError: Error while creating shared memory segment /dev/shm/x",
+        ),
+        (
             torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0."),
             "lost another rank at step 0: DistBackendError: NCCL communicator was aborted on rank 0.",
         ),
