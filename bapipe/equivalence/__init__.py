@@ -8,6 +8,5 @@ the stages, by whole backwards or as a plan runs them;
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models, and
 `first_samples` such losses when training begins.
 `target_weights` tells how much a micro-batch counts in a loss that computes means over targets, which `noted_means`
-sees; for that losses run once more, unless `reached_means` knows that they compute none, and `tracing.reached_state`
-puts back what they keep.
+sees; for that losses run once more, and `tracing.reached_state` puts back what they keep.
 """

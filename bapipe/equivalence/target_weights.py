@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMeans, scaled_mean
 from bapipe.equivalence.outcome import Loss
-from bapipe.equivalence.reached_means import computes_no_means
 from bapipe.errors import one_line
 from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.python_state import state_restored
@@ -81,8 +80,8 @@ def mean_weights(sums: Tensor, num_microbatches: int) -> MeanWeights:
     A micro-batch may compute no mean, where it has nothing to learn; else all must compute the same ones.
     """
     num, num_results, num_calls, squares = sums[:4]
-    is_one_mean = (num == num_results) & (num > 0)
-    are_the_same = ~is_one_mean & (num > 0) & (num_calls * num_calls == num * squares)
+    is_one_mean = num == num_results
+    are_the_same = ~is_one_mean & (num_calls * num_calls == num * squares)
     weights = sums[4:] / num_microbatches
     return MeanWeights(torch.where(is_one_mean, weights[0], nan), torch.where(are_the_same, weights[1:], nan))
 
@@ -130,8 +129,7 @@ def counting_alike(device: torch.device) -> MeanWeights:
 class WeightsAhead:
     """Tells the weights of a micro-batch's targets in its loss, before the model has computed the outputs.
 
-    For that the loss runs on outputs without values, unless it keeps state that cannot be put back, or reaches no code
-    of means.
+    For that the loss runs on outputs without values, unless it keeps state that cannot be put back.
     """
 
     def __init__(self, loss: Loss, computed: Loss, outputs: Sequence[Tensor], device: torch.device) -> None:
@@ -147,7 +145,6 @@ class WeightsAhead:
             self._outputs = tuple(torch.empty_like(output, device=device) for output in outputs)
             self._stand_ins = tuple(torch.empty((), device=device) for _ in range(2 * MAX_MEANS))
         self._are_over_all: list[Tensor] = []  # of each mean, whether it is over all samples; of a step
-        self._has_surprised, self._is_skipped = False, False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -156,7 +153,6 @@ class WeightsAhead:
         reached = state.obstacle or self._changes
         self.obstacle = None if reached is None else f"reaches {reached}"
         self._are_over_all = []
-        self._is_skipped = not self._has_surprised and computes_no_means(state)
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
         self._changes = self._changes or state.obstacle
@@ -165,8 +161,6 @@ class WeightsAhead:
         """Returns the means over targets that the loss will compute; None if that cannot be told."""
         if self.obstacle is not None:
             return None
-        if self._is_skipped:
-            return Means(None, [])
         try:
             means = self._means(self._outputs, target)
         except Exception as error:  # whatever the code of the loss raises where a value of an output is missing
@@ -176,14 +170,6 @@ class WeightsAhead:
             self.obstacle = "weights by what the model returns"
             return None
         return means if means.result is not None or not means.calls else self._of_all_samples(means, target)
-
-    def note(self, weights: Sequence[Tensor]) -> None:
-        """Notes the weights of the means that the loss has computed of a micro-batch.
-
-        If it did not reach the code of any, as a method of what the model returns, it runs in each step from now on.
-        """
-        if self._is_skipped and weights:
-            self._has_surprised = True
 
     def _means(self, outputs: Sequence[Tensor], target: Tensor) -> Means:
         with NotedMeans(self._stand_ins) as noted:

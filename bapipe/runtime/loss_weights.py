@@ -63,7 +63,6 @@ class LossWeights:
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
         scaled = weighted_loss(loss, output, target, self._mean_weights)
-        self._ahead.note(scaled.weights)
         self._first_samples.note(output, target, scaled.weights)
         return scaled.value
 

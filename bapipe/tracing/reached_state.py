@@ -24,11 +24,11 @@ from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 from bapipe.tracing.randomness import names_in
 from bapipe.tracing.torch_layers import is_of_torch
 
-CONSTANTS = (
+_CONSTANTS = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, Enum, Decimal, date, timedelta, PurePath,
     re.Pattern, torch.dtype, torch.device, BuiltinFunctionType, MethodDescriptorType,
 )  # fmt: skip
-"""Types of objects that neither change nor call code of the user's."""
+
 
 _MAX_BYTES = 2**24
 """Modules and arrays of more bytes are not copied before each call, nor more of tensors; their changes are noticed."""
@@ -59,7 +59,6 @@ class KeptState:
     Attributes:
         obstacle: what it reaches of these, in words; None if nothing. What is met after it is not followed.
         followed: the objects that it reaches, and those known before, by id.
-        names: of functions and attributes, in the code followed.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class KeptState:
         self.obstacle: str | None = None
         self.followed: dict[int, object] = {id(one): one for one in known}
         self._module_restored = module_restored
-        self.names: set[str] = set()
+        self._names: set[str] = set()  # of attributes, in the code followed
         self._objects: list[object] = []
         self._loggers: list[Logger] = []
         self._contexts: list[Callable[[], AbstractContextManager[object]]] = []  # of modules
@@ -127,7 +126,7 @@ class KeptState:
             self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
 
     def _follow_one(self, one: Any) -> None:
-        if isinstance(one, CONSTANTS) or id(one) in self.followed or self.obstacle is not None:
+        if isinstance(one, _CONSTANTS) or id(one) in self.followed or self.obstacle is not None:
             return
         self.followed[id(one)] = one
         self._num_followed += not isinstance(one, Tensor)
@@ -188,13 +187,13 @@ class KeptState:
     def _follow_named(self, one: type | ModuleType) -> None:
         """Notes a class or a module of the user's, of which the code may change an attribute."""
         name = one.__name__ if isinstance(one, ModuleType) else one.__module__
-        if not is_of_a_library(name) and "site-packages" not in str(getattr(sys.modules.get(name), "__file__", "")):
+        if not _is_of_a_library(name) and "site-packages" not in str(getattr(sys.modules.get(name), "__file__", "")):
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
         """Follows what is named of objects, which may name more, and notes what to put back."""
         known: tuple[int, int] | None = None
-        while known != (now := (len(self.names), len(self._objects))):
+        while known != (now := (len(self._names), len(self._objects))):
             known = now
             for one in list(self._objects):
                 self._follow_all(self._named_of(one))
@@ -212,9 +211,9 @@ class KeptState:
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
         has_classes_of_the_user = isinstance(one, type | ModuleType | nn.Module)
-        is_of_python = not has_classes_of_the_user and any(map(is_of_a_library, _modules_of(type(one))))
+        is_of_python = not has_classes_of_the_user and any(map(_is_of_a_library, _modules_of(type(one))))
         return (
-            name in self.names
+            name in self._names
             or is_of_python
             or (name.startswith("__") and name not in _NOT_USED and name in _methods(type(one)))
         )
@@ -244,9 +243,9 @@ class KeptState:
             self._follow_all(_methods(type(part)).values())
 
     def _follow_function(self, function: FunctionType) -> None:
-        if is_of_a_library(function.__module__):
+        if _is_of_a_library(function.__module__):
             return
-        self.names.update(names_in(function))
+        self._names.update(names_in(function))
         self._restores.append(partial(_update, vars(function), dict(vars(function))))
         self._follow_all(vars(function).values())
         values = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
@@ -308,7 +307,7 @@ def _is_plain(one: object) -> bool:
 
 def _methods(kind: type) -> dict[str, object]:
     """Returns the functions of a class and its bases, but for those of libraries, by name."""
-    classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one.__module__))
+    classes = (one for one in reversed(kind.__mro__) if not _is_of_a_library(one.__module__))
     found = {name: value for one in classes for name, value in vars(one).items()}
     return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
 
@@ -321,7 +320,7 @@ def _function_of(value: object) -> object:
     return function if isinstance(function, FunctionType) else None
 
 
-def is_of_a_library(module: str | None) -> bool:
+def _is_of_a_library(module: str | None) -> bool:
     """Returns whether code is torch's, bapipe's or Python's own."""
     top = (module or "").partition(".")[0]
     return top in ("torch", "bapipe") or top in sys.stdlib_module_names

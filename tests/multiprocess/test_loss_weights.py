@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from math import isnan, log
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -235,63 +235,6 @@ def test_no_step_decides_for_later_ones() -> None:
     for labels in ([3, 3, 3, 3], [1, 1, 2, 1], [0, 3, 2, 0], [1, 3, 2, 1]):
         target = torch.tensor(labels)
         assert pipeline.step(x, target=target) == pytest.approx(loss(module(x), target).item(), rel=1e-6)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_loss_whose_code_reaches_no_means_runs_ahead_once_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, runs = list[Tensor](), WeightsAhead._means
-
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        return criterion(scores, target)
-
-    def over_samples(scores: Tensor, target: Tensor) -> Tensor:
-        return scores[torch.arange(len(target)), target].square().mean()
-
-    def counted(self: WeightsAhead, outputs: Any, target: Tensor) -> Any:
-        ahead.append(target)
-        return runs(self, outputs, target)
-
-    monkeypatch.setattr(WeightsAhead, "_means", counted)
-    criterion: Loss = over_samples
-    module, x, target = nn.Sequential(nn.Linear(6, 4)), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
-    plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
-    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
-    assert pipeline.step(x, target=target) == pytest.approx(loss(module(x), target).item(), rel=1e-6)
-    assert not ahead
-    criterion = nn.CrossEntropyLoss(ignore_index=IGNORED)
-    assert pipeline.step(x, target=target) == pytest.approx(loss(module(x), target).item(), rel=1e-6)
-    assert len(ahead) >= 2
-
-
-class Scores(NamedTuple):
-    logits: Tensor
-
-    def loss(self, target: Tensor) -> Tensor:
-        return functional.cross_entropy(self.logits, target, ignore_index=IGNORED)
-
-
-class Scoring(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Scores:
-        return Scores(self.head(x))
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_mean_that_the_code_of_the_loss_does_not_reach_is_known_from_the_second_step_on() -> None:
-    """As one in a method of what the model returns; in the first step micro-batches count alike."""
-
-    def loss(scores: Scores, target: Tensor) -> Tensor:
-        return scores.loss(target)
-
-    module, x, target = Scoring(), torch.randn(4, 6), torch.tensor([0, IGNORED, 1, 2])
-    plan = make_plan(["head"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
-    pipeline = Pipeline(module, plan, loss=loss, inputs=[x], optimizer=sgd(0.0), check=False)
-    halves = [loss(module(x[i : i + 2]), target[i : i + 2]).item() for i in (0, 2)]
-    assert pipeline.step(x, target=target) == pytest.approx(sum(halves) / 2, rel=1e-6)
-    assert pipeline.step(x, target=target) == pytest.approx(loss(module(x), target).item(), rel=1e-6)
 
 
 @pytest.mark.usefixtures("alone")
