@@ -165,8 +165,9 @@ def _min_width(column: Column, max_word: int) -> int:
 
 
 def _cropped(column: Column, index: int, max_word: int) -> Column:
-    """Returns a column at another place of its table, without the middle of words that are longer; drawings stay."""
-    cells = [_crop(cell, max_word) if isinstance(cell, str) else cell for cell in column.cells]
+    """Returns a column at another place of its table, without the middle of longer words; numbers and drawings stay."""
+    has_words = column.justify != "right"
+    cells = [_crop(cell, max_word) if has_words and isinstance(cell, str) else cell for cell in column.cells]
     return replace(column, _index=index, _cells=cells)
 
 

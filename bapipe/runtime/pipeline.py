@@ -51,7 +51,7 @@ from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, onl
 from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.model import persistent_state, state_names, unused_state
-from bapipe.tracing.modes import idle_dropout
+from bapipe.tracing.modes import idle_dropout, is_evaluating
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 
@@ -138,7 +138,7 @@ class Pipeline:
         check_has_layers(module)
         check_inputs(module, inputs)
         check_buckets(buckets, len(tensor_inputs(inputs)))
-        if not module.training:
+        if is_evaluating(module):
             _log.warning(
                 "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "
                 "stay as they are; call its train() before, and eval() of those parts only that are to stay as they are"

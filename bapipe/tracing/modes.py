@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 from torch import nn
 
@@ -13,8 +14,21 @@ def enter_training_mode(module: nn.Module) -> None:
 
     If parts of it are in training mode, each part stays in its own: frozen batch norms, or a body under a new head.
     """
-    if not any(part.training for part in module.modules()):
+    if is_evaluating(module):
         module.train()
+
+
+def is_evaluating(module: nn.Module) -> bool:
+    """Returns whether all of a module is in evaluation mode, but for parts of which the mode says nothing.
+
+    Such parts, as a loss that is added to a loaded model, are in training mode when they are made.
+    """
+    return not any(part.training and _has_mode(part) for part in module.modules()) and not module.training
+
+
+def _has_mode(part: nn.Module) -> bool:
+    has_state = next(chain(part.parameters(recurse=False), part.buffers(recurse=False)), None) is not None
+    return has_state or isinstance(part, DropoutBase)
 
 
 def idle_dropout(module: nn.Module) -> str | None:

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from bapipe.tracing.modes import enter_training_mode, idle_dropout
+from bapipe.tracing.modes import enter_training_mode, idle_dropout, is_evaluating
 
 
 class Classifier(nn.Module):
@@ -44,3 +44,13 @@ def test_a_model_is_put_in_training_mode_only_if_all_of_it_is_in_evaluation_mode
     enter_training_mode(frozen)
     assert [name for name, part in frozen.named_modules() if part.training] == ["1"]
     assert (idle_dropout(frozen) or "").startswith("the model is in evaluation mode, so its dropout does nothing")
+
+
+def test_parts_without_state_do_not_tell_the_mode_of_a_model() -> None:
+    loaded = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Dropout(0.1)).eval()
+    assert is_evaluating(loaded)
+    loaded.append(nn.MSELoss())
+    assert loaded[3].training
+    assert is_evaluating(loaded)
+    loaded[2].train()  # Monte Carlo dropout
+    assert not is_evaluating(loaded)
