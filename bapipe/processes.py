@@ -27,6 +27,7 @@ from mmap import ACCESS_READ, mmap
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -107,10 +108,11 @@ def local_processes(
 ) -> Iterator[tuple[LocalProcess, ...]]:
     """Runs `function(index, send, *arguments)` in new processes; all have ended when the context is left.
 
-    `send(message)` sends to `receive` here. Function, arguments and messages must be picklable. `folder` is empty and
-    no other process uses it. The processes have this one's environment and import path, `environment` in addition,
-    and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context is left without an
-    exception they have `grace_s` to end by themselves. If this process dies, however, the kernel ends them.
+    `send(message)` sends to `receive` here, from any thread. Function, arguments and messages must be picklable.
+    `folder` is empty and no other process uses it. The processes have this one's environment and import path,
+    `environment` in addition, and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context
+    is left without an exception they have `grace_s` to end by themselves. If this process dies, however, the kernel
+    ends them.
 
     Raises:
         BapipeError: as `check_not_imported`, or a function cannot be sent to the processes.
@@ -169,11 +171,13 @@ def run_child() -> None:
     index, job_fd, pipe_fd, parent = sys.argv[1:]
     end_with(int(parent))
     pipe = Connection(int(pipe_fd), readable=False)
-    code = 0
+    code, one_at_a_time = 0, Lock()
 
     def send(message: object) -> None:
         # By value: `Connection.send` would share the memory of tensors, which ends with this process.
-        pipe.send_bytes(pickle.dumps(message))
+        pickled = pickle.dumps(message)
+        with one_at_a_time:
+            pipe.send_bytes(pickled)
 
     try:
         with mmap(int(job_fd), 0, access=ACCESS_READ) as job:  # not read: the processes share the place in the file

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.job.groups import wait
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.replica_state import BufferAverage, LossOfReplicas
 from bapipe.simulator.stage_cost import fill_buckets
@@ -119,7 +120,7 @@ class GradientSum:
         self._done = True
         for reduction in self._started:
             for work in reduction.works:
-                work.wait()
+                wait(work, self._group)
             reduction.end = self._clock.stamp()
             _assign_gradients(reduction)
         self._make_sparse()

@@ -120,7 +120,15 @@ def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> Checkpoint
         set_damaged_aside(config.checkpoint, start.step)
     # While it waits for another try, it must not count as a rank that keeps others waiting.
     again_s = min(AGAIN_S, config.timeout_s / 4)
-    return CheckpointWriter(config.checkpoint, config.num_kept, rank.group_timeout, job.devices, rank.device, again_s)
+    return CheckpointWriter(
+        config.checkpoint,
+        config.num_kept,
+        rank.group_timeout,
+        job.devices,
+        rank.device,
+        again_s,
+        on_meeting=rank.note_meeting,
+    )
 
 
 def _loader(

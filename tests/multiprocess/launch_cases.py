@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from bapipe.errors import BapipeError
 from bapipe.job import groups
 from bapipe.job.groups import _JOBS, init_proven_group, new_proven_group
 from bapipe.job.sockets import open_sockets
+from bapipe.runtime.optimizer import OptimizerState
 from bapipe.torch_private.process_groups import backend_name
+from bapipe.training.checkpoint import tensor_files, writer
+from bapipe.training.checkpoint.manifest import Manifest, MinibatchSize, position_after
 from bapipe.training.data import workers
 from bapipe.training.launch.processes import launch
 from bapipe.training.launch.worker import Rank
@@ -87,6 +91,38 @@ def waits_for_a_tensor(rank: Rank) -> None:
     if rank.index == 1:
         _end("hang")
     groups.wait(dist.irecv(torch.zeros(1), 1))
+
+
+def waits_after_its_own_work(rank: Rank) -> None:
+    """Rank 0 waits for rank 1, which hangs, after two seconds of its own."""
+    rank.enter_step(3)
+    if rank.index == 1:
+        _end("hang")
+    time.sleep(2)
+    dist.barrier()
+
+
+def writes_a_checkpoint(rank: Rank, folder: str, disk: str) -> None:
+    """Rank 1 writes its file to a disk that is `slow`, and rank 0 the rest; or rank 1 is `frozen` meanwhile."""
+
+    def sync(_: Path) -> None:
+        if disk == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(2.5)
+
+    size = (MinibatchSize(from_step=0, num_samples=4),)
+    manifest = Manifest(
+        model="model", optimizer="sgd", seed=0, num_samples=8, minibatch_sizes=size, plan=None, versions={}, files={},
+        position=position_after(1, size, 8), tensors={}, optimizer_tensors={}, optimizer_numbers={},
+    )  # fmt: skip
+    names, nothing = ("cpu0", "cpu1"), OptimizerState(tensors={}, numbers={})
+    note = rank.note_meeting
+    checkpoints = writer.CheckpointWriter(Path(folder), 3, rank.group_timeout, names, rank.device, on_meeting=note)
+    rank.enter_step(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer if rank.index == 0 else tensor_files, "sync", sync)
+        checkpoints.save(manifest, {f"weight{rank.index}": torch.ones(2)}, {}, nothing, ())
+        checkpoints.wait()
 
 
 def late_sender(rank: Rank) -> list[tuple[str, float]]:

@@ -27,7 +27,9 @@ from tests.multiprocess.launch_cases import (
     late_sender,
     talkative,
     three_steps,
+    waits_after_its_own_work,
     waits_for_a_tensor,
+    writes_a_checkpoint,
 )
 
 NAMES = ["cpu0", "cpu1"]
@@ -76,12 +78,22 @@ def test_one_rank_fails(how: str, message: str, capfd: pytest.CaptureFixture[str
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("worker", [partial(both, how="hang"), waits_for_a_tensor], ids=["all", "two"])
+@pytest.mark.parametrize(
+    "worker", [partial(both, how="hang"), waits_for_a_tensor, waits_after_its_own_work], ids=["all", "two", "late"]
+)
 def test_a_frozen_rank_ends_the_run_at_the_timeout(worker: Callable[..., object]) -> None:
     with pytest.raises(RunFailed) as caught:
         launch(worker, NAMES, timeout_s=3)
     assert str(caught.value) == ("rank 1 (cpu1) hangs at step 3: rank 0 (cpu0) waited more than 3 s for another rank")
     assert caught.value.lost == ("cpu1",)
+
+
+def test_ranks_on_a_slow_disk_do_not_hang_and_one_that_is_frozen_does(tmp_path: Path) -> None:
+    """Writing takes rank 1 longer than a rank may wait for another, and then rank 0, which syncs two folders."""
+    launch(writes_a_checkpoint, NAMES, str(tmp_path), "slow", timeout_s=1.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+    with pytest.raises(RunFailed, match=r"^rank 1 \(cpu1\) hangs at step 1: rank 0 \(cpu0\) waited more than 1.5 s"):
+        launch(writes_a_checkpoint, NAMES, str(tmp_path), "frozen", timeout_s=1.5)
 
 
 def test_a_rank_waits_longer_for_another_one_than_connecting_may_take() -> None:

@@ -1,12 +1,15 @@
 """Saves checkpoints from all ranks together, in a background thread, and loads them."""
 
 import logging
+import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from threading import Thread
@@ -53,7 +56,21 @@ from bapipe.training.checkpoint.tensor_files import (
 AGAIN_S = 30.0
 """How long after a failure a checkpoint is tried again: a network disk may be back by then, or a full one have room."""
 
+_MEET_S = 0.25
+"""How often ranks meet while one of them still writes."""
+
+_SLOW_S = 600.0
+"""After how long a warning names the ranks that still write."""
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a rank's part of a checkpoint has given, or why it failed."""
+
+    value: Any = None
+    fault: str | None = None
 
 
 class CheckpointWriter:
@@ -62,8 +79,9 @@ class CheckpointWriter:
     `save` copies the tensors that this rank owns and returns; a thread writes them, to a file of the rank's own. The
     thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
     send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
-    a crash leaves no half checkpoint. One that cannot be written is tried once more. (Not torch.distributed.checkpoint:
-    what it writes is read by unpickling.)
+    a crash leaves no half checkpoint. One that cannot be written is tried once more. However long a disk takes, the
+    ranks meet meanwhile, so that none is taken for one that hangs. (Not torch.distributed.checkpoint: what it writes is
+    read by unpickling.)
     """
 
     def __init__(
@@ -74,16 +92,19 @@ class CheckpointWriter:
         names: tuple[str, ...],
         device: torch.device,
         again_s: float = AGAIN_S,
+        on_meeting: Callable[[], None] = lambda: None,
     ) -> None:
         """`keep` is the number of checkpoints to keep; `names` are the names of the ranks' devices.
 
-        `again_s` is how long after a failure a checkpoint is tried again.
+        `again_s` is how long after a failure a checkpoint is tried again. `on_meeting` is called in the thread, each
+        time the ranks have met.
 
         Raises:
             BapipeError: the ranks have not the same folder.
         """
         self._copy_stream = copy_stream(device)
         self._folder, self._keep, self._names, self._again_s = folder, keep, names, again_s
+        self._on_meeting = on_meeting
         self._group = new_proven_group(None, timeout, backend="gloo")
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -183,43 +204,67 @@ class CheckpointWriter:
         Returns on all ranks why it failed, None if it did not. What a try that failed has written is removed: on a full
         disk it takes the place that the next one needs.
         """
-        step = manifest.position.step
-        unfinished = unfinished_folder(self._folder, step)
-        files = self._gather(self._write_own(unfinished, own))
-        faults = [(rank, file) for rank, file in enumerate(files) if isinstance(file, str)]
-        if dist.get_rank() == 0:
-            if not faults and (fault := self._finish(manifest, files)) is not None:
-                faults = [(0, fault)]
-            if faults:
-                shutil.rmtree(unfinished, ignore_errors=True)
-        told = [faults[:1]]
-        dist.broadcast_object_list(told, src=0, group=self._group)
-        for rank, cause in told[0]:
-            return f"rank {rank} ({self._names[rank]}) could not write the checkpoint of {step} steps: {cause}"
-        return None
+        unfinished = unfinished_folder(self._folder, manifest.position.step)
+        written = self._on_every_rank(partial(self._write_own, unfinished, own))
+        faults = _faults(written)
+        if not faults:
+            faults = _faults(self._on_first_rank(partial(self._finish, manifest, [each.value for each in written])))
+        if not faults:
+            return None
+        self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
+        rank, cause = faults[0]
+        return f"{self._title(rank)} could not write the checkpoint of {manifest.position.step} steps: {cause}"
+
+    def _on_first_rank(self, do: Callable[[], object]) -> list[_Outcome]:
+        return self._on_every_rank(do if dist.get_rank() == 0 else lambda: None)
+
+    def _on_every_rank(self, do: Callable[[], object]) -> list[_Outcome]:
+        """Returns the outcome of `do` on each rank; the ranks meet again and again until all have done it."""
+        own: list[_Outcome] = []
+        doing = Thread(target=lambda: own.append(_outcome_of(do)), daemon=True)
+        doing.start()
+        warn_s = time.monotonic() + _SLOW_S
+        while True:
+            doing.join(_MEET_S)
+            everyone = self._gather(tuple(own))
+            self._on_meeting()
+            if all(everyone):
+                return [outcome for (outcome,) in everyone]
+            if dist.get_rank() == 0 and time.monotonic() >= warn_s:
+                slow = ", ".join(self._title(rank) for rank, outcome in enumerate(everyone) if not outcome)
+                _log.warning("%s: still writing a checkpoint after %g s; see whether the disk answers", slow, _SLOW_S)
+                warn_s = math.inf
+
+    def _title(self, rank: int) -> str:
+        return f"rank {rank} ({self._names[rank]})"
 
     def _gather(self, value: object) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value, group=self._group)
         return everyone
 
-    def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | str | None:
-        """Returns the digest of this rank's file, None if it has no tensors, or why it could not be written."""
-        try:
-            path.mkdir(exist_ok=True)
-            return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
-        except Exception as error:  # any, because the other ranks wait for this one's answer
-            return one_line(error)
+    def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | None:
+        """Returns the digest of this rank's file, None if it has no tensors."""
+        path.mkdir(exist_ok=True)
+        return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
 
-    def _finish(self, manifest: Manifest, files: Sequence[FileDigest | None]) -> str | None:
-        """Finishes a checkpoint on rank 0, where `files` are those of the ranks; returns why it failed, if it did."""
+    def _finish(self, manifest: Manifest, files: Sequence[FileDigest | None]) -> None:
+        """Finishes a checkpoint; `files` are those of the ranks."""
         named = {file_name(rank): file for rank, file in enumerate(files) if file is not None}
-        try:
-            finish_checkpoint(self._folder, msgspec.structs.replace(manifest, files=named))
-            remove_old_checkpoints(self._folder, self._keep)
-        except (OSError, BapipeError) as error:
-            return one_line(error)
-        return None
+        finish_checkpoint(self._folder, msgspec.structs.replace(manifest, files=named))
+        remove_old_checkpoints(self._folder, self._keep)
+
+
+def _outcome_of(do: Callable[[], object]) -> _Outcome:
+    try:
+        return _Outcome(do())
+    except Exception as error:  # any, because the other ranks wait for this one's answer
+        return _Outcome(fault=one_line(error))
+
+
+def _faults(outcomes: Sequence[_Outcome]) -> list[tuple[int, str]]:
+    """Returns which ranks have failed, and why."""
+    return [(rank, each.fault) for rank, each in enumerate(outcomes) if each.fault is not None]
 
 
 def owners_of(specs: Sequence[Mapping[str, TensorSpec]]) -> dict[str, int]:

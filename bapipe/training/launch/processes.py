@@ -18,6 +18,7 @@ from bapipe.job.secret import new_secret
 from bapipe.processes import ChildError, LocalProcess, local_processes, receive
 from bapipe.stop_signals import StopRequest, noted_signals
 from bapipe.torchrun import current_job
+from bapipe.training.launch.waiting import can_watch_waiting
 from bapipe.training.launch.worker import (
     Failure,
     Finished,
@@ -119,7 +120,9 @@ def launch(
 
     Raises:
         BapipeError: a worker raised it, or torchrun started another number of processes.
-        RunFailed: a rank raised, was killed, or neither ended nor reported anything for `timeout_s`.
+        RunFailed: a rank raised, was killed, kept another one waiting for `timeout_s`, or no rank ended, reported
+            anything or told that it waits for so long; or for twice as long on CUDA and outside of Linux, where ranks
+            do not tell that they wait.
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
         Stopped: the ranks were asked to stop, and have ended.
     """
@@ -200,7 +203,9 @@ def _follow(
     """Returns when every rank has finished; raises when one is not going to."""
     deadline_s: float | None = None
     num_signals, last_s = 0, time.monotonic()
-    silence_s = job.timeout_s + (_NCCL_ABORT_S if job.kind == "cuda" else _END_S)
+    # A rank that does not tell when it begins to wait may have computed before, until others would call it hung.
+    allowed_s = job.timeout_s if can_watch_waiting(job.kind) else 2 * job.timeout_s
+    silence_s = allowed_s + (_NCCL_ABORT_S if job.kind == "cuda" else _END_S)
     while any(rank.finished is None for rank in ranks):
         _take(batches, ranks, job, on_message)
         now_s = time.monotonic()
@@ -214,10 +219,10 @@ def _follow(
         _count_silence(ranks, min(now_s - last_s, _LONGEST_WAIT_S))
         last_s = now_s
         running = [rank for rank in ranks if rank.finished is None and not rank.broken]
-        # While one rank still reports, the others may be waiting for it.
+        # While one rank still reports, the others may be waiting for it; one that waits ends itself at the timeout.
         if deadline_s is None and running and all(rank.silent_s > silence_s for rank in running):
             raise RunFailed(
-                f"{running[0].title} neither ended nor reported anything for {job.timeout_s:g} s{running[0].at_step}: "
+                f"{running[0].title} neither ended nor reported anything for {allowed_s:g} s{running[0].at_step}: "
                 "if a step takes longer, raise the timeout"
             )
 
@@ -296,7 +301,9 @@ def _error(ranks: Sequence[_RankState], job: RankJob, stop: StopRequest) -> Bapi
         return RunFailed(f"{vanished[0].title} ended{vanished[0].at_step} without a word (exit code {code})", lost=gone)
     first = reported[0]
     assert first.failure is not None
-    silent = [rank for rank in ranks if not rank.broken and rank.finished is None]
+    others = [rank for rank in ranks if not rank.broken and rank.finished is None]
+    # The one that hangs has not even told that it waits, for about as long as the first one has waited for it.
+    silent = [rank for rank in others if rank.silent_s > job.timeout_s / 2] or others
     if first.failure.timed_out and len(silent) == 1:
         hangs = f"{silent[0].title} hangs{silent[0].at_step}"
         return RunFailed(f"{hangs}: {first.title} {first.failure.text}", lost=(silent[0].name,))

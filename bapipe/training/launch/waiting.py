@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -15,11 +16,16 @@ _TICK_S = 0.5
 
 _UNLIMITED = timedelta(days=30)
 
-_WAITING = (
-    str(Path(dist.__file__).parent),
-    *(str(Path(__file__).parents[2] / package) for package in ("job", "runtime", "training")),
-)
+_COMMUNICATION = (str(Path(dist.__file__).parent), str(Path(__file__).parents[2] / "job"))
 """Where code waits for other ranks. A rank that waits elsewhere, as for its data, is the one that others wait for."""
+
+_CHECKPOINT = str(Path(__file__).parents[1] / "checkpoint")
+"""Where code waits for the thread that writes a checkpoint together with those of the other ranks."""
+
+
+def can_watch_waiting(kind: str) -> bool:
+    """Returns whether a rank sees here how long it waits for another one; else the backend's timeout ends that."""
+    return kind == "cpu" and sys.platform == "linux" and OPEN_FILES.is_dir()
 
 
 class WaitLimit:
@@ -35,11 +41,14 @@ class WaitLimit:
         expired: whether the limit was reached.
     """
 
-    def __init__(self, limit_s: float, kind: str) -> None:
-        self._watches = kind == "cpu" and sys.platform == "linux" and OPEN_FILES.is_dir()
+    def __init__(self, limit_s: float, kind: str, on_wait: Callable[[], None] = lambda: None) -> None:
+        """`on_wait` is called about twice a second while this thread waits, in another thread."""
+        self._watches = can_watch_waiting(kind)
         self.group_timeout = _UNLIMITED if self._watches else timedelta(seconds=limit_s)
         self.expired = False
         self._limit_s, self._tick_s = limit_s, min(_TICK_S, limit_s / 10)
+        self._on_wait = on_wait
+        self._num_meetings = 0
         self._left = threading.Event()
         self._thread_id = threading.get_ident()
         self._kept = open_sockets()  # the connection to the store says who failed
@@ -52,21 +61,35 @@ class WaitLimit:
     def __exit__(self, *_: object) -> None:
         self._left.set()
 
+    def note_meeting(self) -> None:
+        """Notes that the ranks have just met in the thread that writes a checkpoint: none of them hangs."""
+        self._num_meetings += 1
+
     def _watch(self) -> None:
         clock = time.pthread_getcpuclockid(self._thread_id)
-        waited_s, used_ns, last_s = 0.0, -1, time.monotonic()
+        waited_s, used_ns, num_meetings, last_s = 0.0, -1, 0, time.monotonic()
         while not self._left.wait(self._tick_s):
             passed_s, last_s = min(time.monotonic() - last_s, 2 * self._tick_s), time.monotonic()
             before_ns, used_ns = used_ns, time.clock_gettime_ns(clock)
-            waits = used_ns == before_ns and _waits_for_rank(sys._current_frames().get(self._thread_id))
+            meetings_before, num_meetings = num_meetings, self._num_meetings
+            frame = sys._current_frames().get(self._thread_id)
+            waits = used_ns == before_ns and _waits_for_rank(frame, have_met=num_meetings > meetings_before)
             waited_s = waited_s + passed_s if waits else 0.0
             if waited_s >= self._limit_s:
                 self.expired = True
                 shut_down_connections(self._kept)
                 return
+            if waits:
+                self._on_wait()
 
 
-def _waits_for_rank(frame: FrameType | None) -> bool:
+def _waits_for_rank(frame: FrameType | None, have_met: bool) -> bool:
+    """Returns whether a thread waits for another rank: by itself, or for the thread that writes a checkpoint.
+
+    The latter waits for its disk as long as ranks `have_met` there.
+    """
+    if frame is None or frame.f_code.co_filename != threading.__file__:
+        return frame is not None and frame.f_code.co_filename.startswith(_COMMUNICATION)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
-        frame = frame.f_back  # the thread joins one of ours, which writes a checkpoint with other ranks
-    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+        frame = frame.f_back
+    return not have_met and frame is not None and frame.f_code.co_filename.startswith(_CHECKPOINT)

@@ -56,6 +56,7 @@ class Rank:
     group_timeout: timedelta
     _send: Callable[[object], None]
     _stop: StopRequest
+    _limit: WaitLimit
 
     @property
     def stop_signal(self) -> int:
@@ -69,6 +70,11 @@ class Rank:
     def report(self, message: object) -> None:
         """Sends a message to `on_message` of the process that launched the ranks."""
         self._send(Message(message))
+
+    def note_meeting(self) -> None:
+        """Notes that the threads of all ranks that write a checkpoint have just met: no rank hangs."""
+        self._limit.note_meeting()
+        self._send(Heartbeat())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +122,11 @@ class StepStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The rank waits for others, or has just met them while it writes a checkpoint: it does not hang itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """For `on_message`."""
 
@@ -152,9 +163,9 @@ class Failure:
 def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str, secret: bytes) -> None:
     """Runs the worker as one rank of a group of processes on this machine, which meet in a file of their user's own.
 
-    Sends `Started`, what the worker sends, and in the end `Finished` or `Failure`.
+    Sends `Started`, what the worker sends, `Heartbeat` while it waits, and in the end `Finished` or `Failure`.
     """
-    limit = WaitLimit(job.timeout_s, job.kind)
+    limit = WaitLimit(job.timeout_s, job.kind, on_wait=lambda: send(Heartbeat()))
     try:
         use_loopback()
         send(Started())
@@ -182,7 +193,7 @@ def _work(
     """Joins the process group, which `store` connects, and runs the worker; returns its result."""
     with limit, noted_signals() if job.stops_between_steps else nullcontext(StopRequest()) as stop:
         init_proven_group(job.kind, store, index, job.names, secret, limit.group_timeout)
-        rank = Rank(index, len(job.names), job.names[index], device, limit.group_timeout, send, stop)
+        rank = Rank(index, len(job.names), job.names[index], device, limit.group_timeout, send, stop, limit)
         return job.worker(rank, *job.arguments)
 
 

@@ -94,6 +94,21 @@ def test_a_checkpoint_that_cannot_be_written_is_tried_again(
     ]
 
 
+def test_a_rank_that_writes_for_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def sync(path: Path) -> None:
+        time.sleep(0.3)
+        tensor_files.sync(path)
+
+    monkeypatch.setattr(writer, "sync", sync)
+    monkeypatch.setattr(writer, "_MEET_S", 0.05)
+    monkeypatch.setattr(writer, "_SLOW_S", 0.1)
+    with caplog.at_level(logging.WARNING):
+        go(tmp_path, 2)
+    assert caplog.messages == ["rank 0 (cpu0): still writing a checkpoint after 0.1 s; see whether the disk answers"]
+
+
 def test_a_disk_that_is_lost_after_the_rename_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = [OSError(28, "No space left on device")]
 
