@@ -29,6 +29,7 @@ from bapipe.torch_device import CPU, is_out_of_memory
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.training.checkpoint.manifest import Position
 from bapipe.training.data.buckets import bucket_of_batch, bucketed_order, crop
+from bapipe.training.data.index_array import index_array
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 _log = logging.getLogger(__name__)
@@ -163,7 +164,8 @@ class MinibatchSampler(Sampler[BatchRequest]):
         self._dataset, self._size, self._seed, self._start = dataset, minibatch_size, seed, start
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        position, drawn_epoch, order = self._start, -1, list[int]()
+        position, drawn_epoch = self._start, -1
+        order: Sequence[int] = ()
         while True:
             if position.offset + self._size > len(self._dataset):
                 position = Position(step=position.step, epoch=position.epoch + 1)
@@ -176,10 +178,10 @@ class MinibatchSampler(Sampler[BatchRequest]):
             yield BatchRequest(epoch=position.epoch, indices=indices, bucket=bucket, after=after)
             position = after
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         num = len(self._dataset)
         generator = torch.Generator().manual_seed(derived_seed(self._seed, f"epoch {epoch}"))
-        order: list[int] = torch.randperm(num, generator=generator, device=CPU).tolist()
+        order = index_array(torch.randperm(num, generator=generator, device=CPU))
         if not self._dataset.bucket_shapes:
             return order
         buckets = [self._dataset.bucket_of(index) for index in range(num)]

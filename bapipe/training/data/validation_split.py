@@ -1,13 +1,14 @@
 """Data that a model is not trained on, to evaluate it on."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_device import CPU
+from bapipe.training.data.index_array import index_array
 from bapipe.zoo.data.dataset import DatasetSubset, PipelineDataset, as_pipeline_dataset
 
 _ITEMS_PER_HELD_OUT_ITEM = 10
@@ -32,7 +33,7 @@ def hold_out(
             raise BapipeError("`held_out` of the data has no samples: give it some, or train without `evaluate_every`")
         if max_samples is None or max_samples >= num:
             return dataset, validation
-        return dataset, DatasetSubset(validation, sorted(_shuffled(num, seed)[:max_samples]))
+        return dataset, _subset(validation, _shuffled(num, seed)[:max_samples])
     num = len(dataset)
     size = max(1, num // _ITEMS_PER_HELD_OUT_ITEM) if max_samples is None else min(max_samples, num)
     if size == num:
@@ -41,10 +42,14 @@ def hold_out(
             "`evaluate_samples`"
         )
     order = _shuffled(num, seed)
-    return DatasetSubset(dataset, sorted(order[size:])), DatasetSubset(dataset, sorted(order[:size]))
+    return _subset(dataset, order[size:]), _subset(dataset, order[:size])
 
 
-def _shuffled(num: int, seed: int) -> Sequence[int]:
+def _shuffled(num: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(derived_seed(seed, "held out"))
-    order: list[int] = torch.randperm(num, generator=generator, device=CPU).tolist()
-    return order
+    return torch.randperm(num, generator=generator, device=CPU)
+
+
+def _subset(dataset: PipelineDataset[Any], indices: Tensor) -> DatasetSubset:
+    """Returns some items, in the order that they have in the data set."""
+    return DatasetSubset(dataset, index_array(indices.sort().values))

@@ -143,7 +143,7 @@ class DatasetSubset(WrappedDataset):
 
     def __init__(self, dataset: PipelineDataset[Any], indices: Sequence[int]) -> None:
         super().__init__(dataset)
-        self.indices = tuple(indices)
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
