@@ -60,21 +60,6 @@ class _Lines:
             thread.join()
 
 
-@contextmanager
-def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
-    """Shows how much is done of work in named parts: a bar on a terminal, else a line every ten seconds at most."""
-    part, lines = TextColumn(verb + " {task.fields[what]}", markup=False), _Lines(10)
-    columns = part, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=None, what="")
-
-        def progress(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, what=printable(what))
-            lines.show(f"{verb} {what}: {done} of {total}")
-
-        yield progress
-
-
 class _Now:
     """What is being done now: a text, and whether code is being compiled for it."""
 
@@ -86,6 +71,25 @@ class _Now:
 
     def __rich__(self) -> Text:
         return Text(str(self))
+
+
+@contextmanager
+def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
+    """Shows how much is done of work in named parts: a bar on a terminal, else a line about every ten seconds."""
+    part, lines, now = TextColumn(verb + " {task.fields[what]}", markup=False), _Lines(SILENT_S), _Now(verb)
+    columns = part, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with (
+        Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar,
+        lines.shown_while_silent(lambda: str(now)),
+    ):
+        task = bar.add_task("", total=None, what="")
+
+        def progress(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, what=printable(what))
+            now.text = f"{verb} {what}: {done} of {total}"
+            lines.show(str(now))
+
+        yield progress
 
 
 @contextmanager

@@ -65,6 +65,21 @@ def test_without_a_terminal_a_bar_is_a_line_every_ten_seconds(
     ]
 
 
+def test_a_part_that_takes_long_is_named_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SILENT_S", 0.05)
+    seen, end_s = "", time.monotonic() + 30
+    with progress.parts_bar() as show:
+        for told, wanted in ((False, "profiling\n"), (True, "profiling times: 0 of 3\n")):
+            if told:
+                show(0, 3, "times")
+            while seen.count(wanted) < 2 and time.monotonic() < end_s:
+                time.sleep(0.01)
+                seen += capsys.readouterr().err
+    assert list(dict.fromkeys(seen.splitlines())) == ["profiling", "profiling times: 0 of 3"]
+
+
 def test_work_that_says_nothing_is_named_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
