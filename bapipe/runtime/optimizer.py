@@ -196,14 +196,15 @@ class StageOptimizers:
         An option is restored where it was the same for all of a group.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or of other parameters only, or no such state.
+            BapipeError: it is the state of another optimizer, or not of all of these, or no such state.
         """
         if not isinstance(state, Mapping) or not {"tensors", "numbers"} <= state.keys():
             found = f"a dictionary of {', '.join(map(repr, state))}" if isinstance(state, Mapping) else shortened(state)
             raise BapipeError(f"`state` is {found}: want what `optimizer_state` of a Pipeline returned")
-        self._check_any_own(state, parameters)
         options = state.get("options", {})
         name_of = {id(parameter): name for name, parameter in parameters.items()}
+        groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
+        self._check_covers(state, (name_of[id(p)] for group in groups for p in group["params"]))
         by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
         for full_name, value in (*state["tensors"].items(), *state["numbers"].items()):
             name, _, key = full_name.rpartition(":")
@@ -225,13 +226,19 @@ class StageOptimizers:
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
 
-    def _check_any_own(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises BapipeError if these optimizers have parameters, and a state is of others only."""
-        saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *state.get("options", {}))}
-        if self._optimizers and saved and saved.isdisjoint(parameters):
+    def _check_covers(self, state: OptimizerState, names: Iterable[str]) -> None:
+        """Raises BapipeError if a state is not of all parameters of these optimizers, which names are of.
+
+        Parameters without a gradient so far have options only, which checkpoints leave out.
+        """
+        options = state.get("options", {})
+        saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *options)}
+        own = set(names)
+        missing = own - saved
+        if saved and missing and (options or missing == own):
             raise BapipeError(
-                f"the state is of other parameters, such as '{min(saved)}', and of none of this rank's, such as "
-                f"'{min(parameters)}': give each rank those of all ranks together, or those of its own parameters"
+                f"the state is of '{min(saved)}' and others, and not of '{min(missing)}', which this rank has: give "
+                "each rank those of all ranks together, or those of its own parameters"
             )
 
 

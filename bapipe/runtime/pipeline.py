@@ -495,7 +495,7 @@ class Pipeline:
         """Restores what `optimizer_state` returned, possibly under another plan: of all ranks together, or this one's.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or of parameters of other ranks only, or no such state.
+            BapipeError: it is the state of another optimizer, or not of all parameters of this rank, or no such state.
         """
         self._optimizers.load_state(state, self.named_parameters())
         if self.grad_scaler is not None and "grad_scaler" in state:

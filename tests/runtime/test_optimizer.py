@@ -130,11 +130,18 @@ def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
     assert loaded["tensors"].keys() == b["tensors"].keys()
     assert all(torch.equal(loaded["tensors"][name], value) for name, value in b["tensors"].items())
     message = (
-        "the state is of other parameters, such as 'a.bias', and of none of this rank's, such as 'b.bias': give each "
-        "rank those of all ranks together, or those of its own parameters"
+        "the state is of 'a.bias' and others, and not of 'b.bias', which this rank has: give each rank those of all ranks "
+        "together, or those of its own parameters"
     )
     with pytest.raises(BapipeError, match=f"^{re.escape(message)}$"):
         restored.load_state(a, named[1])
+    of_weights = OptimizerState(
+        tensors={name: tensor for name, tensor in b["tensors"].items() if name.startswith("b.weight")},
+        numbers={},
+        options={name: option for name, option in b["options"].items() if name.startswith("b.weight")},
+    )
+    with pytest.raises(BapipeError, match=r"^the state is of 'b\.weight' and others, and not of 'b\.bias'"):
+        restored.load_state(of_weights, named[1])
 
 
 def test_state_is_restored_where_the_factory_tells_parameters_apart() -> None:
