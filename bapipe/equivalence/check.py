@@ -18,7 +18,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.layers import trace
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import state_restored
+from bapipe.tracing.python_state import same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.tracing.torch_layers import is_of_torch
 
@@ -194,7 +194,7 @@ def _changed(root: nn.Module, original: Outcome) -> frozenset[str]:
     return frozenset(
         name
         for name, value in (*root.named_buffers(), *constant)
-        if name in original.state and not torch.equal(original.state[name], value)
+        if name in original.state and not same_tensor(original.state[name], value)
     )
 
 

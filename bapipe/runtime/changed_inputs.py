@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bapipe.runtime.tensor_changes import TensorWrites, are_equal
+from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.torch_private.tensors import version
+from bapipe.tracing.python_state import same_tensor
 
 
 class ChangedInputs:
@@ -39,5 +40,5 @@ class ChangedInputs:
         self._given, self._before = {}, {}
         self._writes.begin({})  # it would keep the inputs
         if self._changing is None:
-            self._changing = written | {i for i, value in before.items() if not are_equal(value, given[i])}
+            self._changing = written | {i for i, value in before.items() if not same_tensor(value, given[i])}
         return {i: before[i] for i in self._changing & before.keys()} if written <= before.keys() else None

@@ -183,7 +183,7 @@ class StageOptimizers:
             tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
             numbers={name: value for name, value in values.items() if isinstance(value, Number)},
             options={
-                f"{name}:{key}": value.item() if isinstance(value, Tensor) else value
+                f"{name}:{key}": value.item() if hasattr(value, "item") else value  # numbers of numpy, too
                 for name, parameter in parameters.items()
                 for key, value in group_of.get(id(parameter), {}).items()
                 if isinstance(value, Number | tuple | Tensor)

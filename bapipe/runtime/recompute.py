@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.runtime.changed_inputs import ChangedInputs
-from bapipe.runtime.tensor_changes import TensorWrites, are_equal, replaced
+from bapipe.runtime.tensor_changes import TensorWrites, replaced
 from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 from bapipe.tracing.python_state import (
     Attributes,
@@ -24,6 +24,7 @@ from bapipe.tracing.python_state import (
     one_of_each_class,
     reached_by,
     restore_generator_states,
+    same_tensor,
     same_value,
     set_attributes,
     states_of_hooks,
@@ -125,7 +126,7 @@ class RecomputedStage(nn.Module):
         _check_unchanged(of_classes, class_numbers(self._one_of_each_class), "the class attribute '{}'")
         if self._changing is None:
             _check_unchanged(sums, _sums(self.module), "the parameter '{}'")
-            different = {name for name, value in before.items() if not are_equal(value, now[name])}
+            different = {name for name, value in before.items() if not same_tensor(value, now[name])}
             written |= self._writes.wait()
             self._changing = (written - hidden.keys()) | different
             for name in before.keys() - self._copied(weights, buffers).keys():

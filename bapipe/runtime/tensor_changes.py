@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bapipe.runtime.tensor_samples import Comparison, SampledValues, sample_of, sampled_values
 from bapipe.torch_private.tensors import address, version
+from bapipe.tracing.python_state import same_tensor
 
 
 def content(tensor: Tensor) -> bytes:
@@ -94,15 +95,8 @@ class TensorChanges:
         written = self._writes.finish()
         unwritten = {name: tensor for name, tensor in self._tensors.items() if name not in written}
         earlier = replaced(unwritten, now) | self._before
-        different = {name for name, value in earlier.items() if name in now and not are_equal(value, now[name])}
+        different = {name for name, value in earlier.items() if name in now and not same_tensor(value, now[name])}
         self._tensors, self._before = {}, {}
         if self._rewritten is None:
             self._rewritten = written - different
         return frozenset(different | (written - self._rewritten))
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors have the same values; one that is NaN in both is the same."""
-    if torch.equal(a, b):
-        return True
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -118,6 +118,13 @@ def same_value(a: object, b: object) -> bool:
     return a == b or repr(a) == repr(b)
 
 
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have the same values; one that is NaN in both is the same."""
+    if torch.equal(a, b):
+        return True
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def one_of_each_class(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the first part of a module of each class that is not torch's own, by path."""
     first: dict[type, tuple[str, nn.Module]] = {}

@@ -85,6 +85,7 @@ class Table(nn.Module):
     def __init__(self, *, changes: bool) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(5))
+        self.register_buffer("unset", torch.full((2,), torch.nan))
         self.scale: Tensor
         self.changes = changes
 

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn, optim
@@ -142,6 +144,14 @@ def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
     )
     with pytest.raises(BapipeError, match=r"^the state is of 'b\.weight' and others, and not of 'b\.bias'"):
         restored.load_state(of_weights, named[1])
+
+
+def test_a_state_with_numbers_of_numpy_is_read_by_torch_load(tmp_path: Path) -> None:
+    layer = nn.Linear(2, 2)
+    made = StageOptimizers({0: layer}, lambda parameters: optim.Adam(parameters, numpy.float64(0.01)), CpuClock())
+    state = made.state(dict(layer.named_parameters()))
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt")["options"]["weight:lr"] == 0.01
 
 
 def test_state_is_restored_where_the_factory_tells_parameters_apart() -> None:
