@@ -72,8 +72,9 @@ class WaitLimit:
             passed_s, last_s = min(time.monotonic() - last_s, 2 * self._tick_s), time.monotonic()
             before_ns, used_ns = used_ns, time.clock_gettime_ns(clock)
             meetings_before, num_meetings = num_meetings, self._num_meetings
-            frame = sys._current_frames().get(self._thread_id)
-            waits = used_ns == before_ns and _waits_for_rank(frame, have_met=num_meetings > meetings_before)
+            have_met = num_meetings > meetings_before
+            # No name here for the frame, which would keep the tensors of its names until the next look.
+            waits = used_ns == before_ns and _waits_for_rank(sys._current_frames().get(self._thread_id), have_met)
             waited_s = waited_s + passed_s if waits else 0.0
             if waited_s >= self._limit_s:
                 self.expired = True
