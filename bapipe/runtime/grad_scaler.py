@@ -27,10 +27,6 @@ class GradScalerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     scale: Annotated[float, msgspec.Meta(gt=0)] = msgspec.field(default=65_536.0, name="factor")
     growth_tracker: Annotated[int, msgspec.Meta(ge=0, lt=GROWTH_INTERVAL)] = msgspec.field(default=0, name="good_steps")
 
-    def as_dict(self) -> dict[str, float]:
-        """Returns the state by torch's names, as `GradScalerState(**state)` takes it."""
-        return {"scale": self.scale, "growth_tracker": self.growth_tracker}
-
     def after_step(self, finite: bool) -> "GradScalerState":
         """Returns the next state: half the scale if a gradient was not finite, twice after `GROWTH_INTERVAL` steps."""
         if not finite:

@@ -154,14 +154,13 @@ class StageOptimizers:
         Raises:
             BapipeError: there are several, such as one per layer.
         """
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        rates = sorted({float(group["lr"]) for group in groups if group.get("lr") is not None})
+        rates = sorted({float(group["lr"]) for group in self._groups if group.get("lr") is not None})
         if len(rates) > 1:
             raise BapipeError(
                 f"the groups of parameters that `optimizer` made have learning rates of {', '.join(map(str, rates))}, "
                 "and would all get the same: set those of its optimizers themselves, as learning-rate schedulers do"
             )
-        for group in groups:
+        for group in self._groups:
             group["lr"] = value
 
     def state_bytes(self) -> int:
@@ -177,8 +176,7 @@ class StageOptimizers:
             for optimizer in self._optimizers.values()
             for key, value in optimizer.state.get(parameter, {}).items()
         }
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+        group_of = {id(parameter): group for group in self._groups for parameter in group["params"]}
         return OptimizerState(
             tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
             numbers={name: value for name, value in values.items() if isinstance(value, Number)},
@@ -203,8 +201,7 @@ class StageOptimizers:
             raise BapipeError(f"`state` is {found}: want what `optimizer_state` of a Pipeline returned")
         options = state.get("options", {})
         name_of = {id(parameter): name for name, parameter in parameters.items()}
-        groups = (group for optimizer in self._optimizers.values() for group in optimizer.param_groups)
-        self._check_covers(state, (name_of[id(p)] for group in groups for p in group["params"]))
+        _check_covers(state, {name_of[id(p)] for group in self._groups for p in group["params"]})
         by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
         for full_name, value in (*state["tensors"].items(), *state["numbers"].items()):
             name, _, key = full_name.rpartition(":")
@@ -226,20 +223,25 @@ class StageOptimizers:
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
 
-    def _check_covers(self, state: OptimizerState, names: Iterable[str]) -> None:
-        """Raises BapipeError if a state is not of all parameters of these optimizers, which names are of.
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters of all optimizers."""
+        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
 
-        Parameters without a gradient so far have options only, which checkpoints leave out.
-        """
-        options = state.get("options", {})
-        saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *options)}
-        own = set(names)
-        missing = own - saved
-        if saved and missing and (options or missing == own):
-            raise BapipeError(
-                f"the state is of '{min(saved)}' and others, and not of '{min(missing)}', which this rank has: give "
-                "each rank those of all ranks together, or those of its own parameters"
-            )
+
+def _check_covers(state: OptimizerState, own: set[str]) -> None:
+    """Raises BapipeError if a state is not of all of a rank's own parameters that optimizers have, given by name.
+
+    Parameters without a gradient so far have options only, which checkpoints leave out.
+    """
+    options = state.get("options", {})
+    saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *options)}
+    missing = own - saved
+    if saved and missing and (options or missing == own):
+        raise BapipeError(
+            f"the state is of '{min(saved)}' and others, and not of '{min(missing)}', which this rank has: give "
+            "each rank those of all ranks together, or those of its own parameters"
+        )
 
 
 def _check_updates(optimizer: object) -> None:

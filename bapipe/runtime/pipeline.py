@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 from torch import Tensor, nn
 
 from bapipe.equivalence.losses import check_no_parameters
@@ -467,7 +468,7 @@ class Pipeline:
         """
         state = self._optimizers.state(self.named_parameters())
         if self.grad_scaler is not None:
-            state["grad_scaler"] = self.grad_scaler.as_dict()
+            state["grad_scaler"] = asdict(self.grad_scaler)
         return state
 
     def _versions(self) -> dict[str, int]:
