@@ -25,7 +25,8 @@ from numba.core.event import Event, Listener, register
 from bapipe.formats.cache import cache_folder
 from bapipe.planner.compute.deadline import COMPILING
 
-SOURCES = Path(__file__).parent / "device_line"
+SOURCES = Path(__file__).parents[1] / "device_line"
+"""All compiled functions, and what they are made of, but for this file."""
 
 MAX_VERSIONS = 3
 """Of the sources, whose compiled code is kept: that of one takes 5 MB."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,23 @@ def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     whole = files(tmp_path)
     assert run(tmp_path) == "3 1.5\n"
     assert files(tmp_path) == whole
+
+
+def test_code_is_kept_for_one_version_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba sees a change in the module of a function that Python calls alone, not in what that calls."""
+    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
+    with_compiled = [path for path in (ROOT / "bapipe").rglob("*.py") if "compute.compiled import" in path.read_text()]
+    assert len(with_compiled) > 10
+    assert {path.parent for path in with_compiled} == {compiled.SOURCES}
+    shutil.copytree(compiled.SOURCES, tmp_path / "sources")
+    kept = compiled._code_folder.__wrapped__()
+    monkeypatch.setattr(compiled, "SOURCES", tmp_path / "sources")
+    assert compiled._code_folder.__wrapped__() == kept
+    for path in with_compiled:
+        copy = tmp_path / "sources" / path.name
+        copy.write_text(path.read_text() + "# changed\n")
+        assert compiled._code_folder.__wrapped__() != kept
+        copy.write_text(path.read_text())
 
 
 def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
