@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from bapipe.planner.compute.compiled import inlined, least
+from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
 from bapipe.planner.device_line.tracked_arrays import Tracked
@@ -17,6 +18,7 @@ from bapipe.planner.device_line.trip_limits import (
     FOLLOW,
     FOLLOW_LAST,
     FOLLOW_LATE,
+    FOLLOW_TURNS,
     LAST_THERE,
     NUM_KNOWN,
     OF_KINDS,
@@ -41,6 +43,9 @@ from bapipe.planner.device_line.trip_tables import (
     Scratch,
     Tables,
 )
+
+PARTS_LEFT = 4
+"""Of the micro-batches that turns of a stage leave, turns of the first one have none, a part in so many, ... all."""
 
 
 @inlined
@@ -100,6 +105,7 @@ def known_before(
     stage: Stage,
     g: int,
     is_full: bool,
+    waits: Waits,
     known: Floats,
 ) -> None:
     """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
@@ -117,6 +123,8 @@ def known_before(
         return
     # Of turns and cycles it may be any micro-batch that comes back.
     _copy_least(here, tracked.of_all, known[FLAT_RETURN, begins])
+    if stage.num_turns > 0:
+        _note_behind_turns(here, tracked, waits, stage.turns_left, known[FOLLOW_TURNS, begins])
     _copy_least(here, tracked.of_any[g], known[FOLLOW, begins])
     _copy_least(here, tracked.of_class[g], known[FOLLOW_LATE, begins])
     _copy_least(here, tracked.waits[g].before_first, known[BEFORE_FIRST, begins])
@@ -132,6 +140,19 @@ def known_before(
         _copy(here, ARRIVED, known[OF_KINDS + FIRST_THERE, begins])
         _copy(here, ARRIVED, known[OF_KINDS + LAST_THERE, begins])
         _copy_least(here, tracked.of_any[g], known[OF_KINDS + FOLLOW_LAST, begins])
+
+
+@inlined
+def _note_behind_turns(levels: Floats, tracked: Tracked, waits: Waits, num_left: int, times: Floats) -> None:
+    """Notes what turns of the first stage take, and what follows: the longest over how many have so many each."""
+    times[:] = 0.0
+    for part in range(PARTS_LEFT + 1):
+        num_first = num_left * part // PARTS_LEFT
+        while num_first > 0 and waits.first_ns[num_first - 1] == waits.first_ns[num_first]:
+            num_first -= 1
+        first, second = tracked.of_more[num_left - num_first]
+        for x in range(times.size):
+            times[x] = max(times[x], waits.first_ns[num_first] + min(levels[x, first], levels[x, second]))
 
 
 @inlined
@@ -173,6 +194,7 @@ def behind_ends(
     """
     behind, end, first, last = tables.behind_ends, rest.shape[1] - 1, rest.shape[1], low
     may_end = may_be_last and own.few <= kind.last_most and own.most >= kind.last_fewest
+    earliest, latest = (kind.earliest_end, kind.latest_end) if p == 0 else (0, end)
     for to in range(p + own.few, p + most + 1):
         first = min(first, max(low + 1, tables.lows[to]))
         last = max(last, min(tables.lows[to] + behind.shape[2], end + may_end) - 1)
@@ -180,7 +202,8 @@ def behind_ends(
     late[first : last + 1] = np.inf
     for to in range(p + own.few, p + most + 1):
         link, lowest = tracked.at_host[to], tables.lows[to]
-        begin, after = max(low + 1, lowest), min(lowest + behind.shape[2], end + may_end)
+        begin = max(low + 1, lowest, earliest)
+        after = min(lowest + behind.shape[2], end + may_end, latest + 1)
         if begin < after:
             ends, there = slice(begin, after), slice(begin - lowest, after - lowest)
             _note_behind(behind[AROUND, to, there], tracked.both[link, ends], rest[FLAT_AROUND, ends])
@@ -316,6 +339,8 @@ def _note_slopes(own: Any, stage: Stage, of_class: OfClass, slopes: Floats) -> i
     slopes[0, ARRIVAL] = slopes[0, BEFORE_ANY] = slopes[0, BEFORE_FIRST] = own.fastest
     slopes[1, RETURN] = slopes[1, FLAT_RETURN] = own.fastest
     slopes[1, FOLLOW] = slopes[1, FOLLOW_LATE] = stage.back_slope
+    slopes[0, FOLLOW_TURNS] = stage.num_turns * own.fastest
+    slopes[1, FOLLOW_TURNS] = (1 + stage.num_turns) * own.fastest
     if not stage.waits:
         return int(REPLICAS)
     slopes[0, REPLICAS:ROUNDS] = slopes[0, OF_KINDS:] = own.fastest

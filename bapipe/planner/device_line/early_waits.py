@@ -43,9 +43,13 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
     if first_ends is not None and replicas[-1] <= num_left:
         own = problem.stages[0, np.searchsorted(problem.stages[0]["few"], replicas, side="right") - 1]
         ends = problem.layers[own["own"], np.maximum(first_ends[replicas], kind.earliest_end)]
-        turn_ns = (ends["forward"] + ends["critical"]) * own["fastest"] - 2 * problem.rounding_ns
-        num_turns = np.arange(num_left + 1)[:, None] // replicas
-        first_ns = np.min(num_turns * np.maximum(turn_ns, 0.0), axis=1)
+        left, first_ns = np.arange(num_left + 1)[:, None], np.zeros((num_left + 1, replicas.size))
+        # The busiest replica has one of the first micro-batches, so that its turns may have to begin later.
+        for later, replica in ((0, "fastest"), (replicas - 1, "backward")):
+            turn_ns = (ends["forward"] + ends["critical"]) * own[replica] - 2 * problem.rounding_ns
+            num_turns = np.maximum(left - later, 0) // replicas
+            first_ns = np.maximum(first_ns, num_turns * np.maximum(turn_ns, 0.0))
+        first_ns = first_ns.min(axis=1)
     return Waits(num_left, first_ns)
 
 

@@ -64,7 +64,7 @@ class PlanRange:
         first_replicas: of the first stage, if that makes a difference.
         first_ends: the boundaries at which the first stage ends, likewise.
         counts_cuts: whether prefixes with different numbers of cuts are told apart.
-        is_fine: whether delays are told apart better.
+        is_fine: whether delays, or micro-batches before and behind others, are told apart better.
         is_likely: whether the relaxation may have a plan within a goal soon.
         open_ns: the goal that it was asked about last, if it has a plan within it.
         trips: `trip_bound.py`, where it is asked instead.
@@ -145,7 +145,20 @@ def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
         return [replace(whole, counts_cuts=True)] * matters
     if of_cuts > LEAST and whole.cuts[0] < whole.cuts[1]:
         return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]
-    return []
+    return _last_parts(whole, best) if prefix.tells_turns else []
+
+
+def _last_parts(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
+    """1F1B: single numbers of replicas and ends of the first stage, and of cuts; then more rows."""
+    if whole.first_replicas[0] < whole.first_replicas[1]:
+        return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
+    begin, end = _ends(whole, best)
+    if begin < end:
+        middle = (begin + end) // 2
+        return [replace(whole, first_ends=part) for part in ((begin, middle), (middle + 1, end))]
+    if whole.cuts[0] < whole.cuts[1]:
+        return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]
+    return [] if whole.is_fine else [replace(whole, is_fine=True)]
 
 
 def _parts_by_prefixes(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:

@@ -53,6 +53,7 @@ class PrefixBound(LayerSums):
         num_cuts: the fewest and the most cuts between the stages of its plans.
         bound_ns: what is proven of every plan.
         tells_gradients: whether `trip_bound.py` tells apart when each gradient is back.
+        tells_turns: whether it tells apart better how many micro-batches are behind turns of early stages: 1F1B.
         rounded_ns: what the rounding of times on devices of other speeds can add up to, in all stages.
     """
 
@@ -76,6 +77,7 @@ class PrefixBound(LayerSums):
         self.rounded_ns = self._rounded_stages * (1 + 1 / float(self.speeds.min()))
         self.are_forwards_first = schedule in FORWARDS_FIRST
         self.tells_gradients = self.are_forwards_first and self._may_tell_gradients(num_devices)
+        self.tells_turns = self.has_cycles and num_devices > MANY_DEVICES and self._may_tell_gradients(num_devices)
         self._depths = None  # the micro-batches in flight from each position on, on one device. [devices]
         if schedule in IN_FLIGHT:
             self._depths = np.array([IN_FLIGHT[schedule](num_devices - p) for p in range(num_devices)])
@@ -83,8 +85,9 @@ class PrefixBound(LayerSums):
             self.classes = ReplicaClasses(fewest=np.array([only_replicas]), most=np.array([only_replicas]))
         else:
             every = min(num_devices, self.num_microbatches) if line.options.replicas else 1
+            is_fine = self.tells_gradients or self.tells_turns
             self.classes = replica_classes(
-                every, self.num_microbatches, schedule, alike=self.has_one_speed, fine=self.tells_gradients
+                every, self.num_microbatches, schedule, alike=self.has_one_speed, fine=is_fine
             )
         self.weights = replica_weights(self.speeds, schedule, self.num_microbatches, self.classes)
         self.kinds_of_stages = StageKinds(self, self.classes.most)
@@ -92,7 +95,7 @@ class PrefixBound(LayerSums):
         self.limit_bytes = self._list_memory()
 
     def _may_tell_gradients(self, num_devices: int) -> bool:
-        """Whether bounds of GPipe by trips tell gradients apart: of many devices that takes long.
+        """Whether bounds of GPipe by trips tell gradients apart, and of 1F1B turns: of many devices that takes long.
 
         It gains most where each has many micro-batches and transfers are short beside layers.
         """

@@ -235,6 +235,7 @@ class RingRanges:
             num_rounds,
             earlier,
             counts_cuts=asked.counts_cuts,
+            is_fine=asked.is_fine,
             max_threads=max_threads,
             keep=keep,
         )

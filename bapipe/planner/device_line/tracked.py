@@ -31,6 +31,9 @@ from bapipe.planner.stages.intervals import IntArray
 SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""
 
+SMALL_PART, SMALL_STEPS = 1 / 4, 3 / 4
+"""1F1B, where turns are told apart: this part of the numbers has that part of the steps."""
+
 VECTOR = 4
 """So many rows are one vector of a processor."""
 
@@ -62,7 +65,8 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
     if num <= FINE * num_steps:
         num_steps = num
     most_left = int(left.max())
-    behind, before = _spread(0, most_left, num_steps), _spread(0, int(most.max()) - 1, num_steps)
+    spread = _spread_small if prefix.tells_turns else _spread
+    behind, before = spread(0, most_left, num_steps), spread(0, int(most.max()) - 1, num_steps)
     if _has_rounds(prefix):  # what is behind those before the last one makes less of a difference
         behind = np.unique([*behind, *_spread(most_left, num - 1, num if num_steps == num else num_steps // 3)])
     if prefix.are_forwards_first:
@@ -93,6 +97,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
         of_class=of_behind.between(lasts, lasts, firsts),
         of_any=of_behind.between(np.zeros_like(sizes), sizes - 1, firsts),
         of_all=of_behind.between(np.zeros_like(sizes), np.full_like(sizes, num - 1), firsts)[0],
+        of_more=of_behind.least(np.arange(num), np.full(num, num - 1)),
         before=before,
         more_before=more_before + 1.0,
         then_before=then_before,
@@ -121,6 +126,14 @@ def _spread(fewest: int, most: int, num_steps: int) -> IntArray:
     """Numbers between two in equal steps, and these; and the smallest ones."""
     steps = np.linspace(fewest, most, min(num_steps, most - fewest) + 1).astype(np.int64)
     return np.unique([*(number for number in SMALLEST if fewest < number < most), *steps])
+
+
+def _spread_small(fewest: int, most: int, num_steps: int) -> IntArray:
+    """The same with most of the steps between the smallest numbers: few stages have as many devices as the largest."""
+    if most - fewest <= num_steps:
+        return _spread(fewest, most, num_steps)
+    num_small, last_small = round(num_steps * SMALL_STEPS), fewest + int((most - fewest) * SMALL_PART)
+    return np.unique([*_spread(fewest, last_small, num_small), *_spread(last_small, most, num_steps - num_small)])
 
 
 def _in_vectors(numbers: IntArray) -> IntArray:

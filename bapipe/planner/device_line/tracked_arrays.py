@@ -75,6 +75,7 @@ class Tracked(NamedTuple):
             of how many are behind the last of these then, the first and the last one. [classes, behind], [..., 2]
         of_class, of_any, of_all: the rows of how many are behind the last one of the replica with the very first one,
             and of any replica; and all rows. [classes, 2], [classes, 2], [2]
+        of_more: of each number the rows of as many behind, or more. [micro-batches, 2]
         before: numbers of micro-batches before one, from each up to the next one a row of when they are there; the
             first is 0. [before]
         more_before, then_before: of each row, how many F its replica has run with its own at least, and the rows of
@@ -106,6 +107,7 @@ class Tracked(NamedTuple):
     of_class: Ints
     of_any: Ints
     of_all: Ints
+    of_more: NDArray[np.int64]
     before: Ints
     more_before: Floats
     then_before: NDArray[np.int64]

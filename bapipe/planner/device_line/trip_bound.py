@@ -40,6 +40,9 @@ NUM_STEPS = (3, 8, 16, 40)
 """Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
 first tables have few of them, which rules out most stages in less time."""
 
+FINE_STEPS = 160
+"""The same where all else of 1F1B is told apart."""
+
 COARSE, COARSE_COUNTED, COARSE_OF_GPIPE = (0, 2), (0, 1), (2,)
 """Which of them come before the last: also where cuts are counted next, and of GPipe, of which more rows rule out much
 more."""
@@ -134,7 +137,8 @@ class TripBound:
         self.prefix, self.num_tried = prefix, 0
         self._counts = threading.Lock()
         self._end = len(prefix.line.cuts) - 1
-        self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in NUM_STEPS)
+        steps = (*NUM_STEPS, FINE_STEPS) if prefix.tells_turns else NUM_STEPS
+        self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in steps)
 
     def look_work(self, kind: PlanKind, limit_ns: int, deadline: Deadline) -> int:
         """Returns about how much work it is to look at the plans of a kind within a step time by trips alone."""
@@ -151,6 +155,7 @@ class TripBound:
         earlier: Behind | None = None,
         *,
         counts_cuts: bool = False,
+        is_fine: bool = False,
         max_threads: Callable[[], int] = lambda: 1,
         keep: Callable[[Behind], None] = lambda _: None,
     ) -> Behind | None:
@@ -160,11 +165,12 @@ class TripBound:
             num_rounds: how often the tables are filled, at most, with all that they have; or `BY_TRIPS`, `BY_COARSE`.
             earlier: what is known of plans among which these are.
             counts_cuts: whether stages are told apart by the cuts before them.
+            is_fine: whether micro-batches are in `FINE_STEPS`, where a prefix bound tells turns apart.
             max_threads: how many may be used now; what is known is the same.
             keep: called with what is known each time that the tables have been filled, as the next time may take too
                 long.
         """
-        finest = len(NUM_STEPS) - 1
+        finest = len(NUM_STEPS) - 1 + (is_fine and self.prefix.tells_turns)
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
         known = self._at_first(asked) if earlier is None else earlier
         if known is not None and known.limit > asked.limit:

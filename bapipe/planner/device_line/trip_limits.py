@@ -13,7 +13,7 @@ from bapipe.planner.device_line.stage_limits import forwards_apart, least_again,
 from bapipe.planner.device_line.tracked_arrays import MAX_GRADIENTS, MAX_KINDS, MAX_REPLICAS, MAX_ROUNDS, Tracked
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
-ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(8)
+ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, FOLLOW_TURNS, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(9)
 """The rows of what is before the begins of the stages of a class, see `excess`; from `REPLICAS` on three of each."""
 
 FIRST_THERE, LAST_THERE, FOLLOW_LAST, ROWS_OF_REPLICA = range(4)
@@ -71,7 +71,9 @@ class Stage(NamedTuple):
             first stage.
         cycle_slack: by how much those actions may be shorter than the sums.
         num_turns: how often a replica runs F and B by turns between two round trips of all stages.
-        turns_slack: the same of these, less what the first stage runs between them besides.
+        turns_slack: the same of these.
+        turns_left: the micro-batches that these turns leave, for turns of the first stage or to come back behind all.
+        first_ns: what turns of the first stage take if they have all of these.
         waits: whether it is known when gradients are there.
         num_first, num_any: F before the first B, see `WAIT`.
         num_replicas, num_rounds, num_kinds: how many are looked at.
@@ -89,6 +91,8 @@ class Stage(NamedTuple):
     cycle_slack: float
     num_turns: float
     turns_slack: float
+    turns_left: int
+    first_ns: float
     waits: bool
     num_first: float
     num_any: float
@@ -133,7 +137,9 @@ def stage_of(
         float(num_cycles),
         (4 + 2 * num_cycles) * num_stages * problem.rounding_ns,
         float(num_turns),
-        (4 * num_stages + 2 * num_turns) * problem.rounding_ns - first_ns,
+        (4 * num_stages + 2 * num_turns) * problem.rounding_ns,
+        waits.num_left - num_turns * own.most,
+        first_ns,
         is_full,
         float(wait.num_first),
         float(wait.num_any),
@@ -162,9 +168,10 @@ def excess(
     Args:
         known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
             it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
-            than twice as steep; that if others are behind it as behind the stage's last one; and when the
-            micro-batches are there whose F the first B waits for: of the very first one, and of any; then the rows from
-            `REPLICAS`, `ROUNDS` and `OF_KINDS` on. [NUM_KNOWN, boundaries]
+            than twice as steep; that if others are behind it as behind the stage's last one; what turns of the first
+            stage take, and what follows behind turns; when the micro-batches are there whose F the first B waits for:
+            of the very first one, and of any; then the rows from `REPLICAS`, `ROUNDS` and `OF_KINDS` on.
+            [NUM_KNOWN, boundaries]
         rest: by boundary, the trip from there on, where it grows no more than a stage of one micro-batch; the same, no
             more than `slope`; and when the gradients of the very first micro-batch, and of any, are there.
             [4, boundaries]
@@ -249,8 +256,9 @@ def excess(
         cycles = (2 + k) * (arrival + trip * own.fastest) + known[FLAT_RETURN, i] + (1 + k) * known[RETURN, i]
         longest = max(longest, cycles + 2 * rest[FLAT_AROUND, j] - stage.cycle_slack)
     if stage.num_turns > 0:
-        trips = 2 * (arrival + trip * own.fastest + rest[FLAT_AROUND, j]) + known[FLAT_RETURN, i] + known[RETURN, i]
-        longest = max(longest, trips + stage.num_turns * (late_f + late_r) - stage.turns_slack)
+        trips = 2 * (arrival + trip * own.fastest + rest[FLAT_AROUND, j]) + known[RETURN, i]
+        follow = known[FOLLOW_TURNS, i] if stage.waits else stage.first_ns + known[FLAT_RETURN, i]
+        longest = max(longest, trips + stage.num_turns * (late_f + late_r) + follow - stage.turns_slack)
     return float(longest - stage.room)
 
 

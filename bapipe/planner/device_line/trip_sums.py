@@ -131,7 +131,7 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
     if stage.num_turns > 0:
         weights[num, TRIP], weights[num, BEFORE + ARRIVAL] = 2 * own.fastest, 2.0
         weights[num, FORWARD] = weights[num, CRITICAL] = weights[num, AGAIN] = stage.num_turns * own.fastest
-        weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1.0, -stage.turns_slack
+        weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1.0, stage.first_ns - stage.turns_slack
         weights[num, BEFORE + FLAT_RETURN], weights[num, BEHIND + FLAT_AROUND] = 1.0, 2.0
         num += 1
     # Behind these the rings of the stage follow, and its update.

@@ -81,7 +81,7 @@ def fill_before(
         stage, columns = stage_of(problem, tracked, kind, waits, limit, is_full, p, g), problem.columns[own.own]
         limit_rest(columns, tracked, own, stage, first, high, rest, late)
         join_levels(num_late, num_levels, late[first : high + 1])
-        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, known)
+        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, waits, known)
         of_class = of_class_behind(tracked, late, p, g)
         window = Window(low, min(high - 1, last_low), first, high)
         tried, has_any = first_begins(

@@ -88,7 +88,7 @@ def fill_behind(
         of_class = of_class_behind(tracked, late, p, g)
         stage, columns = stage_of(problem, tracked, kind, waits, limit, is_full, p, g), problem.columns[own.own]
         join_levels(num_late, num_levels, late[first : high + 1])
-        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, known)
+        known_before(scratch.levels, low, last_low, tracked, stage, g, is_full, waits, known)
         limit_known(columns, own, stage, of_class, low, last_low, scratch.slopes, known)
         begin = min(high - 1, last_low)
         window = Window(low, begin, first, high)

@@ -13,8 +13,17 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.compute import threads
+from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line import replica_classes, ring_goals, ring_ranges, tracked, trip_bound, trips_before
+from bapipe.planner.device_line import (
+    prefix_bound,
+    replica_classes,
+    ring_goals,
+    ring_ranges,
+    tracked,
+    trip_bound,
+    trips_before,
+)
 from bapipe.planner.device_line.around_stages import join_levels, limit_known, limit_rest, note_levels, note_row_ns
 from bapipe.planner.device_line.behind import Behind
 from bapipe.planner.device_line.early_waits import early_waits
@@ -109,6 +118,28 @@ def test_every_plan_is_feasible_among_those_like_it_at_its_step_time(
             infeasible += bound.within(prefix.kind, best_ns * 3 // 4, UNLIMITED, ROUNDS) is None
     assert checked > 36
     assert infeasible >= 2
+
+
+def test_every_plan_is_feasible_where_turns_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each end and number of replicas of the first stage, and with all rows; three devices count as many."""
+    monkeypatch.setattr(prefix_bound, "MANY_DEVICES", 1)
+    monkeypatch.setattr(prefix_bound, "FEW_MICROBATCHES", 0)
+    monkeypatch.setattr(tracked, "FINE", 0)
+    checked = infeasible = 0
+    for seed in range(12):
+        line = unlike_line(seed, "1f1b", buckets=seed > 1)
+        prefix = PrefixBound(line, "1f1b", 1, len(line.cluster.devices))
+        bound, timed = TripBound(prefix), [each for each in map(line.time, plans(line, "1f1b")) if each]
+        for each in timed[:: 1 + len(timed) // 60]:
+            cuts, first, end = len(each.plan.counts) - 1, each.plan.counts[0], line.cuts.index(each.plan.cuts[1])
+            kind = PlanKind(cuts, cuts, 1, 12, first, first, end, end)
+            for is_fine in (False, True):
+                known = bound.within(kind, each.step_ns, UNLIMITED, ROUNDS, counts_cuts=True, is_fine=is_fine)
+                assert known is not None, (seed, each.plan)
+            infeasible += bound.within(kind, each.step_ns * 9 // 10, UNLIMITED, ROUNDS, counts_cuts=True) is None
+            checked += prefix.tells_turns
+    assert checked > 100
+    assert infeasible > 10
 
 
 def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() -> None:
