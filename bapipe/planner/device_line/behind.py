@@ -42,6 +42,16 @@ class Behind(NamedTuple):
         is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0])
         return np.where(is_reached.any(axis=1), self.lows + is_reached.argmax(axis=1), end)
 
+    def firsts(self) -> IntArray:
+        """Returns the numbers of devices of first stages."""
+        return np.flatnonzero(np.isfinite(self.behind_stages(1, or_more=False)[0]).any(axis=1))
+
+    def ends_of_first(self, num_replicas: int) -> IntArray:
+        """Returns the boundaries at which a first stage of so many devices may end."""
+        is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0, num_replicas])
+        ends: IntArray = np.flatnonzero(is_reached) + self.lows[num_replicas]
+        return ends
+
     def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
         """Returns what is known behind so many stages, or behind so many or more."""
         tables = self.tables[min(num_stages, len(self.tables) - 1) :]

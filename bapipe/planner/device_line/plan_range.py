@@ -12,6 +12,7 @@ from bapipe.planner.device_line.plan_kind import ANY_END, PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.stages.intervals import IntArray
 
 WIDTH = 1.25
 """Wide ranges of numbers of cuts end at so many times their begin."""
@@ -41,6 +42,9 @@ OF_ENDS = 0.05
 
 EARLY = 16
 """Where it ends matters where it has one device in so many at most."""
+
+AT_ONCE = 8
+"""Where turns are told apart, they are divided into so many ranges."""
 
 MIDDLE = 0.75
 """Ranges of the ends of the first stage are divided there, as most of the work is asked for behind it."""
@@ -95,6 +99,21 @@ class PlanRange:
         behinds = (each.behind for each in self.known if goal_ns <= each.goal_ns)
         return next((behind for behind in behinds if behind is not None), None)
 
+    def open_firsts(self) -> IntArray:
+        """Returns the replicas of the first stage of plans within the goal that it was asked about last, if known."""
+        behind, (fewest, most) = self.known_within(self.open_ns), self.first_replicas
+        numbers = np.arange(0) if behind is None else behind.firsts()
+        return numbers[(fewest <= numbers) & (numbers <= most)]
+
+    def open_ends(self) -> IntArray:
+        """Returns the boundaries at which the first stage of a plan within the goal may end that was asked about last.
+
+        That stage has a single number of replicas; none are known if too much is kept.
+        """
+        behind, (first, last) = self.known_within(self.open_ns), self.first_ends
+        ends = np.arange(0) if behind is None else behind.ends_of_first(self.first_replicas[0])
+        return ends[(first <= ends) & (ends <= last)]
+
     def of_cuts(self, best: TimedPlan) -> float:
         """Returns what the numbers of cuts that plans of interest have can make a difference, as a part of a step."""
         (fewest, most), prefix = self.cuts, self.problem.prefix
@@ -132,6 +151,8 @@ def by_last_stage(whole: PlanRange) -> list[PlanRange]:
 
 def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
     prefix, counts_cuts = whole.problem.prefix, whole.counts_cuts
+    if prefix.tells_turns:
+        return _parts_by_turns(whole)
     of_cuts, of_first, of_last = whole.of_cuts(best), _of_first(whole), _of_last(whole)
     is_counted_later = not counts_cuts and _of_transfers(whole, best) < LITTLE
     enough = min(of_cuts, UNCOUNTED) if is_counted_later else of_cuts
@@ -145,17 +166,32 @@ def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
         return [replace(whole, counts_cuts=True)] * matters
     if of_cuts > LEAST and whole.cuts[0] < whole.cuts[1]:
         return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]
-    return _last_parts(whole, best) if prefix.tells_turns else []
+    return []
 
 
-def _last_parts(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
-    """1F1B: single numbers of replicas and ends of the first stage, and of cuts; then more rows."""
-    if whole.first_replicas[0] < whole.first_replicas[1]:
-        return [replace(whole, first_replicas=half) for half in _halves(*whole.first_replicas)]
-    begin, end = _ends(whole, best)
-    if begin < end:
-        middle = (begin + end) // 2
-        return [replace(whole, first_ends=part) for part in ((begin, middle), (middle + 1, end))]
+def _parts_by_turns(whole: PlanRange) -> Sequence[PlanRange]:
+    """By what turns depend on most: the replicas of the first stage, and its end; then by cuts, then more rows.
+
+    A single number of replicas and of layers makes much of a difference, and each takes a small part of the time that
+    counting cuts does. As all that are open are asked about at last, several halvings come at once.
+    """
+    (few, most), (first, last) = whole.first_replicas, whole.first_ends
+    numbers = whole.open_firsts()
+    if few < most and numbers.size > 0:
+        low, high = int(numbers[0]), int(numbers[-1])
+        closed = [each for each in ((few, low - 1), (high + 1, most)) if each[0] <= each[1]]
+        refuted = [replace(whole, first_replicas=each, bound_ns=whole.open_ns + 1) for each in closed]
+        return [*refuted, *(replace(whole, first_replicas=each) for each in _eighths(low, high))]
+    if few < most:
+        return [replace(whole, first_replicas=half) for half in _halves(few, most)]
+    ends = whole.open_ends()
+    if ends.size > 1:
+        step = -(-ends.size // AT_ONCE)
+        begins = [first, *ends[step::step].tolist()]
+        parts = zip(begins, [*(begin - 1 for begin in begins[1:]), last], strict=True)
+        return [replace(whole, first_ends=part) for part in parts]
+    if not whole.counts_cuts:
+        return [replace(whole, counts_cuts=True)]
     if whole.cuts[0] < whole.cuts[1]:
         return [replace(whole, cuts=half) for half in _halves(*whole.cuts)]
     return [] if whole.is_fine else [replace(whole, is_fine=True)]
@@ -219,6 +255,14 @@ def _ends(whole: PlanRange, best: TimedPlan) -> tuple[int, int]:
         return 0, 0
     trip = prefix.least.trip * -(-prefix.num_microbatches // replicas) / prefix.max_speed
     return first, min(last, len(trip) - 1, int(np.searchsorted(trip, best.step_ns, side="right")))
+
+
+def _eighths(low: int, high: int) -> list[tuple[int, int]]:
+    """Halves of halves of halves, as far as there are as many numbers."""
+    parts = [(low, high)]
+    for _ in range(3):
+        parts = [half for part in parts for half in (_halves(*part) if part[0] < part[1] else [part])]
+    return parts
 
 
 def _halves(low: int, high: int) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,8 @@ ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
 MANY_DEVICES, FEW_MICROBATCHES = 128, 2
-"""Of more devices, GPipe's gradients are told apart only with so many micro-batches for each, or more."""
+"""Of more devices, GPipe's gradients are told apart only with so many micro-batches for each, or more; and turns of
+1F1B, which classes of numbers of devices blur of more only."""
 
 
 class PrefixBound(LayerSums):

@@ -15,7 +15,8 @@ MAX_SINGLE = 32
 """Others: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
 
 MAX_FINE = 200
-"""The same where it matters more which replica has a micro-batch: of GPipe, if each gradient is told apart."""
+"""The same where it matters more which replica has a micro-batch: of GPipe, if each gradient is told apart, and of
+1F1B, if turns are."""
 
 CLASS_GROWTH = 1.03
 

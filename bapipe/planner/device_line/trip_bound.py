@@ -49,7 +49,8 @@ more."""
 
 FIRST_COUNTED = (1, 24), (2, 48)
 """Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
-behind so many others are not told apart, which takes less time and rules out most plans with many cuts."""
+behind so many others are not told apart, which takes less time and rules out most plans with many cuts. Where turns are
+told apart all rows have ruled out before what fewer would, without cuts."""
 
 BY_TRIPS, BY_COARSE = -1, 0
 """Instead of how often the tables are filled with all that they have: looks by the first of them alone, or by all that
@@ -185,7 +186,7 @@ class TripBound:
             return known
         if not counts_cuts:
             return self._fill_by_turns(known, repeat(asked, num_rounds), keep)
-        if known is not None and len(known.tables) == 1:
+        if known is not None and len(known.tables) == 1 and not self.prefix.tells_turns:
             counted = (asked._replace(steps=each, most_tables=tables) for each, tables in FIRST_COUNTED)
             known = self._fill_each(known, counted, keep)
         numbers = (min(MAX_TABLES, FIRST_COUNTED[-1][1] << turn) for turn in range(num_rounds))

@@ -134,6 +134,21 @@ def test_turns_of_the_first_stage_fill_what_other_turns_leave() -> None:
     assert early_waits(problem._replace(has_cycles=False), PlanKind(0, 5, 1, 8, 2, 3), ends).num_left == 0
 
 
+def test_the_busiest_replica_of_the_first_stage_may_begin_its_turns_later() -> None:
+    """Of two replicas the second one takes twice as long, and has micro-batch 1: closed forms."""
+    cluster = devices(8)
+    unlike = tuple(replace(device, speed=1 - 0.5 * (number == 1)) for number, device in enumerate(cluster.devices))
+    line = DeviceLine({"a": chain([1, 2, 3])}, replace(cluster, devices=unlike), PlanOptions(minibatch_size=20))
+    problem = PrefixBound(line, "1f1b", 1, 8).programme
+    waits = early_waits(problem, PlanKind(0, 5, 1, 8, 2, 2, 2), np.zeros(9, dtype=np.int64))
+    turn_ns, slack_ns = 3 * (1 + 2) * 10**6, 2 * problem.rounding_ns
+    fast, slow = turn_ns - slack_ns, 2 * turn_ns - slack_ns
+    expected = [max(left // 2 * fast, max(left - 1, 0) // 2 * slow) for left in range(12)]
+    assert waits.first_ns == pytest.approx(expected)
+    assert expected[2] == fast
+    assert expected[3] == slow
+
+
 def plans_of_few_stages(line: DeviceLine) -> list[LinePlan]:
     """Plans of two and three stages on all devices of the growing line."""
     two = [((0, i, 8), (r, 12 - r)) for i in range(1, 8) for r in range(1, 12)]

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from bapipe.formats.cluster import Bandwidth
 from bapipe.planner.compute import threads
-from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.device_line import (
     prefix_bound,
@@ -140,6 +139,32 @@ def test_every_plan_is_feasible_where_turns_are_told_apart(monkeypatch: pytest.M
             checked += prefix.tells_turns
     assert checked > 100
     assert infeasible > 10
+
+
+def test_parts_where_turns_are_told_apart_have_every_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for goals above those that they were divided for; and what is proven of them is proven of their plans."""
+    monkeypatch.setattr(prefix_bound, "MANY_DEVICES", 1)
+    monkeypatch.setattr(tracked, "FINE", 0)
+    line = sorted_line(6, num_microbatches=24)
+    timed = [each for each in map(line.time, plans(line, "1f1b")) if each is not None]
+    best = min(timed, key=lambda each: each.step_ns)
+    prefix = PrefixBound(line, "1f1b", 1, 6)
+    assert prefix.tells_turns
+    ranges = RingRanges([prefix], 0, best)
+    for percent in (85, 95, 100):
+        assert not ranges.is_refuted(best.step_ns * percent // 100, UNLIMITED, lambda: inf) or percent < 100
+        for each in timed:
+            cuts, first, end = len(each.plan.counts) - 1, each.plan.counts[0], line.cuts.index(each.plan.cuts[1])
+            those = [
+                part
+                for part in ranges.ranges
+                if part.cuts[0] <= cuts <= part.cuts[1]
+                and part.first_replicas[0] <= first <= part.first_replicas[1]
+                and part.first_ends[0] <= end <= part.first_ends[1]
+            ]
+            assert len(those) == 1, each.plan
+            assert those[0].bound_ns <= each.step_ns, each.plan
+    assert {part.is_fine for part in ranges.ranges} == {False, True}
 
 
 def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() -> None:
