@@ -23,7 +23,7 @@ from bapipe.planner.device_line.line import TimedPlan
 from bapipe.planner.device_line.plan_range import Known, PlanRange, by_last_stage, parts_of, wide_ranges
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.ring_bound import RingBound
-from bapipe.planner.device_line.trip_bound import TripBound
+from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
 
 ROUNDS = 8
 """The tables of `trip_bound.py` are filled so often at most."""
@@ -171,7 +171,8 @@ class RingRanges:
         """Asks whether ranges have plans within a goal, at once; those that may are likely.
 
         Args:
-            num_rounds: of `TripBound.within`; ranges that a look leaves have not been asked yet.
+            num_rounds: of `TripBound.within`. Ranges that a look leaves have not been asked about yet; where turns are
+                told apart their parts are next, as all tables rule out little more of a whole than the look does.
         """
         running, answers, known = list(asked), dict[int, bool](), dict[int, Behind]()
 
@@ -195,7 +196,7 @@ class RingRanges:
                 each = asked[number]
                 each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
                 each.is_likely = not is_refuted
-                if not is_refuted and (num_rounds > 0 or num_rounds == 0 and each.problem.prefix.tells_turns):
+                if not is_refuted and num_rounds >= (BY_COARSE if each.problem.prefix.tells_turns else 1):
                     each.open_ns = goal_ns
             for number, behind in known.items():
                 if not answers.get(number, False):
@@ -280,8 +281,8 @@ class RingRanges:
         """The ranges to ask at once.
 
         Those likely within a goal first, of plans like the best one before others, and the parts of one together. Then
-        those that take the least time. Where `trip_bound.py` is asked one of each problem, and then, where turns are told
-        apart, in many small ranges, others: each takes less time in a thread of its own than several threads for each do.
+        those that take the least time. Where `trip_bound.py` is asked one of each problem comes first. Where turns are
+        told apart others follow: each of many small ranges takes less of a thread of its own than of several.
         """
         likely = [each for each in left if each.is_likely or self._has_best(each)]
         others = [each for each in left if not (each.is_likely or self._has_best(each))]
@@ -292,8 +293,8 @@ class RingRanges:
         if first.trips is not None and self.asks_trips:
             of_problems = {id(each.problem): each for each in reversed(left)}
             one_each = [first, *(each for each in of_problems.values() if each.problem is not first.problem)]
-            others = (each for each in ranked if each.problem.prefix.tells_turns and each not in one_each)
-            ranked = [*one_each, *others]
+            more = (each for each in ranked if each.problem.prefix.tells_turns and each not in one_each)
+            ranked = [*one_each, *more]
         return ranked[:AT_ONCE]
 
     def _is_like_best(self, problem: PrefixBound) -> bool:
