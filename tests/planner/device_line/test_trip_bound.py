@@ -167,6 +167,34 @@ def test_parts_where_turns_are_told_apart_have_every_plan_once(monkeypatch: pyte
     assert {part.is_fine for part in ranges.ranges} == {False, True}
 
 
+def test_several_ranges_of_a_problem_are_asked_about_at_once_where_turns_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a look not the whole is asked about, but its parts, each alone in a thread of its own."""
+    monkeypatch.setattr(tracked, "FINE", 0)
+    line = sorted_line(6, num_microbatches=24)
+    best = min(filter(None, map(line.time, plans(line, "1f1b"))), key=lambda each: each.step_ns)
+    asked_at_once = {}
+    for many in (1, 128):
+        monkeypatch.setattr(prefix_bound, "MANY_DEVICES", many)
+        ranges, asked = RingRanges([PrefixBound(line, "1f1b", 1, 6)], 0, best), list[list[tuple[int, int]]]()
+
+        def ask(several: list[PlanRange], *others: Any, ask: Any = ranges.ask, asked: Any = asked) -> None:
+            asked.append([each.first_replicas for each in several])
+            ask(several, *others)
+
+        monkeypatch.setattr(ranges, "ask", ask)
+        ranges.ask(ranges.open_of(best.step_ns), best.step_ns, UNLIMITED, BY_COARSE)
+        assert not ranges.is_refuted(best.step_ns, UNLIMITED, lambda: inf)
+        asked_at_once[many] = asked
+    whole, parts = asked_at_once[128], asked_at_once[1]
+    assert whole[:2] == [[(1, 6)], [(1, 6)]]
+    assert max(map(len, whole)) == 1
+    assert parts[0] == [(1, 6)]
+    assert len(parts[1]) > 1
+    assert all(replicas != (1, 6) for several in parts[1:] for replicas in several)
+
+
 def test_a_begin_where_micro_batches_arrive_late_does_not_hide_an_earlier_one() -> None:
     """Transfers over some cuts take a hundred times as long as over others, and longer than any stage."""
     given, slow = unlike_line(93061, "gpipe", buckets=True), Bandwidth(bytes_per_s=10**6, latency_ns=5)
