@@ -101,7 +101,7 @@ def largest_load(
     num_microbatches: int,
     used: int | None,
 ) -> int | None:
-    """The largest load of a device, from the rules in docs/algorithm.md; None if a device lacks memory."""
+    """The largest load of a device, from the rules in docs/throughput.md; None if a device lacks memory."""
 
     def move(num_bytes: int, sources: tuple[int, ...], targets: tuple[int, ...]) -> int:
         links = [cluster.link(a, b) for a in sources for b in targets]

@@ -15,6 +15,6 @@ algorithm:
 6. `fuse_backward`: adjacent I and W become one B if that costs no time.
 
 Every step ends the search if the best order attains the lower bound. Work is counted in actions evaluated and in the
-solver's deterministic time, so the result does not depend on the machine. docs/algorithm.md, "Action orders", has the
+solver's deterministic time, so the result does not depend on the machine. docs/action_orders.md has the
 statements and proofs.
 """

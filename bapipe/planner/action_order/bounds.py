@@ -17,8 +17,8 @@ problem"); the result is the largest over all machines.
 
 The bound holds for every legal table that fits in memory: by the renaming lemma in `problem.py` the k-th micro-batch of
 a stage may stand for any, and each rule above is one that the simulator keeps. A table with B may be faster, and need
-less memory, than every order of I and W, so `lower_bound_ns` is computed for the relaxation. docs/algorithm.md,
-"Action orders", has the proofs.
+less memory, than every order of I and W, so `lower_bound_ns` is computed for the relaxation.
+docs/action_orders.md has the proofs.
 """
 
 from collections.abc import Sequence

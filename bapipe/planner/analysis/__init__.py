@@ -12,5 +12,5 @@ Begin with `explain.explain`, which describes the results of the others in sente
 - `strategies`: the fastest plan of each of ParaDL's strategies.
 - `pinned`: a plan that a user made, simulated and certified against the bound over all plans.
 
-docs/algorithm.md, "Analysis", has the details.
+docs/analysis.md has the details.
 """

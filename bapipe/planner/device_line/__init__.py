@@ -31,6 +31,6 @@ Bounds: no plan is within a step time, the goal, if a relaxation of all plans ha
 search                      both by turns, until they meet or the time is over
 
 A *trip* is the way of a micro-batch through stages forwards and back. A *class* is a range of numbers of devices that a
-bound does not tell apart. A *look* asks a bound with a part of what it knows, which takes less time. docs/algorithm.md
-("Many devices") has the bounds and their proofs.
+bound does not tell apart. A *look* asks a bound with a part of what it knows, which takes less time.
+docs/many_devices.md has the bounds and their proofs.
 """

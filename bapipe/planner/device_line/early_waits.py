@@ -2,7 +2,7 @@
 
 Behind B of a micro-batch a stage runs F of one a fixed number later, and behind that F again B of another. So two
 micro-batches on their way to the last stage and back are one chain, with all that is run between them: F and B by turns
-on one stage, or ways from the first stage to another one and back (docs/algorithm.md, Many devices).
+on one stage, or ways from the first stage to another one and back (docs/many_devices.md).
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ For a limit T, let furthest(p, c) be the last boundary such that the first p dev
 stages that are within T, with c cuts between them. A stage of fewer layers, begun later, is within T whenever a longer
 one is, so nothing else of what lies before matters: a dynamic programme over p, c and the number of devices of the next
 stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if it keeps the limits
-of the table in docs/algorithm.md, Many devices: of the work of its busiest replica, of the way back of its last
+of the table in docs/many_devices.md: of the work of its busiest replica, of the way back of its last
 micro-batch, of round trips one after another and the work between them, of the sums of its gradients, and of memory;
 and the two of early stages that wait for each other (`early_waits.py`).
 """

@@ -4,7 +4,7 @@ The bounds of a stage in `prefix_bound.py` end with its own rings, or with the w
 every earlier stage has the last micro-batches of a later one on their way back before it, several of them on one
 replica, and only then the rings of its own gradients: its *delay*, beyond the way back of one micro-batch. So the
 dynamic programme over prefixes has levels: of what the longest delay so far is. A level is a range, of which the limits
-of later stages use the lower end (docs/algorithm.md, Many devices).
+of later stages use the lower end (docs/many_devices.md).
 
 Let y + 1 micro-batches leave the later stage at the end, and R be the devices of the earlier one, with backward b. The
 delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here e is B

@@ -5,7 +5,7 @@ the link that each cut crosses, and, of plans with a given number of stages, how
 what the round trip behind a stage takes. Let reached(s) be the boundaries at which stage s may begin, if those before
 it are within a limit T. A stage [i, j) is within T only if, with M micro-batches, d of them in flight, x and y the
 transfers of one over the cut j, there and back, A the F and transfers before i, D the same there and back, and `around`
-the round trip of one micro-batch from the stage on (docs/algorithm.md, "One device for each stage")
+the round trip of one micro-batch from the stage on (docs/many_devices.md, "One device for each stage")
 
     work         A + M (F + B) + update <= T
     return       D + M (F + r) <= T

@@ -4,7 +4,7 @@ A stage of some devices and layers is within a step time only if what comes befo
 behind it are. So two tables are filled by turns: for every number of first devices and every boundary, what a
 micro-batch takes at least through the layers before it on those devices, in stages that may be within the step time
 (`trips_before.py`), and through the layers behind it on the others (`trips_behind.py`). Both rise, as fewer and fewer
-stages may be, until no plan is left, or nothing changes (docs/algorithm.md, Many devices).
+stages may be, until no plan is left, or nothing changes (docs/many_devices.md).
 
 Before a stage more counts than the trip of a micro-batch. When the last one of the stage is on its way back, others are
 behind it: an earlier stage runs several of them on one replica, and then sums its gradients. So there is a table for

@@ -1,6 +1,6 @@
 """Compiled: what rows say behind stages where the least of each sum counts by itself, which takes less time.
 
-Each row behind a stage is the longest of three sums (docs/algorithm.md, Many devices), and of all begins the least
+Each row behind a stage is the longest of three sums (docs/many_devices.md), and of all begins the least
 counts: `trips_before.py`. The longest of what each sum is at least is no more. And the least of one sum in a window of
 begins needs no more than a look or two at each of them, however many ends it has.
 """

@@ -22,5 +22,5 @@ Begin with `search.explore_throughput`. The algorithm:
    step 3 on the downsets next to the best cuts until that no longer helps (`neighbourhood`).
 5. Build 1F1B with one micro-batch in flight per device of the stage and later ones, and simulate it (`load_solution`).
 
-`problem` defines the two problems and their results. docs/algorithm.md, "Throughput", has the statements and proofs.
+`problem` defines the two problems and their results. docs/throughput.md has the statements and proofs.
 """

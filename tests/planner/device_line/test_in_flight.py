@@ -36,7 +36,7 @@ def test_replicas_hold_what_their_actions_say(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", [name for name in IN_FLIGHT if splits_backwards(name)])
 def test_the_first_stage_runs_w_where_bounds_count_its_r(schedule: str) -> None:
-    """docs/algorithm.md, "Rounds and work": before F of d micro-batches later, or enough of them behind F and I."""
+    """docs/many_devices.md, "Rounds and work": before F of d micro-batches later, or enough of them behind F and I."""
     for num_devices, num_microbatches, num_replicas in product(range(1, 7), range(1, 16), (1, 2, 3)):
         if num_replicas > min(num_devices, num_microbatches):
             continue

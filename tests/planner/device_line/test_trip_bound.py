@@ -608,7 +608,7 @@ def test_it_ends_at_the_deadline() -> None:
 
 @pytest.mark.parametrize(("is_full", "is_apart"), [(False, False), (True, False), (True, True)])
 def test_behind_stages_each_row_is_the_least_over_all_their_begins(is_full: bool, is_apart: bool) -> None:
-    """Whatever is before them: compared with the sums of docs/algorithm.md, without any begin left out.
+    """Whatever is before them: compared with the sums of docs/many_devices.md, without any begin left out.
 
     Taken apart, a row is the longest of what each of its sums is at least.
     """
