@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import combinations, pairwise, permutations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.errors import RunFailed, one_line
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
 from bapipe.job.groups import barrier, init_proven_group, meet, wait
 from bapipe.job.interfaces import check_interface, choose_interface
@@ -32,7 +33,8 @@ from bapipe.torchrun import Job
 MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
 """4 KB to 16 MB."""
 
-LARGE_BYTES = 2**24
+_LONG_NS, _REPEATED_NS = 10**9, 2 * 10**9
+"""Messages that seem to take longer are left out, but for two; and about how long those of one size are repeated."""
 
 _JOIN_S = 120.0
 """How long a rank of a job waits for the others."""
@@ -46,8 +48,9 @@ class PairFigures:
     """What is measured of the link between two ranks.
 
     Attributes:
-        there_ns, back_ns: one-way times of the messages of `MESSAGE_BYTES`, from the first rank and to it.
-        both_ns: of a message of `LARGE_BYTES` in each direction at the same time.
+        there_ns, back_ns: one-way times of the first messages of `MESSAGE_BYTES`, from the first rank and to it: at
+            least of two, of slow links not of all.
+        both_ns: of the largest of them that both have, in each direction at the same time.
         slowdown: how much longer the first rank computes while it receives, relative to otherwise.
     """
 
@@ -55,6 +58,11 @@ class PairFigures:
     back_ns: Sequence[int]
     both_ns: float
     slowdown: float
+
+    @property
+    def large_bytes(self) -> int:
+        """The size of the message that `both_ns` is of."""
+        return MESSAGE_BYTES[min(len(self.there_ns), len(self.back_ns)) - 1]
 
 
 def probe_here(num_devices: int, kind: str, timeout_s: float = 300.0) -> Cluster:
@@ -88,6 +96,10 @@ def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
         init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
         try:
             return probe(kind, progress)
+        except RuntimeError as error:  # of gloo or NCCL
+            raise RunFailed(
+                f"the links cannot be measured, as another rank has ended or a connection was lost: {one_line(error)}"
+            ) from error
         finally:
             dist.destroy_process_group()
 
@@ -106,7 +118,8 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
         barrier()
         results.append(_measure_pair(pair, kind) if dist.get_rank() in pair else None)
     progress(len(pairs), len(pairs) + 1, "all-reduce")
-    reductions = [AllReduce(num_bytes=n, ns=_all_reduce_ns(n, kind)) for n in MESSAGE_BYTES] if size > 1 else []
+    sums_ns = _by_size(partial(_all_reduce_ns, kind)) if size > 1 else []
+    reductions = [AllReduce(num_bytes=n, ns=ns) for n, ns in zip(MESSAGE_BYTES, sums_ns, strict=False)]
     progress(len(pairs) + 1, len(pairs) + 1, "done")
     gathered: list[Any] = [None] * size  # (device, results) of each rank
     dist.all_gather_object(gathered, (device, results))
@@ -134,33 +147,62 @@ def _local_rank(rank: int) -> int:
 
 def _measure_pair(pair: tuple[int, int], kind: str) -> PairFigures:
     """Returns the figures of a link, measured by both ranks of a pair together; those of the first rank are used."""
-    messages = [torch.zeros(n // 4, device=kind) for n in MESSAGE_BYTES]
-    answer = messages[0]
+    answer = torch.zeros(MESSAGE_BYTES[0] // 4, device=kind)
     answer_ns = _median(partial(_one_way_ns, pair, answer, answer), 40) / 2
 
-    def message_ns(direction: tuple[int, int]) -> list[int]:
+    def message_ns(direction: tuple[int, int], num_bytes: int, num_repeats: int) -> int:
         # The sender's clock counts: from the start of the message until a small answer has come back.
-        times = [_median(partial(_one_way_ns, direction, m, answer), _num_repeats(m)) for m in messages]
-        return _broadcast_in_pair(direction[0], pair, [max(round(t - answer_ns), 1) for t in times])
+        message = torch.zeros(num_bytes // 4, device=kind)
+        time_ns = _median(partial(_one_way_ns, direction, message, answer), num_repeats)
+        return _broadcast_in_pair(direction[0], pair, max(round(time_ns - answer_ns), 1))
 
-    there_ns, back_ns = message_ns(pair), message_ns(pair[::-1])
-    large = torch.zeros(LARGE_BYTES // 4, device=kind), torch.zeros(LARGE_BYTES // 4, device=kind)
-    both_ns = _median(partial(_both_ways_ns, pair, *large), 6)
-    return PairFigures(there_ns=there_ns, back_ns=back_ns, both_ns=both_ns, slowdown=_slowdown(pair, large[0]))
+    there_ns, back_ns = (_by_size(partial(message_ns, direction)) for direction in (pair, pair[::-1]))
+    one_ns = max(min(there_ns, back_ns, key=len)[-1], 1)
+    figures = PairFigures(there_ns=there_ns, back_ns=back_ns, both_ns=0.0, slowdown=0.0)
+    sent, received = (torch.zeros(figures.large_bytes // 4, device=kind) for _ in range(2))
+    both_ns = _median(partial(_both_ways_ns, pair, sent, received), _num_within(one_ns, 6))
+    slowdown = _slowdown(pair, received, _num_within(one_ns, _NUM_MESSAGES))
+    return replace(figures, both_ns=both_ns, slowdown=slowdown)
 
 
-def _num_repeats(message: Tensor) -> int:
-    return 6 if message.nbytes > 2**20 else 20
+def _by_size(time_ns: Callable[[int, int], int]) -> list[int]:
+    """Returns the times of the first of `MESSAGE_BYTES`: as far as the next one seems to take less than `_LONG_NS`.
+
+    Args:
+        time_ns: (number of bytes, of repetitions) -> the time, which is the same on all ranks that measure it.
+    """
+    times_ns: list[int] = []
+    for num_bytes in MESSAGE_BYTES:
+        expected_ns = _next_ns(MESSAGE_BYTES[: len(times_ns)], times_ns, num_bytes)
+        if len(times_ns) >= 2 and expected_ns > _LONG_NS:
+            break
+        times_ns.append(time_ns(num_bytes, _num_within(expected_ns, 6 if num_bytes > 2**20 else 20)))
+    return times_ns
 
 
-def _broadcast_in_pair(source: int, pair: tuple[int, int], times_ns: list[int]) -> list[int]:
-    """Returns the times of rank `source` of a pair, on both ranks."""
-    times = torch.tensor(times_ns, dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+def _next_ns(sizes: Sequence[int], times_ns: Sequence[int], num_bytes: int) -> float:
+    """Returns about how long a larger message will take, by the line through the last two; 0 if nothing is known."""
+    if not times_ns:
+        return 0.0
+    if len(times_ns) == 1:
+        return times_ns[-1] * num_bytes / sizes[-1]
+    ns_per_byte = max(0.0, (times_ns[-1] - times_ns[-2]) / (sizes[-1] - sizes[-2]))
+    return times_ns[-1] + ns_per_byte * (num_bytes - sizes[-1])
+
+
+def _num_within(one_ns: float, most: int) -> int:
+    """Returns how often to repeat what takes so long: at least twice."""
+    return max(2, min(most, int(_REPEATED_NS / max(one_ns, 1.0))))
+
+
+def _broadcast_in_pair(source: int, pair: tuple[int, int], time_ns: int) -> int:
+    """Returns the time of rank `source` of a pair, on both ranks."""
+    time = torch.tensor([time_ns], dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     if dist.get_rank() == source:
-        wait(dist.isend(times, _other(pair)))
+        wait(dist.isend(time, _other(pair)))
     else:
-        wait(dist.irecv(times, _other(pair)))
-    return [int(t) for t in times.tolist()]
+        wait(dist.irecv(time, _other(pair)))
+    return int(time)
 
 
 def _other(pair: tuple[int, int]) -> int:
@@ -203,17 +245,17 @@ def _both_ways_ns(pair: tuple[int, int], sent: Tensor, received: Tensor) -> int:
     return _now_ns() - start
 
 
-def _slowdown(pair: tuple[int, int], message: Tensor) -> float:
+def _slowdown(pair: tuple[int, int], message: Tensor, num_messages: int) -> float:
     """Returns how much longer the first rank computes while it receives from the second, relative to otherwise."""
     matrix = torch.randn(256, 256, device=message.device)
     if dist.get_rank() == pair[1]:
-        for _ in range(_NUM_MESSAGES):
+        for _ in range(num_messages):
             wait(dist.isend(message, pair[0]))
         return 0.0
     if message.is_cuda:
-        return _slowdown_on_cuda(message, pair[1], matrix)
+        return _slowdown_on_cuda(message, num_messages, pair[1], matrix)
     alone_ns = _median(partial(_compute_ns, matrix), 40)
-    receiver = threading.Thread(target=_receive_all, args=(message, pair[1]))
+    receiver = threading.Thread(target=_receive_all, args=(message, num_messages, pair[1]))
     receiver.start()
     receiving_ns = []
     while receiver.is_alive():
@@ -222,10 +264,10 @@ def _slowdown(pair: tuple[int, int], message: Tensor) -> float:
     return max(0.0, median(receiving_ns) / alone_ns - 1) if receiving_ns else 0.0
 
 
-def _slowdown_on_cuda(message: Tensor, source: int, matrix: Tensor) -> float:
+def _slowdown_on_cuda(message: Tensor, num_messages: int, source: int, matrix: Tensor) -> float:
     """Returns the same for CUDA, where calls return before their work is done: NCCL receives on a stream of its own."""
     alone_ns = median(_compute_times_ns(matrix))
-    works = [dist.irecv(message, source) for _ in range(_NUM_MESSAGES)]
+    works = [dist.irecv(message, source) for _ in range(num_messages)]
     receiving_ns: list[int] = []
     while not all(work is None or work.is_completed() for work in works):
         receiving_ns += _compute_times_ns(matrix)
@@ -244,8 +286,8 @@ def _compute_times_ns(matrix: Tensor) -> list[int]:
     return [round(before.elapsed_time(after) * 1e6) for before, after in pairwise(events)]
 
 
-def _receive_all(message: Tensor, source: int) -> None:
-    for _ in range(_NUM_MESSAGES):
+def _receive_all(message: Tensor, num_messages: int, source: int) -> None:
+    for _ in range(num_messages):
         wait(dist.irecv(message, source))
 
 
@@ -255,7 +297,7 @@ def _compute_ns(matrix: Tensor) -> int:
     return _now_ns() - start
 
 
-def _all_reduce_ns(num_bytes: int, kind: str) -> int:
+def _all_reduce_ns(kind: str, num_bytes: int, num_repeats: int) -> int:
     """Returns the slowest rank's median time of an all-reduce."""
     tensor = torch.zeros(num_bytes // 4, device=kind)
 
@@ -265,7 +307,7 @@ def _all_reduce_ns(num_bytes: int, kind: str) -> int:
         return _now_ns() - start
 
     barrier()
-    slowest = torch.tensor([_median(run_ns, 8)], device=kind)
+    slowest = torch.tensor([_median(run_ns, min(num_repeats, 8))], device=kind)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return round(float(slowest))
 
@@ -276,8 +318,9 @@ def _cluster(
     lines: dict[tuple[int, int], Bandwidth] = {}
     both_ways = []  # of each pair, the share of its bandwidth that a link has if both directions are used
     for (a, b), figures in by_pair.items():
-        lines[a, b], lines[b, a] = fit(MESSAGE_BYTES, figures.there_ns), fit(MESSAGE_BYTES, figures.back_ns)
-        alone_ns = max(lines[a, b].transfer_ns(LARGE_BYTES), lines[b, a].transfer_ns(LARGE_BYTES))
+        for direction, times_ns in (((a, b), figures.there_ns), ((b, a), figures.back_ns)):
+            lines[direction] = fit(MESSAGE_BYTES[: len(times_ns)], times_ns)
+        alone_ns = max(lines[direction].transfer_ns(figures.large_bytes) for direction in ((a, b), (b, a)))
         both_ways.append(min(1.0, alone_ns / figures.both_ns))
     intra_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host == devices[p[1]].host]
     inter_host = [lines[p] for p in permutations(range(len(devices)), 2) if devices[p[0]].host != devices[p[1]].host]

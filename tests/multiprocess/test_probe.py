@@ -28,7 +28,7 @@ def line(bytes_per_s: int, latency_ns: int) -> list[int]:
 
 
 def test_each_ordered_pair_is_a_link() -> None:
-    alone_ns = 1000 + probe.LARGE_BYTES
+    alone_ns = 1000 + probe.MESSAGE_BYTES[-1]
     found = {
         (0, 1): PairFigures(
             there_ns=line(10**9, 1000), back_ns=line(2 * 10**9, 500), both_ns=2 * alone_ns, slowdown=0.25
@@ -57,6 +57,32 @@ def test_cores_of_one_host_sum_gradients_themselves() -> None:
     sums = [AllReduce(num_bytes=n, ns=2 * (700 + n)) for n in probe.MESSAGE_BYTES]  # two messages of half of it
     made = probe._cluster(devices("a", "a"), found, sums)
     assert made.intra_host_sum == Bandwidth(bytes_per_s=5 * 10**8, latency_ns=700)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "latency_ns", "repeats"),
+    [
+        (10**9, 10_000, [20, 20, 20, 20, 6, 6]),  # 1 GB/s: all sizes
+        (2_500_000, 100_000, [20, 20, 19, 4]),  # 20 Mbit/s: 4 MB would take 1.7 s
+        (125_000, 1_000_000, [20, 7]),  # 1 Mbit/s: 256 KB would take 2.1 s
+        (10**9, 300_000_000, [20, 2, 6, 6, 6, 6]),  # far away
+    ],
+)
+def test_messages_that_take_long_on_a_slow_link_are_left_out(
+    bytes_per_s: int, latency_ns: int, repeats: list[int]
+) -> None:
+    asked = []
+
+    def time_ns(num_bytes: int, num_repeats: int) -> int:
+        asked.append((num_bytes, num_repeats))
+        return latency_ns + num_bytes * 10**9 // bytes_per_s
+
+    times_ns = probe._by_size(time_ns)
+    assert asked == list(zip(probe.MESSAGE_BYTES[: len(repeats)], repeats, strict=True))
+    there = PairFigures(there_ns=times_ns, back_ns=times_ns[:2], both_ns=1, slowdown=0.0)
+    assert there.large_bytes == probe.MESSAGE_BYTES[1]
+    made = probe._cluster(devices("a", "b"), {(0, 1): there}, [])
+    assert made.link(0, 1).transfer_ns(2**20) == pytest.approx(latency_ns + 2**20 * 10**9 / bytes_per_s, rel=0.1)
 
 
 def test_one_device_has_no_links() -> None:

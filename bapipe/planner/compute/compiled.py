@@ -6,6 +6,7 @@ alone, not in what that calls, and cannot read what it kept if a type is gone si
 Files have a checksum at their end, because numba would run what a damaged one holds, or fail; it compiles anew instead.
 """
 
+import logging
 import os
 import shutil
 import threading
@@ -110,8 +111,15 @@ class _CheckedFile(IndexDataCacheFile):
             found: object = super().load(key)  # type: ignore[no-untyped-call]
             return found
         except Exception:  # whatever unpickling damaged bytes raises
-            self.flush()  # type: ignore[no-untyped-call]
+            with suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
             return None
+
+    def save(self, key: object, data: object) -> None:
+        try:
+            super().save(key, data)  # type: ignore[no-untyped-call]
+        except OSError as error:  # such as a full disk: the function is compiled all the same
+            _warn_that_nothing_is_kept(error.strerror or str(error))
 
     def _load_index(self) -> Any:
         with suppress(FileNotFoundError):
@@ -131,6 +139,16 @@ class _CheckedFile(IndexDataCacheFile):
             yield file
             file.flush()
             file.write(sha256(Path(file.name).read_bytes()).digest())
+
+
+@cache  # once for each reason
+def _warn_that_nothing_is_kept(reason: str) -> None:
+    logging.getLogger(__name__).warning(
+        "compiled code is not kept, so the next search compiles it again, for up to a minute: %s: %s; free some space, "
+        "or set XDG_CACHE_HOME to another folder",
+        _code_folder(),
+        reason,
+    )
 
 
 def _check(content: bytes) -> None:

@@ -88,7 +88,7 @@ class DeviceLine:
         self._orders: dict[tuple[str, tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
         self._tables: dict[tuple[str, int, int], Schedule] = {}
         self._items: dict[int, LayerItems] = {}
-        first = next(iter(profiles.values()))
+        first = profiles[cluster.devices[0].kind]
         self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
 
     def in_order(self, ranks: tuple[int, ...]) -> "DeviceLine":

@@ -61,6 +61,33 @@ def test_damaged_code_is_compiled_anew(tmp_path: Path) -> None:
     assert files(tmp_path) == whole
 
 
+def test_a_disk_that_is_full_when_code_is_kept_is_one_warning(tmp_path: Path) -> None:
+    """Both functions run; whether numba writes an index or a function, the system has no space left."""
+    script = """
+import errno, os, sys
+from bapipe.planner.compute import compiled as module
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+module._CheckedFile._open_for_write = full
+
+@module.compiled
+def total(first, second):
+    return first + second
+
+print(total(1, 2), total(0.5, 1.0))
+"""
+    path = tmp_path / "full.py"
+    path.write_text(script)
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "3 1.5\n"), done.stderr
+    assert done.stderr.count("compiled code is not kept") == 1
+    assert "No space left on device; free some space, or set XDG_CACHE_HOME to another folder" in done.stderr
+
+
 def test_code_is_kept_for_one_version_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba sees a change in the module of a function that Python calls alone, not in what that calls."""
     monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)

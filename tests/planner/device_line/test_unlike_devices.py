@@ -121,6 +121,25 @@ def with_speed(device: Device, speed: float) -> Device:
     return replace(device, speed=speed)
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_the_order_of_the_profiles_does_not_matter(first: str) -> None:
+    """The profile that comes first has a smaller micro-batch, which the first device has not been measured at."""
+    kept = chain([1, 2, 3, 4])
+    (measured,) = kept.measurements
+    larger = replace(kept, measurements=(replace(measured, microbatch_size=4),))
+    smaller = replace(kept, measurements=(measured, *larger.measurements))
+    profiles = {
+        kind: replace(larger if kind == first else smaller, device=replace(kept.device, kind=kind)) for kind in "ba"
+    }
+    two = devices(2)
+    cluster = replace(
+        two, devices=(replace(two.devices[0], kind=first), replace(two.devices[1], kind="ab"[first == "a"]))
+    )
+    for order in ("ab", "ba"):
+        line = DeviceLine({kind: profiles[kind] for kind in order}, cluster, PlanOptions(minibatch_size=8))
+        assert line.cuts == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_layers_count_on_the_kinds_of_devices_that_a_stage_has(schedule: str) -> None:
     """Every second layer takes a third of the time on the other kind, so a stage on one kind takes twice the least."""
