@@ -114,7 +114,7 @@ def _links(cluster: Cluster, device_kind: str, kind: str, num_members: int) -> t
     counted = ", ".join(f"{host} has {len(ranks)}" for host, ranks in ranks_on.items()) or "there is none"
     raise BapipeError(
         f"the members of a group are on one host, and no host of the `cluster` has {num_members} devices of kind "
-        f"'{kind}': {counted}; use fewer members"
+        f"'{device_kind}': {counted}; use fewer members"
     )
 
 

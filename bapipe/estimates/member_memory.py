@@ -43,7 +43,8 @@ def layer_memories(profile: ModelProfile) -> list[LayerMemory]:
     What does not grow with the samples is what a line through the two smallest micro-batches leaves at no samples; of a
     profile of one size it is not known, and nothing.
     """
-    first, second = profile.measurements[0], profile.measurements[min(1, len(profile.measurements) - 1)]
+    by_size = sorted(profile.measurements, key=lambda measured: measured.microbatch_size)
+    first, second = by_size[0], by_size[min(1, len(by_size) - 1)]
     a, b = first.microbatch_size, second.microbatch_size
 
     def at_no_samples(num_bytes: Callable[[LayerMeasurement], int], layer: int) -> int:

@@ -170,7 +170,10 @@ def test_members_that_share_samples_take_as_long_as_the_one_with_the_most(size: 
 def test_what_does_not_grow_with_the_samples_is_whole_where_members_split_samples_or_planes(
     split: Split, gathered: int
 ) -> None:
-    """Stashes of 50 bytes and 64 a sample, workspaces of 1,300 and 16: more than one new gradient."""
+    """Stashes of 50 bytes and 64 a sample, workspaces of 1,300 and 16: more than one new gradient.
+
+    Micro-batches of 16, listed first, have 4,000 bytes more: those of 2 and 4 count.
+    """
     measured = network(1).measurements[0]
     profile = replace(
         network(1),
@@ -179,11 +182,15 @@ def test_what_does_not_grow_with_the_samples_is_whole_where_members_split_sample
                 measured,
                 microbatch_size=size,
                 layers=tuple(
-                    replace(layer, stash_bytes=50 + 64 * size, workspace_bytes=1300 + 16 * size)
+                    replace(
+                        layer,
+                        stash_bytes=50 + 64 * size,
+                        workspace_bytes=1300 + 16 * size + 4000 * (size == 16),
+                    )
                     for layer in measured.layers
                 ),
             )
-            for size in (2, 4, 8)
+            for size in (16, 2, 4, 8)
         ),
     )
     made = estimate(profile, split, 2, hosts())
