@@ -13,8 +13,17 @@ OPEN_FILES = Path("/proc/self/fd")
 OpenSocket = tuple[int, str]
 """Its file handle, and the name of its inode, as a handle may be used again."""
 
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # of the packet filter's instructions: return 0 bytes
+_SO_ATTACH_FILTER, _IP_MINTTL, _IPV6_MINHOPCOUNT = 26, 21, 73
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter: return 0 bytes
+_MAX_TTL = struct.pack("i", 255)
+
+REFUSALS = (
+    ((socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(_DROP_ALL))),),
+    ((socket.IPPROTO_IP, _IP_MINTTL, _MAX_TTL), (socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, _MAX_TTL)),
+)
+"""Options after which the kernel drops what arrives at a socket that listens: all of it, which some kernels allow the
+administrator alone; or, by IPv4 and by IPv6, what does not have the greatest time to live, as nothing has that others
+send without asking for it."""
 
 
 def open_sockets() -> frozenset[OpenSocket]:
@@ -42,13 +51,23 @@ def shut_down_connections(but: Collection[OpenSocket]) -> None:
 def refuse_newcomers(but: Collection[OpenSocket]) -> None:
     """Lets nothing connect any more to the sockets that listen in this process, but to some.
 
-    The kernel drops what arrives there; connections that there are, are not affected.
+    The kernel drops what arrives there; connections that there are, are not affected. Where it allows none of the
+    `REFUSALS`, as in some sandboxes, sockets stay as they are: no rank takes a stranger for another rank all the same.
     """
-    code = ctypes.create_string_buffer(_DROP_ALL)
-    program = struct.pack("HP", 1, ctypes.addressof(code))
     for listener in _duplicates(but):
         if _listens(listener):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            _refuse_at(listener)
+
+
+def _refuse_at(listener: socket.socket) -> None:
+    for options in REFUSALS:
+        num_set = 0
+        for option in options:
+            with suppress(OSError):
+                listener.setsockopt(*option)
+                num_set += 1
+        if num_set > 0:
+            return
 
 
 def _listens(opened: socket.socket) -> bool:
