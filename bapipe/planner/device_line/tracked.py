@@ -90,7 +90,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
         np.pad(np.stack(both), ((0, 0), (1, 1)))
         for both in zip((prefix.send_ns, prefix.back_ns), prefix.between_hosts_ns, strict=True)
     )
-    return Tracked(
+    tracked = Tracked(
         behind=behind,
         more_behind=more_behind,
         then_behind=then_behind,
@@ -103,7 +103,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
         then_before=then_before,
         last_before=of_before.last(sizes, firsts, num),
         then_late=of_late.earlier(sizes, firsts, num)[1],
-        num_levels=max(each.num_levels for each in rows),
+        num_levels=0,
         places=np.concatenate(places, axis=1),
         speeds=prefix.speeds if prefix.has_one_kind else prefix.speeds[:0],
         waits=_waits(prefix, of_before),
@@ -120,6 +120,8 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
         both=send + back,
         at_host=at_host,
     )
+    # Known only now: which levels are needed shows in what has been asked of the rows.
+    return tracked._replace(num_levels=max(each.num_levels for each in rows))
 
 
 def _spread(fewest: int, most: int, num_steps: int) -> IntArray:

@@ -109,3 +109,15 @@ def test_the_micro_batches_before_those_of_a_row_are_where_it_says(
                 for num_replicas in range(few, most + 1):
                     assert y - int(rows.more_behind[g, row]) * num_replicas in then
                     assert rows.places[g, row] <= (num - 1 - y) % num_replicas
+
+
+@pytest.mark.parametrize(("num", "num_steps"), [(33, 8), (96, 16), (128, 16), (128, 40)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_there_are_levels_for_all_rows_that_are_asked_for(schedule: str, num: int, num_steps: int) -> None:
+    """With as many replicas as micro-batches the first B of GPipe waits for any of all rows before."""
+    line = line_of([1 - 0.5 * number / num for number in range(num)], num)
+    rows = tracked_microbatches(PrefixBound(line, schedule, 1, num), num_steps)
+    num_places = (AFTER + rows.behind.size + rows.before.size) * rows.num_levels
+    places = [rows.of_class, rows.of_any, rows.of_all, rows.then_before, rows.then_behind, rows.last_before]
+    places += [rows.waits[name] for name in ("before_first", "before_any")]
+    assert max(int(each.max()) for each in places) < num_places
