@@ -38,6 +38,7 @@ from bapipe.runtime.process_groups import connect_channels, connect_replicas, co
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import check_no_groups
+from bapipe.runtime.same_model import check_same_model
 from bapipe.runtime.settings_check import check_autocast, check_optimizers, check_settings
 from bapipe.runtime.shared_buffers import SharedBuffers
 from bapipe.runtime.stage_executors import ExecutorFactory
@@ -166,6 +167,7 @@ class Pipeline:
         self._traced_numbers = TracedNumbers(self._split.model)
         self._shared_buffers = SharedBuffers(self._split, self.stages)
 
+        check_same_model(self._split.model, loss, group)
         warn_of_unlike_values(module, group)
         # Give this rank's layers storage and values, and measure the peak of memory from when it holds nothing else.
         self._rng = PerOperatorRng(seed, self._device)

@@ -1,0 +1,124 @@
+"""Processes that train another model than the first one are told before they train."""
+
+import importlib.util
+import re
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.same_model import check_same_model
+from bapipe.tracing.layers import trace
+from bapipe.tracing.model import TracedModel
+from tests.runtime.gathering import call_as_processes
+
+SOURCE = """
+import torch
+from functools import partial
+from torch import nn
+
+RATE, SHARE = 2.0, 0.1
+
+def squeeze(x):
+    return torch.tanh(x) * 0.5
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rate = nn.Linear(4, 4), RATE
+
+    def forward(self, x):  # one layer, of which nobody looks inside
+        return self.linear(x) * self.rate if x.sum() > 0 else self.linear(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.own, self.drop = nn.Linear(4, 4), Own(), nn.Dropout(SHARE)
+
+    def forward(self, x):
+        return self.drop(self.own(squeeze(self.first(x))))
+
+class OwnLoss(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, output, target):
+        return (output - target).square().mean() * self.weight
+
+def plain(output, target):
+    return (output - target).square().mean()
+
+def made_with(weight):
+    def loss(output, target):
+        return plain(output, target) * weight
+    return loss
+
+losses = [nn.CrossEntropyLoss(label_smoothing=0.1), OwnLoss(0.5), plain, made_with(0.25), partial(plain)]
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compares models whose sources are as they are; a process builds its own from a file of its own."""
+    numbers = count()
+
+    def check(*sources: str, loss: int = 0) -> None:
+        built = list[tuple[TracedModel, Any]]()
+        for source in sources:
+            path = tmp_path / f"host{next(numbers)}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            mine = importlib.util.module_from_spec(spec)
+            monkeypatch.setitem(sys.modules, path.stem, mine)
+            spec.loader.exec_module(mine)
+            torch.manual_seed(len(built))
+            model = trace(mine.Model(), [torch.ones(2, 4)], leaf_modules=["own"])
+            built.append((model, mine.losses[loss]))
+        call_as_processes(monkeypatch, lambda one: check_same_model(one[0], one[1], None), *built)
+
+    return check
+
+
+@pytest.mark.parametrize("loss", range(5))
+def test_the_same_source_with_other_values_and_comments_is_fine(
+    check: Any, loss: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(SOURCE, SOURCE.replace("  # one layer", "\n        # here"), "\n\n" + SOURCE, loss=loss)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loss", "part"),
+    [
+        ("torch.tanh(x)", "torch.sigmoid(x)", 0, "the layer 'first'"),  # in a function that the forward calls
+        ("* 0.5", "* 0.6", 0, "the layer 'first'"),
+        ("2.0, 0.1", "2.0, 0.6", 0, "the module 'drop'"),
+        ("nn.Dropout(SHARE)", "nn.Tanh()", 0, "the model (Model)"),
+        ("x.sum() > 0", "x.sum() > 1", 0, "the module 'own'"),
+        ("self.drop(self.own(", "self.own(self.drop(", 0, "the model (Model)"),
+        ("smoothing=0.1", "smoothing=0.3", 0, "the loss"),
+        (".square()", ".abs()", 1, "the loss"),
+        ("OwnLoss(0.5)", "OwnLoss(0.6)", 1, "the loss"),
+        (".square().mean()\n\ndef made", ".abs().mean()\n\ndef made", 2, "the loss"),
+        ("made_with(0.25)", "made_with(0.5)", 3, "the loss"),
+        ("partial(plain)", "partial(made_with(1.0))", 4, "the loss"),
+    ],
+)
+def test_another_version_is_refused_by_its_first_part(check: Any, old: str, new: str, loss: int, part: str) -> None:
+    assert SOURCE.count(old) >= 1
+    with pytest.raises(BapipeError, match=re.escape(f"process 1 has another version of {part} than process 0")):
+        check(SOURCE, SOURCE.replace(old, new), loss=loss)
+
+
+def test_other_settings_of_modules_of_ones_own_are_told(check: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be of a process, such as its rank."""
+    check(SOURCE, SOURCE.replace("2.0, 0.1", "3.0, 0.1"))
+    (message,) = caplog.messages
+    assert message.startswith("process 1 has other numbers or texts in the attributes of the module 'own' than process")
