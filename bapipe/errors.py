@@ -111,6 +111,10 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+MORE_PROCESSES = "allow more processes (ulimit -u, or the limit of the container)"
+
+_NO_THREADS = "can't start new thread", "Resource temporarily unavailable"
+
 _NCCL_REASON = "Last error:"
 """What torch writes before NCCL's own words; the lines before say where NCCL was called, and the kind of its error."""
 
@@ -118,11 +122,18 @@ _NCCL_REASON = "Last error:"
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text that is not blank, or the name of its class if there is none.
 
-    Of NCCL's errors it is the line that says why.
+    Of NCCL's errors it is the line that says why. Where a process or a thread could not be started, it says what to do.
     """
     text = str(error)
     reason = text.partition(_NCCL_REASON)[2]
-    return next((line.strip() for line in (reason.strip() or text).splitlines() if line.strip()), type(error).__name__)
+    lines = (line.strip() for line in (reason.strip() or text).splitlines())
+    line = next(filter(None, lines), type(error).__name__)
+    return f"{line}: {MORE_PROCESSES}" if is_without_threads(error) else line
+
+
+def is_without_threads(error: BaseException) -> bool:
+    """Returns whether an error says that no thread can be started: Python and torch raise a RuntimeError then."""
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_THREADS)
 
 
 def root_cause(error: BaseException) -> BaseException:

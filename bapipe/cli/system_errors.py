@@ -7,6 +7,8 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+from bapipe.errors import MORE_PROCESSES
+
 _ADVICE = {
     errno.ENOSPC: "free some space, or write elsewhere; TMPDIR names the folder for temporary files",
     errno.EDQUOT: "free some space, or write elsewhere; TMPDIR names the folder for temporary files",
@@ -15,7 +17,7 @@ _ADVICE = {
     errno.EACCES: "choose a folder that can be written; TMPDIR names the one for temporary files",
     errno.EMFILE: "allow more open files (ulimit -n)",
     errno.ENFILE: "close other programs: the system has too many open files",
-    errno.EAGAIN: "allow more processes (ulimit -u)",
+    errno.EAGAIN: MORE_PROCESSES,
     errno.ENOMEM: "allow more memory (ulimit -v), or use less",
 }
 """What to try after an error of the system."""

@@ -11,7 +11,7 @@ from enum import Enum
 from functools import partial
 from itertools import islice
 from logging import Logger
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -187,7 +187,7 @@ class KeptState:
     def _follow_named(self, one: type | ModuleType) -> None:
         """Notes a class or a module of the user's, of which the code may change an attribute."""
         name = one.__name__ if isinstance(one, ModuleType) else one.__module__
-        if not _is_of_a_library(name) and "site-packages" not in str(getattr(sys.modules.get(name), "__file__", "")):
+        if not _is_of_a_library(name) and not _is_installed(sys.modules.get(name)):
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
@@ -324,6 +324,12 @@ def _is_of_a_library(module: str | None) -> bool:
     """Returns whether code is torch's, bapipe's or Python's own."""
     top = (module or "").partition(".")[0]
     return top in ("torch", "bapipe") or top in sys.stdlib_module_names
+
+
+def _is_installed(module: ModuleType | None) -> bool:
+    """Returns whether pip has installed a module: Debian's Python has a folder of another name for those."""
+    file = getattr(module, "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _holds_little(module: nn.Module) -> bool:

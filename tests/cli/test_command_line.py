@@ -607,12 +607,20 @@ def test_planning_needs_no_torch(folder: Path) -> None:
         assert bapipe(folder, *arguments, PYTHONPATH=path).returncode == 0
 
 
-def test_measuring_without_torch_names_the_package_to_install(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        ("ModuleNotFoundError", "need torch (no torch here): pip install torch safetensors pillow\n"),
+        (
+            "ImportError",  # as where there is no memory for its libraries
+            "need torch, which cannot be loaded (no torch here): allow more memory (ulimit -v), or install torch anew\n",
+        ),
+    ],
+)
+def test_measuring_without_torch_says_what_to_do(folder: Path, error: str, text: str) -> None:
     (folder / "block").mkdir()
-    (folder / "block" / "torch.py").write_text("raise ImportError('no torch here')")
+    (folder / "block" / "torch.py").write_text(f"raise {error}('no torch here')")
     path = f"{folder / 'block'}{os.pathsep}{ROOT}"
     done = bapipe(folder, "profile", "vgg16", PYTHONPATH=path)
     assert done.returncode == 1
-    assert (
-        done.stderr == "error: profiling and running need torch (no torch here): pip install torch safetensors pillow\n"
-    )
+    assert done.stderr == f"error: profiling and running {text}"

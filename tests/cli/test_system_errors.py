@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import pytest
 
+from bapipe import cli
 from bapipe.cli.system_errors import system_error_text
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import write
@@ -35,6 +37,20 @@ from tests.random_profiles import random_profile
 )
 def test_an_error_of_the_system_says_what_to_try(error: OSError | MemoryError, text: str) -> None:
     assert system_error_text(error) == text
+
+
+@pytest.mark.parametrize("text", ["can't start new thread", "Resource temporarily unavailable"])
+def test_no_thread_that_can_be_started_is_one_line(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", Mock(side_effect=RuntimeError(text)))
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    error = " ".join(capsys.readouterr().err.split())
+    assert error == f"error: {text}: allow more processes (ulimit -u, or the limit of the container)"
+    monkeypatch.setattr(cli, "app", Mock(side_effect=RuntimeError("a fault of this program")))
+    with pytest.raises(RuntimeError, match="a fault of this program"):
+        cli.main()
 
 
 def only_empty_files() -> None:

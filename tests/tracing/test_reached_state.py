@@ -1,11 +1,13 @@
 """What code keeps is put back after a call, where all of it can be found."""
 
+import importlib
 import logging
 from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -104,6 +106,24 @@ class Noting(Own):
 )
 def test_code_that_reaches_other_objects_is_not_known(code: Callable[..., object], is_known: bool) -> None:
     assert (KeptState(code).obstacle is None) == is_known
+
+
+@pytest.mark.parametrize(
+    ("folder", "obstacle"),
+    [("site-packages", None), ("dist-packages", None), ("mine", "an object of type lock")],
+)
+def test_modules_that_pip_has_installed_are_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, obstacle: str | None
+) -> None:
+    """Debian's Python, and containers made of it, have them in a folder of another name."""
+    (tmp_path / folder).mkdir()
+    name = f"scaling_in_{folder[:4]}"
+    (tmp_path / folder / f"{name}.py").write_text(
+        "import threading\n\nLOCK = threading.Lock()\n\ndef scale():\n    with LOCK:\n        return 2.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    scaling = importlib.import_module(name)
+    assert KeptState(lambda: scaling.scale() * 2).obstacle == obstacle
 
 
 def test_an_obstacle_is_named() -> None:
