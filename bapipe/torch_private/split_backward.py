@@ -31,7 +31,8 @@ def stage_backward_input(
 def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict[str, Any]]) -> None:
     """Runs W of the groups that I has left, which it empties, and adds to the gradients of the weights.
 
-    torch's own is wrong before torch 2.13: it counts a gradient twice if a node at which W begins leads to another.
+    torch's own is wrong before torch 2.13, where it counts a gradient twice if a node at which W begins leads to
+    another; and in all versions where the gradients of two weights are one tensor, or W begins at a tensor with a hook.
     """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
@@ -46,8 +47,9 @@ def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict
             continue
         params = list(group["params"])
         with ExitStack() as hooks:
-            # A node that another one leads to gets what I has kept, and not a second time what comes from the other.
-            for node, by_output in zip(nodes, kept, strict=True) if len(nodes) > 1 else ():
+            # A node gets what I has kept: not a second time what comes from a node that leads to it, nor what hooks of
+            # its output, which I has called, make of that.
+            for node, by_output in zip(nodes, kept, strict=True):
                 hooks.callback(node.register_prehook(_replace(by_output)).remove)
             found = torch.autograd.grad(
                 [edge for edge, _ in starts],
@@ -58,7 +60,8 @@ def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict
         for param, grad in zip(params, found, strict=False):
             weight = weight_of[param]
             if grad is not None:
-                weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+                # A copy, as it may be the gradient of another weight, too (w + u), or one that I has handed on.
+                weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
 
 
 def _replace(by_output: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:
