@@ -128,4 +128,7 @@ def _with_path(error: msgspec.ValidationError) -> InvalidFile:
     outer = where.rstrip("`") if found else "$"
     if isinstance(cause, InvalidFile):  # raised by a nested type: its path continues the outer one
         return InvalidFile(cause.message, outer + cause.where.removeprefix("$"))
-    return InvalidFile(_FIELD.sub(r"field '\1'", message if found else text), outer)
+    message = message if found else text
+    if message == "Expected `int`, got `float`":
+        message = "want a whole number, written without a point and an exponent"
+    return InvalidFile(_FIELD.sub(r"field '\1'", message), outer)

@@ -227,7 +227,6 @@ def _check_throughput_options(options: PlanOptions) -> None:
         raise BapipeError(f"`objective` throughput chooses the stages: leave `num_stages` {options.num_stages} out")
     given = {
         "search_effort": options.search_effort != defaults.search_effort,
-        "memory_margin": options.memory_margin,
         "constraints": options.constraints,
         "replicas": not options.replicas,
     }

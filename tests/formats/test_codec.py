@@ -81,7 +81,7 @@ def damaged(value: Any, path: tuple[Any, ...], new: Any) -> bytes:
         (("bapipe",), ..., "Object missing required field 'bapipe' - at `$`"),
         (("layers", 3, "param_bytes"), -1, "Expected `int` >= 0 - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), "x", "Expected `int`, got `str` - at `$.layers[3].param_bytes`"),
-        (("layers", 3, "param_bytes"), 1.5, "Expected `int`, got `float` - at `$.layers[3].param_bytes`"),
+        (("layers", 3, "param_bytes"), 1.5, "want a whole number, written without a point and an exponent - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), True, "Expected `int`, got `bool` - at `$.layers[3].param_bytes`"),
         (("layers", 3, "param_bytes"), 2**63, "Expected `int` <= 9223372036854775807 - at `$.layers[3].param_bytes`"),
         (("layers", 3, "color"), "red", "Object contains unknown field 'color' - at `$.layers[3]`"),
@@ -253,7 +253,10 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, profile: Mo
     device = replace(profile.device, memory_bytes=1.5)
     unreadable = f"{path}: not written, as it could not be read again: "
     for value, message in (
-        (replace(profile, device=device), f"{unreadable}Expected `int`, got `float` - at `$.device.memory_bytes`"),
+        (
+            replace(profile, device=device),
+            f"{unreadable}want a whole number, written without a point and an exponent - at `$.device.memory_bytes`",
+        ),
         (replace(profile, environment={"note": "," * 2**25}), f"{unreadable}33,5"),
         ({"a": 1}, f"{path}: not written: dict is no ModelProfile, Cluster or Plan"),
     ):

@@ -152,6 +152,7 @@ AT_MOST, FREE = "with at most 1,300 bytes on each device", "with 50% of each dev
         ("step", {"memory_margin": 0.5}, FREE),
         ("step", {"memory_limit_bytes": 1300, "memory_margin": 0.5}, f"{AT_MOST}, of which 50% stay free"),
         ("throughput", {"memory_limit_bytes": 1300}, AT_MOST),
+        ("throughput", {"memory_margin": 0.5}, FREE),
     ],
 )
 def test_the_certificate_names_the_memory_limit(objective: Objective, limit: dict[str, Any], words: str) -> None:
