@@ -57,10 +57,14 @@ def drop_others(parts: Split, tensors: Iterable[Tensor]) -> None:
     """Puts all parameters and buffers of a model but some on the meta device, in place.
 
     They are marked: another pipeline of the same module must not take them for ones that were never initialized, nor
-    the caller for ones with values.
+    the caller for ones with values. Tensors that only its forwards name, such as globals, are left alone: the loss or
+    the data may read them, too.
     """
     model = parts.model
-    kept = {id(tensor) for tensor in tensors}
+    attributes = (value for part in model.root.modules() for value in vars(part).values())
+    of_model = {id(tensor) for tensor in (*_all_tensors(model.root), *attributes)}
+    outside = {id(tensor) for tensor in model.module.buffers()} - of_model
+    kept = {id(tensor) for tensor in tensors} | outside
     named = (*model.module.named_parameters(), *model.module.named_buffers())
     names = {id(tensor): name for name, tensor in named}
     with without_weak_references(model.root):

@@ -93,7 +93,9 @@ class ExampleForward:
 
     def _without_values(self, meta: Tensor, trained: bool) -> Tensor:
         fake = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=self._device)
-        return fake.requires_grad_(trained and (fake.is_floating_point() or fake.is_complex()))
+        if not (trained and (fake.is_floating_point() or fake.is_complex())):
+            return fake
+        return fake.requires_grad_().clone()  # no leaf of the graph, which what comes behind could not change in place
 
 
 def _with_values(tensor: Tensor) -> Tensor:

@@ -25,6 +25,33 @@ def module() -> nn.Sequential:
     return made
 
 
+STEPS = torch.linspace(0.5, 1.5, 3)
+
+
+class ReadsGlobal(nn.Module):
+    """Its second layer reads a global, which is the user's, and a tensor of its own, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.offset = nn.Linear(2, 3), nn.Linear(3, 3), torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x) * STEPS) + self.offset
+        return y
+
+
+def test_a_global_that_only_other_stages_read_keeps_its_values() -> None:
+    """The loss, the data or another model may read it in this process."""
+    made, inputs = ReadsGlobal(), [torch.randn(2, 2)]
+    plan = make_plan(["first", "second"], (1,), (0, 1), [["0F0", "0B0"], ["1F0", "1B0"]], 2, 1)
+    parts = split(trace(made, inputs), plan, inputs)
+    drop_others(parts, [made.second.weight])
+    assert STEPS.tolist() == [0.5, 1.0, 1.5]
+    assert made.first.weight.is_meta
+    assert made.offset.is_meta
+    assert not made.second.weight.is_meta
+
+
 def average(kept: Tensor, trained: Tensor) -> None:
     kept.detach().mul_(0.9).add_((1 - 0.1) * trained.detach().data)
 

@@ -262,6 +262,25 @@ def test_layers_that_need_values_get_those_of_the_examples(kind: type[nn.Module]
     assert torch.equal(captured.module(words, images)[0], module(words, images))
 
 
+class ReadsValues(nn.Module):
+    """A layer that needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale if float(x.detach().sum()) < 1e9 else x
+
+
+def test_what_a_layer_that_needs_values_returns_may_be_changed_in_place() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), ReadsValues(), nn.ReLU(inplace=True), nn.Linear(6, 6))
+    x = torch.randn(4, 6)
+    captured = capture_by_recording(module, (x,), ())
+    assert list(captured.layer_of_call.values()) == ["0", "1", "2", "3"]
+    assert torch.equal(captured.module(x)[0], module(x))
+
+
 def test_a_forward_on_the_examples_that_fails_is_said_to() -> None:
     words, images = torch.tensor([[1, 7, 0, 0], [7, 2, 3, 7]]), torch.randn(2, 2, 6)
     with pytest.raises(InvalidModel) as error:
