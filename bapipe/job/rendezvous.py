@@ -20,7 +20,7 @@ from bapipe.errors import BapipeError, RunFailed, first_line
 from bapipe.job.interfaces import is_loopback
 from bapipe.job.messages import NotOfTheJob
 from bapipe.job.secret import VARIABLE, job_secret, secret_path
-from bapipe.job.server import StoreServer
+from bapipe.job.server import COMPLETE, JOINED, TAKEN, StoreServer
 from bapipe.job.store import JobStore
 
 _SETTLE_S = 0.7
@@ -30,6 +30,9 @@ _ANSWER_S = 2.0
 """How long the store may take to answer; without an answer its host, or the link to it, is gone."""
 
 _ASK_AGAIN_S = 0.05
+
+_OLD_PORT_S = 5.0
+"""How long another job may answer at the port that rank 0 of an earlier start has noted."""
 
 _OWN_S = 30.0
 """How long rank 0 tries to reach its own store: the name of a host may become known only some time after its start."""
@@ -65,17 +68,31 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
             "which sets both, or unset RANK to run alone"
         )
     (address, port), secret = _master(), job_secret()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    is_under_agent = "TORCHELASTIC_RESTART_COUNT" in os.environ
     end_s = time.monotonic() + (min(timeout_s, _OWN_S) if index == 0 else timeout_s)
+    others_end_s = time.monotonic() + (_OLD_PORT_S if is_under_agent and index > 0 else 0.0)
     title = f"rank {index} ({names[index]})"
     try:
         # Under torchrun its agent has the port.
-        server = serve(address, port if attempt is None else 0, secret) if index == 0 else None
-        if attempt is not None:
+        server = serve(address, 0 if is_under_agent else port, secret) if index == 0 else None
+        if is_under_agent:
             _num_opened[index] += 1
-            prefix = f"bapipe{attempt}of{len(names)}run{_num_opened[index]}"
-            port = _port_by_agent(address, port, prefix, server, timeout_s)
-        store = _connect(address, port, secret, timeout_s, end_s)
+            agent = _store_of_agent(address, port, f"bapipe{len(names)}run{_num_opened[index]}", server, timeout_s)
+        while True:  # until rank 0 has started, and what an earlier start of the job has left is gone
+            port = int(agent.get("port")) if is_under_agent else port
+            try:
+                store, answer = _join(index, len(names), (address, port), secret, timeout_s, end_s)
+            except NotOfTheJob:
+                if time.monotonic() > others_end_s:
+                    raise
+            except OSError:
+                if time.monotonic() > end_s:
+                    raise
+            else:
+                if answer != COMPLETE or time.monotonic() > end_s:
+                    break
+                store.leave()
+            time.sleep(_ASK_AGAIN_S)
         store.server = server
     except NotOfTheJob:
         raise BapipeError(
@@ -94,12 +111,18 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
             f"{title} cannot reach rank 0 at MASTER_ADDR '{address}', port {port}, after {timeout_s:g} s: {reason}: "
             "start all ranks, and let this one through"
         ) from None
-    if not store.join(index):
+    if answer == JOINED:
+        return store
+    store.leave()
+    if answer == TAKEN:
         raise BapipeError(
             f"{title} has joined the job at {address}:{port} already, as another process: choose another MASTER_PORT "
             "for another job"
         )
-    return store
+    raise RunFailed(
+        f"{title} finds a job at {address}:{port} that has had all of its ranks, for {timeout_s:g} s: end what is left "
+        "of it, or choose another MASTER_PORT for another job"
+    )
 
 
 def _master() -> tuple[str, int]:
@@ -121,17 +144,17 @@ def _may_be_host(address: str) -> bool:
         return False
 
 
-def _port_by_agent(address: str, port: int, prefix: str, server: StoreServer | None, timeout_s: float) -> int:
-    """Returns the port at which rank 0 serves the job's store, by the store of torchrun's agent.
+def _store_of_agent(address: str, port: int, prefix: str, server: StoreServer | None, timeout_s: float) -> PrefixStore:
+    """Returns the store of torchrun's agent, where rank 0 notes at which port it serves the job's store.
 
-    The agent's store keeps what an attempt that died has left (pytorch#135712), so every attempt has a prefix of its
-    own; an elastic restart with fewer processes has the same number, so the prefix also has the size. Of several runs
-    of one process each has its number.
+    It keeps what a start of the job that died has left (pytorch#135712), and nothing says which start this is: agents
+    count their own restarts only. So ranks read the port again while nobody answers there, or another start of the job.
+    Of several runs of one process each has its number.
     """
     agent = PrefixStore(prefix, TCPStore(address, port, None, False, timedelta(seconds=timeout_s)))
     if server is not None:
         agent.set("port", str(server.port))
-    return int(agent.get("port"))
+    return agent
 
 
 def serve(address: str, port: int, secret: bytes) -> StoreServer:
@@ -166,17 +189,16 @@ def _listener_on_all(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def _connect(address: str, port: int, secret: bytes, timeout_s: float, end_s: float) -> JobStore:
-    """Returns a connection to the store; until `end_s` it tries again while rank 0 has not started."""
-    while True:
-        try:
-            return JobStore((address, port), secret, timeout_s, connect_s=max(1.0, end_s - time.monotonic()))
-        except NotOfTheJob:
-            raise
-        except OSError:
-            if time.monotonic() > end_s:
-                raise
-        time.sleep(_ASK_AGAIN_S)
+def _join(
+    index: int, size: int, address: tuple[str, int], secret: bytes, timeout_s: float, end_s: float
+) -> tuple[JobStore, str]:
+    """Returns a connection to a job's store, and what that answers to a process that joins as a rank."""
+    store = JobStore(address, secret, timeout_s, connect_s=max(1.0, end_s - time.monotonic()))
+    try:
+        return store, store.join(index, size)
+    except OSError:
+        store.leave()
+        raise
 
 
 def wait_for_all(store: JobStore, index: int, names: Sequence[str], timeout_s: float, facts: Mapping[str, str]) -> None:

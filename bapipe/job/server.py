@@ -29,6 +29,10 @@ _LEAVE_S = 10.0
 
 _LOOK_AGAIN_S = 0.02
 
+JOINED, TAKEN, COMPLETE = "joined", "taken", "complete"
+"""Answers to a process that joins as a rank: it is that rank now; another process is; or all ranks have been there, so
+that this one belongs to another start of the job."""
+
 
 @dataclass(slots=True)
 class _Joined:
@@ -48,6 +52,7 @@ class StoreServer:
         self._listener, self._secret = listener, secret
         self._values: dict[str, bytes] = {}
         self._joined: dict[int, _Joined] = {}
+        self._ever_joined: set[int] = set()
         self._lock = threading.Lock()
         self._greeted: OrderedDict[socket.socket, None] = OrderedDict()  # being greeted, the oldest first
         threading.Thread(target=self._accept, daemon=True).start()
@@ -129,11 +134,15 @@ class StoreServer:
             for one in rank:
                 self._joined[one].asked_s = time.monotonic()
             if name == "join":
-                if arguments[0] in self._joined:
-                    return False
-                self._joined[arguments[0]] = _Joined(address, time.monotonic())
-                rank.append(arguments[0])
-                return True
+                number, size = arguments
+                if number in self._joined:
+                    return TAKEN
+                if len(self._ever_joined) == size:
+                    return COMPLETE
+                self._ever_joined.add(number)
+                self._joined[number] = _Joined(address, time.monotonic())
+                rank.append(number)
+                return JOINED
             if name == "joined":
                 return sorted(self._joined)
             if name not in _EVALUATE:

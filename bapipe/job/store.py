@@ -70,10 +70,14 @@ class JobStore(Store):
         finally:
             self.stop_serving()
 
-    def join(self, rank: int) -> bool:
-        """Returns whether this process is now the one of a rank; false if there is another."""
+    def join(self, rank: int, size: int) -> str:
+        """Returns `JOINED` if this process is now that of a rank of a job of `size`; else `TAKEN`, or `COMPLETE`."""
         self._rank = rank
-        return bool(self._ask("join", rank))
+        return str(self._ask("join", rank, size))
+
+    def leave(self) -> None:
+        """Ends the connection."""
+        self._channel.connection.close()
 
     def joined(self) -> set[int]:
         """Returns the ranks that have joined and whose processes have not ended since."""

@@ -23,7 +23,7 @@ from bapipe.job.peers import _answer
 from bapipe.job.refusal import refusals_told
 from bapipe.job.rendezvous import OtherRanks, Refused, _differences, open_store, serve, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
-from bapipe.job.server import StoreServer
+from bapipe.job.server import JOINED, StoreServer
 from bapipe.job.store import JobStore
 
 NAMES = ("cpu0", "gpu1", "gpu2")
@@ -63,7 +63,7 @@ def test_rank_0_listens_where_other_hosts_reach_it_by_its_name(
     monkeypatch.undo()
     bound = server._listener.getsockname()[0]
     assert (bound in ("::", "0.0.0.0")) == on_all
-    assert JobStore(("127.0.0.1" if on_all else bound, server.port), SECRET, 20.0).join(0)
+    assert JobStore(("127.0.0.1" if on_all else bound, server.port), SECRET, 20.0).join(0, 1) == JOINED
     server.close()
 
 
@@ -86,14 +86,14 @@ def test_a_key_is_waited_for_as_long_as_the_timeout_that_was_set_last(store: Job
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_whose_request_is_unknown_may_join_again(server: StoreServer, store: JobStore) -> None:
-    assert store.join(0)
+    assert store.join(0, 3) == JOINED
     with pytest.raises(ConnectionError):
         store._ask("newer")
     again = JobStore(("127.0.0.1", server.port), SECRET, 20.0)
     until = time.monotonic() + 10
-    while not (joined := again.join(0)) and time.monotonic() < until:
+    while (answer := again.join(0, 3)) != JOINED and time.monotonic() < until:
         time.sleep(0.01)
-    assert joined
+    assert answer == JOINED
 
 
 def test_the_ranks_that_are_missing_are_named(store: JobStore) -> None:
@@ -155,7 +155,7 @@ def test_the_ranks_that_have_gone_or_hang_are_told_from_those_that_lost_them(ser
     """Of five ranks, 1 is killed, 3 hangs, and the others notice about together; one of these says so."""
     stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(5)]
     for rank, store in enumerate(stores):
-        assert store.join(rank)
+        assert store.join(rank, len(stores)) == JOINED
     stores[1]._channel.connection.close()
     found: list[OtherRanks] = []
     noticing = [
@@ -183,6 +183,56 @@ def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch)
     for attempt, names in (("0", NAMES), ("1", NAMES), ("1", NAMES[:2])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_rank_finds_the_job_after_restarts_that_its_agent_has_not_counted(
+    monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    """Its agent has restarted it twice, that of rank 0 has joined another round, which it does not count.
+
+    The port of the earlier start is still known; its rank 0 has ended, or is about to.
+    """
+    agent = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    monkeypatch.setenv(secrets.VARIABLE, "known to the job only")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setattr("bapipe.job.rendezvous._num_opened", Counter())
+    earlier = [open_store(index, NAMES[:2], 20.0) for index in (0, 1)]
+    earlier[1].leave()  # killed
+    if not is_left:
+        earlier[0].stop_serving()
+    monkeypatch.setattr("bapipe.job.rendezvous._num_opened", Counter())
+    found: list[JobStore] = []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    rank = threading.Thread(target=lambda: found.append(open_store(1, NAMES[:2], 20.0)))
+    rank.start()
+    rank.join(0.5)
+    assert not found
+    earlier[0].stop_serving()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    first = open_store(0, NAMES[:2], 20.0)
+    rank.join(20)
+    assert [store.add("failed", 1) for store in (first, *found)] == [1, 2]
+
+
+def test_a_rank_of_another_start_of_the_job_is_told_so(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is started again alone, without torchrun, while the others train."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setattr("bapipe.job.rendezvous.job_secret", lambda: SECRET)
+    stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(2)]
+    for rank, store in enumerate(stores):
+        assert store.join(rank, 2) == JOINED
+    with pytest.raises(BapipeError, match=r"^rank 1 \(gpu1\) has joined the job at 127.0.0.1:\d+ already, as another"):
+        open_store(1, NAMES[:2], 0.2)
+    stores[1].leave()
+    with pytest.raises(
+        RunFailed, match=r"^rank 1 \(gpu1\) finds a job at .* that has had all of its ranks, for 1 s: end"
+    ):
+        open_store(1, NAMES[:2], 1.0)
 
 
 def test_every_run_of_a_job_finds_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +318,7 @@ def test_the_store_is_there_until_all_ranks_have_read_why_the_job_ends(server: S
     """Over a slow link that takes longer than on the host of rank 0."""
     stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(2)]
     for rank, store in enumerate(stores):
-        assert store.join(rank)
+        assert store.join(rank, len(stores)) == JOINED
     stores[0].server = server
     read: list[bytes] = []
 
@@ -299,7 +349,7 @@ def test_a_rank_that_no_longer_asks_is_not_waited_for(server: StoreServer, monke
     monkeypatch.setattr(job_server, "_QUIET_S", 0.1)
     stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(2)]
     for rank, store in enumerate(stores):
-        assert store.join(rank)
+        assert store.join(rank, len(stores)) == JOINED
     start_s = time.monotonic()
     server.wait_for_others(0)
     assert 0.05 < time.monotonic() - start_s < 5
