@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from bapipe.schedules import splits_backwards
+from bapipe.errors import BapipeError
+from bapipe.schedules import SCHEDULES, splits_backwards
 from bapipe.simulator.in_flight import InFlight
 
 FORWARDS_FIRST = ("gpipe", "gpipe-2bp")
@@ -37,6 +38,15 @@ LATE: Mapping[str, Callable[[int, int], int]] = {
 
 WEIGHTS_LAST = ("gpipe-2bp",)
 """Schedules in which all I of a device come before its first W."""
+
+
+def check_is_described(schedule: str) -> None:
+    """Raises BapipeError for a schedule with one stage per device of which the tables of this module say nothing."""
+    if schedule in SCHEDULES and schedule not in FORWARDS_FIRST and schedule not in IN_FLIGHT:
+        raise BapipeError(
+            f"planning does not know how many micro-batches are in flight under the schedule '{schedule}': add it to "
+            "FORWARDS_FIRST or IN_FLIGHT in bapipe/planner/device_line/in_flight.py"
+        )
 
 
 def most_held(schedule: str, num_before: int, num_behind: int, num_microbatches: int, num_replicas: int) -> InFlight:

@@ -11,10 +11,11 @@ from msgspec import structs
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.branch_and_bound.problem import step_ns_of
-from bapipe.planner.device_line.in_flight import most_held
+from bapipe.planner.device_line.in_flight import check_is_described, most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.validation import named_schedules
 from bapipe.planner.results.decision import has_idle_replicas, stage_plans
 from bapipe.planner.results.searched_space import SearchedSpace
 from bapipe.planner.results.solution import Solution
@@ -77,6 +78,8 @@ class DeviceLine:
     """
 
     def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+        for schedule in named_schedules(options):
+            check_is_described(schedule)
         self.profiles, self.cluster, self.options = profiles, cluster, options
         self._given, self.ranks = cluster, tuple(range(len(cluster.devices)))
         self.constraints = parse_constraints(options.constraints)

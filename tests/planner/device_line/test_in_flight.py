@@ -1,19 +1,25 @@
 """What replicas hold under each schedule, against the tables of its actions."""
 
+from functools import partial
 from itertools import accumulate, pairwise, product
 from random import Random
 
 import pytest
 
+import bapipe
+from bapipe.errors import BapipeError
 from bapipe.planner.device_line.in_flight import (
+    FORWARDS_FIRST,
     IN_FLIGHT,
     WEIGHTS_BEHIND_FORWARDS,
     most_held,
 )
 from bapipe.planner.stages.stage_schedule import memory_peaks
-from bapipe.schedules import SCHEDULES, splits_backwards
+from bapipe.schedules import ALL, SCHEDULES, splits_backwards
+from bapipe.schedules.k_f_k_b import k_f_k_b
 from bapipe.schedules.placement import merge_stages
 from bapipe.schedules.table import Phase
+from tests.builders import chain, devices
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -55,3 +61,16 @@ def test_the_first_stage_runs_w_where_bounds_count_its_r(schedule: str) -> None:
             else:
                 later = forwards[-(-depth // num_replicas) :]
                 assert all(weight < forward for weight, forward in zip(weights, later, strict=False))
+
+
+def test_every_schedule_with_a_stage_per_device_is_described_once() -> None:
+    assert sorted((*FORWARDS_FIRST, *IN_FLIGHT)) == sorted(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", ["3f3b", "search"])  # the latter begins with all schedules
+def test_planning_says_where_to_describe_a_new_schedule(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    for schedules in (SCHEDULES, ALL):
+        monkeypatch.setitem(schedules, "3f3b", partial(k_f_k_b, k=3))
+    profile = chain([1 + i % 3 for i in range(80)], param_bytes=10, output_bytes=10, stash_bytes=1000)
+    with pytest.raises(BapipeError, match=r"the schedule '3f3b': add it to .* in .*device_line/in_flight\.py"):
+        bapipe.plan(profile, devices(64, memory_bytes=20_000), minibatch_size=128, schedules=schedule)
