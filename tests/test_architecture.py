@@ -133,6 +133,19 @@ def test_imports_point_down(name: str, path: Path) -> None:
         )
 
 
+def test_the_table_of_packages_has_each_once_below_those_that_it_imports() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text().split("## Packages")[1].split("\n## ")[0]
+    first_cells = "".join(re.findall(r"^\| (`.*?`) \|", table, flags=re.MULTILINE))
+    listed = re.findall(r"`(\w+)(?:\.py|/)`", first_cells)
+    assert sorted(listed) == sorted({name for name, _ in modules()} - {"__init__", "__main__"})
+    for name, path in modules():
+        above = listed[: listed.index(name)] if name in listed else listed
+        for imported, _ in imports(path):
+            package, _, rest = imported.partition(".")
+            target = rest.split(".")[0]
+            assert package != "bapipe" or target in ("", name, *above), f"{relative(path)} imports {imported}"
+
+
 def test_imports_between_folders_of_the_planner_point_down() -> None:
     level = {folder: i for i, folders in enumerate(PLANNER_FOLDERS) for folder in folders}
     for path in FILES:

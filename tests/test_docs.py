@@ -1,16 +1,21 @@
 """The documentation builds without a warning, and every file and link that it names exists."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from bapipe.planner.inputs.options import SEARCH
+from bapipe.schedules import ALL
+from bapipe.zoo import ZOO
 from tests import ROOT
+from tests.sources import FILES, PACKAGE, nodes_of, relative, tree_of
 
-ROOT = ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -44,6 +49,68 @@ def test_named_source_files_exist(page: Path) -> None:
         if "/" not in text and text not in names:
             missing.append(text)
     assert missing == []
+
+
+MODULES = {
+    ("bapipe", *path.relative_to(PACKAGE).with_suffix("").parts[: -1 if path.name == "__init__.py" else None]): path
+    for path in FILES
+}
+"""The file of each module, by the parts of its name."""
+
+DOTTED = re.compile(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`")
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Returns the names that a file binds or imports, those of attributes too; of a package also its modules."""
+    named = {
+        "FunctionDef": "name",
+        "ClassDef": "name",
+        "alias": "name",
+        "arg": "arg",
+        "Name": "id",
+        "Attribute": "attr",
+    }
+    found = {str(getattr(node, named[kind])) for node in nodes_of(path) if (kind := type(node).__name__) in named}
+    return found | ({inner.stem for inner in path.parent.iterdir()} if path.name == "__init__.py" else set())
+
+
+def exists(dotted: str) -> bool:
+    """Whether a name such as `plan.plan_once` or `bapipe.planner.plan` is one of ours, or begins with no module of ours."""
+    parts = tuple(dotted.split("."))
+    if parts[-1] in ("json", "py", "txt", "toml") or parts[0] == "environment":  # a file, or an entry of a profile
+        return True
+    for length in range(len(parts), 0, -1):
+        begun = [path for name, path in MODULES.items() if name[-length:] == parts[:length]]
+        if begun:
+            return length == len(parts) or any(parts[length] in names_in(path) for path in begun)
+    return True
+
+
+@pytest.mark.parametrize("path", [*PAGES, *FILES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_functions_exist(path: Path) -> None:
+    """A dotted name in backticks that begins with a module of ours, in docs, docstrings and comments."""
+    named = [] if path.name == "CHANGELOG.md" else DOTTED.findall(path.read_text())  # which has those of its time
+    assert [name for name in named if not exists(name)] == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=relative)
+def test_a_package_names_modules_that_it_has(path: Path) -> None:
+    """A bare word in backticks is one of its files or folders, or a name in one of them."""
+    inside = {name for inner in path.parent.rglob("*.py") for name in {inner.stem, inner.parent.stem} | names_in(inner)}
+    words = re.findall(r"`([a-z_]+)(?:\.py|/)?`", ast.get_docstring(tree_of(path)) or "")
+    assert set(words) - inside == set()
+
+
+def first_column(page: str) -> list[str]:
+    """Returns the names in backticks in the first column of a page's tables, in order."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)
+    return re.findall(r"`([^`]+)`", "".join(rows))
+
+
+def test_every_schedule_and_model_is_described_once() -> None:
+    assert sorted(first_column("schedules.md")) == sorted([*ALL, SEARCH])
+    assert sorted(first_column("data.md")) == sorted(ZOO)
 
 
 def test_the_plan_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def measure_model(
         settings: how the model is computed; their `dtype` is replaced by the module's.
         seconds_per_size, target_spread: measuring at a size ends when the time of every layer that matters has this
             relative spread, or after about this time.
-        leaf_modules, operator_layers: which modules and operators are layers, see `bapipe.tracing.trace`.
+        leaf_modules, operator_layers: which modules and operators are layers, see `bapipe.tracing.layers.trace`.
         layer_by_layer: measures one layer at a time, see `measure_isolated`. Otherwise layers are measured in passes of
             the whole model, unless its parameters and their gradients do not fit on the device.
         exhaustive: measures every layer, also those that are equal to another one.

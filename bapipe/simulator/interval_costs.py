@@ -136,7 +136,7 @@ class _TimeSums(NamedTuple):
 class IntervalCosts:
     """The costs of the layers between any two boundaries, at one micro-batch size, on devices of one kind and speed.
 
-    The vectorised form of `bapipe.simulator.stage_cost.stage_cost`, without recomputation and without the copies of
+    The vectorised form of `bapipe.simulator.stage_cost.cost_of_totals`, without recomputation and without the copies of
     tied weights. Methods take `begin` and `end` as boundaries or arrays of them, and return what these broadcast to.
 
     Boundary b of a chain has the first b layers before it. Boundaries of other graphs are given by `inside`: 1 if a

@@ -45,7 +45,7 @@ class PlanOptions:
             Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
             only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
         group: how many members each device has, of the profiles given: 1 for single devices. None for any.
-        goal: the least memory or devices, or the largest model, in place of the shortest step; see `planner.goal`.
+        goal: the least memory or devices, or the largest model, in place of the shortest step; see `bapipe.Goal`.
         search_effort: how much work the search for an order does: about so many seconds of it.
 
     Raises:

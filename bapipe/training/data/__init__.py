@@ -2,7 +2,6 @@
 
 Begin with `loader`, which yields mini-batches in an order drawn from a seed, with torch's DataLoader. `training_data`
 finds the data set that a run asks for, `samples_digest` tells whether two have the same samples. `buckets` orders items
-of similar sizes together, `validation_split` holds out data to evaluate on, `workers` chooses the number of processes
-that load data, and `batch_check` checks a batch against the model's example inputs. The type of data sets is
-`bapipe.zoo.data.dataset.PipelineDataset`.
+of similar sizes together, `validation_split` holds out data to evaluate on, and `workers` chooses the number of
+processes that load data. The type of data sets is `bapipe.zoo.data.dataset.PipelineDataset`.
 """

@@ -1,5 +1,5 @@
 """Evaluation of a pipeline on held-out data, without changing what is trained.
 
-`forward` runs the stages' forwards in evaluation mode, `evaluate` computes loss, metrics and scores of a data set with
-it, and `generate` decodes texts.
+`evaluate` computes loss, metrics and scores of a data set, and `generate` decodes texts. Both run the stages' forwards
+by `bapipe.runtime.evaluation`.
 """
