@@ -35,13 +35,14 @@ from bapipe.formats.codec import decode, read, write
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS
 from bapipe.planner.analysis.pareto import pareto
-from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.options import RUNNABLE, PlanOptions
 from bapipe.report.idle_time import CAUSES, idle_ns_by_cause
-from bapipe.schedules import ALL
+from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.simulator.simulate import simulate
 from tests.builders import MS, chain, devices
 from tests.explorer.page_data import data_of, loads_nothing
 from tests.random_profiles import random_cluster, random_profile
+from tests.sources import PACKAGE
 
 PROFILE = chain([1, 2, 3, 4, 2, 1, 5, 2], param_bytes=100, stash_bytes=10, output_bytes=1000)
 CLUSTER = devices(3, bytes_per_s=10**6)
@@ -259,6 +260,16 @@ def ended(analyses: Analyses) -> dict[str, Any]:
     while (status := analyses.background.status())["running"]:
         time.sleep(0.01)
     return status
+
+
+def test_all_schedules_of_the_page_are_those_that_can_run() -> None:
+    controls = (PACKAGE / "explorer" / "page" / "controls.js").read_text()
+    assert 'this.searched.value === "all" ? ["all"]' in controls
+    assert not any(name in controls for name in SIDE_BY_SIDE)
+    profile, cluster = chain([1, 2]), devices(2)
+    page = Session({"a": profile}, cluster, 2, lambda *_: [])
+    found: Any = page.judge(searched(page, page.first, ("all",)))
+    assert found["step"] == bapipe.plan(profile, cluster, minibatch_size=2, schedules=RUNNABLE).prediction.step_ns
 
 
 def test_best_asks_the_planner_and_its_bound_is_kept() -> None:

@@ -3,6 +3,7 @@
 `python -m benchmarks.fuzz` tries many more, with limits on time and memory.
 """
 
+import ast
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from hypothesis import given
 from benchmarks.fuzz.__main__ import all_kinds, outcome, run_batch
 from benchmarks.fuzz.kinds import Kind
 from benchmarks.fuzz.mutate import mutated
+from tests.sources import FILES, tree_of
 from tests.strategies import drawn, examples
 
 NAMES = (
@@ -35,6 +37,18 @@ def kind_of(name: str) -> Kind:
 
 def test_every_kind_is_tried() -> None:
     assert tuple(known()) == NAMES
+
+
+def test_every_importer_is_tried() -> None:
+    kinds = {"paradl": "paradl", "pipedream": "graph", "sailor": "sailor-times", "table": "table"}
+    importers = {
+        path.stem
+        for path in FILES
+        if path.parent.name == "importers" and path.name != "__init__.py"
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(("parse_", "import_"))
+    }
+    assert (importers, set(kinds.values()) - set(NAMES)) == (set(kinds), set())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -55,7 +55,7 @@ explorer.Controls = class {
   // Which schedules are searched and for how long.
   settings() {
     const { model } = this.page, { schedule } = this.page.state();
-    const schedules = this.searched.value === "this" && model.schedules.includes(schedule) ? [schedule] : this.searched.value === "all" ? model.schedules.filter((name) => name !== "fbp-as") : ["1f1b", "gpipe"];
+    const schedules = this.searched.value === "this" && model.schedules.includes(schedule) ? [schedule] : this.searched.value === "all" ? ["all"] : ["1f1b", "gpipe"];
     return { schedules, seconds: Math.max(1, Number(this.seconds.value) || 20) };
   }
   draw(answer = this.answer, sizes = this.sizes, canUndo = !this.undo.disabled, canRedo = !this.redo.disabled) {
