@@ -65,6 +65,17 @@ class Run:
         return self.loaded
 
 
+def test_the_ranks_of_a_report_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of 10 ms one rank is busy for 6, this one for 2; a signal to stop that only this one got counts."""
+    run = Run(monkeypatch, "cuda", 1)
+    other = [6 * MS, 7, 0, 0, 0.0, 10 * MS, 0]  # busy, peak, signal, no loss, step, data
+    run.reports._of_every_rank = lambda row: [other, list(row)]  # type: ignore[method-assign]
+    run.start(0, 10)
+    (report,), stop_signal = run.reports.collect()
+    assert (report.bubble, report.loss, report.peak_bytes) == (0.6, 100, (7, 5))
+    assert stop_signal == 15
+
+
 def test_nothing_waits_for_the_device_before_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the third step's 20 ms for its data, the device had work for all but 3 ms."""
     run = Run(monkeypatch, "cuda", 3)

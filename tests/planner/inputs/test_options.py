@@ -24,8 +24,10 @@ from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.analysis.pinned import certify_pinned
 from bapipe.planner.analysis.sensitivity import sensitivity
+from bapipe.planner.compute.deadline import deadline_of
 from bapipe.planner.inputs.options import PlanOptions, limit_that_leaves
-from bapipe.planner.plan import plan_cached
+from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
+from bapipe.planner.plan import cached_plan_path, plan_cached
 from bapipe.planner.stages.constraints import Constraints, parse_constraints
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
@@ -386,6 +388,35 @@ def test_the_front_has_the_fastest_the_smallest_and_no_dominated_point() -> None
         assert not any(b != a and all(x <= y for x, y in zip(b, a, strict=True)) for b in figures)
     for point in points:
         assert point.plan.prediction.step_ns == simulate(point.plan, profiles).step_ns == point.step_ns
+
+
+def test_a_plan_whose_search_was_ended_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = {"a": chain([1, 2])}, devices(2), PlanOptions(minibatch_size=4)
+    plan_cached(*given, deadline=deadline_of(0.0))
+    assert not cached_plan_path(*given).exists()
+    plan_cached(*given, deadline=deadline_of(100.0))
+    assert cached_plan_path(*given).exists()
+
+
+def test_a_step_may_have_1024_micro_batches_and_no_more() -> None:
+    profiles, cluster = {"a": chain([1])}, devices(1)
+    assert microbatch_sizes(profiles, cluster, PlanOptions(minibatch_size=1024)) == [1]
+    with pytest.raises(BapipeError, match=r"1025 is 1025 micro-batches of 1; want at most 1024"):
+        microbatch_sizes(profiles, cluster, PlanOptions(minibatch_size=1025))
+
+
+def test_kinds_that_do_not_agree_on_what_is_trained_are_refused_before_a_search() -> None:
+    one, frozen = chain([1, 2], param_bytes=8), chain([1, 2], param_bytes=8)
+    frozen = replace(
+        frozen,
+        device=replace(frozen.device, kind="b"),
+        layers=(replace(frozen.layers[0], param_bytes=4), frozen.layers[1]),
+    )
+    cluster = devices(2)
+    cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], kind="b")))
+    with pytest.raises(BapipeError, match="l0"):
+        check_inputs({"a": one, "b": frozen}, cluster, PlanOptions(minibatch_size=4))
 
 
 def test_a_cached_plan_is_loaded_only_for_the_same_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,11 +145,16 @@ def test_a_run_whose_checkpoint_fails_twice_ends_before_the_next_one_is_due(
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_a_checkpoint_without_one_of_its_files_does_not_get_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_missing", [1, None])
+def test_a_checkpoint_without_part_of_a_file_does_not_get_its_name(tmp_path: Path, num_missing: int | None) -> None:
     go(tmp_path, 2)
     manifest = read_manifest(list_checkpoints(tmp_path)[0])
     unfinished = list_checkpoints(tmp_path)[0].rename(tmp_path / ".unfinished-2")
-    (unfinished / "rank-0.safetensors").unlink()
+    path = unfinished / "rank-0.safetensors"
+    if num_missing is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-num_missing])
     with pytest.raises(BapipeError, match=r"rank-0.safetensors is not there as it was written"):
         writer.finish_checkpoint(tmp_path, manifest)
     assert list_checkpoints(tmp_path) == ()

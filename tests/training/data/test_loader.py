@@ -84,6 +84,20 @@ def test_a_rank_loads_only_the_parts_that_it_uses(
         assert torch.equal(one[own], other[own])
 
 
+def test_a_rank_without_samples_in_a_smaller_batch_gets_tensors_of_the_right_shape() -> None:
+    left, right, target = (torch.tensor([10 * i + place for i in (3, 4)]) for place in range(3))
+    items = as_pipeline_dataset(Items(9))
+    (first, _), last = rank_parts("left", target=True, microbatches=(0,)).load(items, (3, 4), HELD_OUT)
+    assert first is not None
+    assert last is not None
+    assert (first.tolist(), last.tolist()) == (left.tolist(), target.tolist())
+    (_, unused), none = rank_parts("right", target=True, microbatches=(1,)).load(items, (3, 4), HELD_OUT)
+    assert unused is not None
+    assert none is not None
+    assert (unused.shape, unused.dtype) == (right.shape, right.dtype)
+    assert (none.shape, none.dtype) == (target.shape, target.dtype)
+
+
 class Items(list[Any]):
     """The same items as complete tuples, as a user's data set returns them."""
 
