@@ -47,6 +47,15 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
 
 
 @pytest.mark.usefixtures("alone")
+def test_initial_values_are_compared_over_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[nn.Module] = []
+    monkeypatch.setattr("bapipe.runtime.pipeline.warn_of_unlike_values", lambda module, group: compared.append(module))
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    pipelined(module)
+    assert compared == [module]
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_loss_and_a_plan_are_objects() -> None:
     module, plan = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), make_plan(["0", "1"], (), (0,), [["0F0", "0B0"]], 4, 1)
     with pytest.raises(

@@ -1,14 +1,21 @@
-"""Plans that this machine cannot run are refused before anything starts."""
+"""Plans that this machine cannot run, and runs that do not suit their plan, are refused before anything starts."""
+
+from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
+from safetensors.torch import save_file
 
+import bapipe
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
+from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
 from bapipe.runtime.runnable import type_to_run
 from bapipe.training.run import _check_devices
 from bapipe.training.train import _place
+from tests.multiprocess.fault_cases import quiet
 from tests.multiprocess.runtime_cases import make_plan, named_order
 
 
@@ -66,3 +73,18 @@ def test_more_devices_or_threads_than_there_are_cores_are_refused() -> None:
         f"the plan uses {have + 1} threads on each of 1 cpu devices and this machine has {have} cores"
     )
     _check_devices(plan_on("cpu", have), 1)  # must not raise
+
+
+def test_a_run_that_does_not_suit_its_plan_is_refused_before_a_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapipe.training.train.train", None)
+    plan, own = plan_on("cpu", 1), {"factory": quiet, "data": "tests.multiprocess.fault_cases:points"}
+    with pytest.raises(BapipeError, match=r"computes with optimizer adam: leave `optimizer` out, or profile"):
+        bapipe.run(plan, optimizer="adam", **own)
+    of_doubles = structs.replace(plan, settings=Settings(dtype="float64"))
+    with pytest.raises(BapipeError, match=r"measured with dtype float64; this run computes with dtype float32"):
+        bapipe.run(of_doubles, **own)
+    save_file({"other": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(BapipeError, match=r"weights.safetensors has other weights than the model"):
+        bapipe.run(plan, weights=tmp_path / "weights.safetensors", **own)
