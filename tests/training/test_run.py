@@ -1,6 +1,7 @@
 """Plans that this machine cannot run, and runs that do not suit their plan, are refused before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,8 @@ def test_a_run_that_does_not_suit_its_plan_is_refused_before_a_process_is_starte
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bapipe.training.train.train", None)
-    plan, own = plan_on("cpu", 1), {"factory": quiet, "data": "tests.multiprocess.fault_cases:points"}
+    plan = plan_on("cpu", 1)
+    own: dict[str, Any] = {"factory": quiet, "data": "tests.multiprocess.fault_cases:points"}
     with pytest.raises(BapipeError, match=r"computes with optimizer adam: leave `optimizer` out, or profile"):
         bapipe.run(plan, optimizer="adam", **own)
     of_doubles = structs.replace(plan, settings=Settings(dtype="float64"))

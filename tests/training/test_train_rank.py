@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from bapipe.formats.prediction import NO_MEMORY, Prediction, RankPrediction
 from bapipe.training import train_rank
 from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.checkpoint.writer import AGAIN_S
 from bapipe.training.step_reports import StepReports
 from bapipe.training.train import train
 from bapipe.training.train_config import TrainConfig
@@ -42,13 +43,31 @@ def test_a_run_that_resumes_does_not_begin_with_its_weights_again(tmp_path: Path
     assert unbroken.losses != go(tmp_path / "other", 4).losses
 
 
+def test_what_an_optimizer_draws_does_not_depend_on_where_a_run_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, drawn = torch.optim.Adam.step, list[float]()
+
+    def noisy_step(optimizer: torch.optim.Adam, *given: Any) -> Any:
+        drawn.append(torch.rand(()).item())
+        return step(optimizer, *given)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noisy_step)
+    go(tmp_path / "unbroken", 4)
+    unbroken, drawn[:] = drawn[:], []
+    go(tmp_path / "resumed", 2)
+    go(tmp_path / "resumed", 4)
+    assert drawn[:2] + drawn[-2:] == unbroken  # between them, optimizers of tiny parameters show what a state holds
+    assert len(set(unbroken)) == 4
+
+
 def test_a_signal_in_the_last_step_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     collect = StepReports.collect
     monkeypatch.setattr(StepReports, "collect", lambda reports, ahead_ns: (collect(reports, ahead_ns)[0], 15))
     assert len(go(tmp_path, 1).losses) == 1
 
 
-@pytest.mark.parametrize(("timeout_s", "again_s"), [(8.0, 2.0), (1e6, train_rank.AGAIN_S)])
+@pytest.mark.parametrize(("timeout_s", "again_s"), [(8.0, 2.0), (1e6, AGAIN_S)])
 def test_a_second_try_to_write_ends_well_before_ranks_that_wait_give_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, again_s: float
 ) -> None:
