@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from bapipe.errors import Infeasible
 from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.stages import recomputation
@@ -250,3 +251,18 @@ def test_after_the_deadline_a_stage_recomputes_all_of_its_layers() -> None:
     assert ahead is not None
     assert ahead.is_best
     assert ahead.layers < found.layers
+
+
+def test_the_bound_of_recomputation_is_of_the_replica_that_must_save_most() -> None:
+    """Of 3 micro-batches one replica holds 2 at once, the other 1: of 2 x 300 bytes 500 fit if a layer is recomputed."""
+    profile, cluster = builders.chain([1, 1, 1], stash_bytes=100), builders.devices(2, memory_bytes=500)
+    space = search_space({"a": profile}, cluster, PlanOptions(minibatch_size=3, schedules=["gpipe"]))
+    # [layers 0, 0 to 1, 0 to 2]
+    (found_ns,) = [
+        problem.lower_bound.costs.memory.recomputed_ns(placement, slice(0, 3))[0]
+        for problem in space.problems
+        for root in problem.roots
+        for placement in root.first_placements
+        if len(placement.device_classes) == 2
+    ]
+    assert found_ns.tolist() == pytest.approx([0, 0, builders.MS], rel=1e-5)
