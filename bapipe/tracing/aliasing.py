@@ -12,6 +12,7 @@ from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_over
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel, attribute
 from bapipe.tracing.reached import reached
+from bapipe.tracing.recorded_functions import writes_to_a_list
 from bapipe.tracing.torch_layers import calls_other_code
 
 MEMORY = "memory"
@@ -104,6 +105,8 @@ def _written_inputs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
                 yield from _nodes(value)
         return
     yield from _nodes(node.kwargs.get("out"))
+    if writes_to_a_list(node.target):
+        yield from _nodes(node.args[0])
     if node.args and isinstance(node.args[0], fx.Node) and _changes_first_input(module, node):
         yield node.args[0]
 

@@ -25,10 +25,12 @@ from bapipe.tracing.captured import (
     output_node,
 )  # fmt: skip
 from bapipe.tracing.kept_calls import (
+    ASSIGNS_DATA,
     DRAWS_IN_PYTHON,
     CannotKeep,
     Function,
     apply_function,
+    assigns_data,
     function_operator,
     functions_intercepted,
     hook_operator,
@@ -64,6 +66,7 @@ class _Tracer(fx.Tracer):
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
         self.failed_in: str | None = None
         self.path_of_node: dict[fx.Node, str] = {}
+        self._proxies: list[fx.Proxy] = []
         self.generator_fault: Callable[[object], str | None] = lambda value: None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -89,13 +92,13 @@ class _Tracer(fx.Tracer):
             a = a.item()  # the code of a graph does not import numpy
         fault = self.generator_fault(a)
         if fault is not None:
-            raise CannotKeep({self._path(): fault})
+            raise CannotKeep({self.path(): fault})
         return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        self._check_seeding(self._path())
+        self._check_seeding(self.path())
         node = super().create_node(*args, **kwargs)
-        self.path_of_node[node] = self._path()
+        self.path_of_node[node] = self.path()
         if self._grad and not torch.is_grad_enabled():
             node.meta[NO_GRAD] = True
         changed = [mode for kind, mode in autocast_modes().items() if mode != self._autocast[kind]]
@@ -106,8 +109,16 @@ class _Tracer(fx.Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> fx.Proxy:
         if kind == "call_method" and target == "register_hook":
             tensor, hook = args
-            return super().create_proxy("call_function", hook_operator(hook), (tensor,), {})
-        return super().create_proxy(kind, target, args, kwargs, *more, **options)
+            kind, target, args, kwargs = "call_function", hook_operator(hook), (tensor,), {}
+        proxy: fx.Proxy = super().create_proxy(kind, target, args, kwargs, *more, **options)
+        self._proxies.append(proxy)
+        return proxy
+
+    def check_assigned(self) -> None:
+        """Raises CannotKeep if a forward has assigned `data` of tensors: what stands for them has it then."""
+        for proxy in self._proxies:
+            if "data" in vars(proxy):
+                raise CannotKeep({self.path_of_node[proxy.node]: ASSIGNS_DATA})
 
     def apply_function(self, cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of an autograd function, whose backward torch.fx would lose."""
@@ -115,12 +126,12 @@ class _Tracer(fx.Tracer):
         if not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return apply_function(cls, args, kwargs)
         if any(isinstance(leaf, nn.Module) for leaf in leaves):  # whose parameters would belong to no layer
-            raise CannotKeep({self._path(): f"it gives modules to {cls.__name__}"})
+            raise CannotKeep({self.path(): f"it gives modules to {cls.__name__}"})
         return self.create_proxy("call_function", function_operator(cls), args, kwargs)
 
     def seeds(self) -> None:
         """Raises CannotKeep: the running forward seeds random numbers."""
-        raise CannotKeep({self._path(): SEEDS_ITSELF})
+        raise CannotKeep({self.path(): SEEDS_ITSELF})
 
     def _check_seeding(self, path: str) -> None:
         """Raises CannotKeep if the module at a path has seeded the default generator by the generator's own methods."""
@@ -134,7 +145,7 @@ class _Tracer(fx.Tracer):
             for node, path in self.path_of_node.items()
         ]
 
-    def _path(self) -> str:
+    def path(self) -> str:
         """Returns the path of the module whose forward runs."""
         return str(next(reversed(self.module_stack.values()))[0]) if self.module_stack else ""
 
@@ -166,6 +177,8 @@ class _StateCalls(TorchFunctionMode):
     def _on_state(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in _SIZES:
             return func(*args, **kwargs)
+        if assigns_data(func):
+            raise CannotKeep({self._tracer.path(): ASSIGNS_DATA})
         if name == "__get__":
             value = func(*args, **kwargs)
             return getattr(self._proxy(args[0]), func.__self__.__name__) if isinstance(value, Tensor) else value
@@ -232,6 +245,7 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
             graph: fx.Graph = tracer.trace(module, concrete_args=defaults)
             if global_generator_states() != before:
                 raise CannotKeep({"": DRAWS_IN_PYTHON})
+            tracer.check_assigned()
     except CannotKeep:
         raise
     except Exception as error:  # whatever the model's own code raises on symbolic values

@@ -20,6 +20,14 @@ DRAWS_IN_PYTHON = "its forward draws random numbers in Python"
 Function = type[torch.autograd.Function]
 
 
+ASSIGNS_DATA = "its forward assigns `data` of a tensor, which no graph can hold: write to it in place, as by `copy_`"
+
+
+def assigns_data(func: Any) -> bool:
+    """Returns whether a function of torch is the assignment to `data` of a tensor."""
+    return getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data"
+
+
 class CannotKeep(Exception):
     """A call inside the modules at some paths that a graph cannot keep, so that these must be one layer each."""
 

@@ -32,8 +32,10 @@ from bapipe.tracing.code_position import running_line
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.kept_calls import (
+    ASSIGNS_DATA,
     DRAWS_IN_PYTHON,
     Function,
+    assigns_data,
     function_operator,
     functions_intercepted,
     hook_operator,
@@ -48,7 +50,7 @@ from bapipe.tracing.python_random import (
     restore_global_generators,
 )
 from bapipe.tracing.python_state import generators_kept
-from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item
+from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item, writes_to_a_list
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import ExampleForward
 from bapipe.tracing.seeding import (
@@ -193,6 +195,8 @@ class _Recorder(TorchFunctionMode):
         known = self._values.read(func, args)
         if known is not None:
             return known[0]
+        if assigns_data(func):
+            raise NotRecorded(ASSIGNS_DATA)
         if func is Tensor.register_hook:
             func, args = hook_operator(args[1]), args[:1]
         if func is Tensor.new and len(args) == 2 and isinstance(args[1], torch.Size) and args[1]:
@@ -210,6 +214,8 @@ class _Recorder(TorchFunctionMode):
             result = args[0]
         leaves = list(tensors_in(result))
         written = [tensor for tensor, before in zip(tensors, versions, strict=True) if version(tensor) != before]
+        if writes_to_a_list(func):  # which is not counted
+            written = list(tensors_in(args[:1]))
         if not leaves and not written and not registers_hook(func):
             return result
         if target is None:

@@ -39,6 +39,12 @@ def node_target(func: Any) -> tuple[str, Any] | None:
     return ("call_function", func)
 
 
+def writes_to_a_list(function: object) -> bool:
+    """Returns whether a function of torch writes to each tensor of its first argument, as `torch._foreach_add_`."""
+    name = getattr(function, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
 def set_item(tensor: Tensor, key: Any, value: Any) -> Tensor:
     """Writes to a part of a tensor; returns the tensor, so that later uses of it come after this one in a graph."""
     tensor[key] = value
