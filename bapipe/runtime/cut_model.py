@@ -94,6 +94,7 @@ class _Cutter:
             operator_layers=operator_layers,
             microbatch_size=self.plan.microbatch_size,
             autocast=self.traced_in,
+            layers=() if may_lack_layers else layers,
         )
         return split(model, self.plan, inputs, self.mode, may_lack_layers=may_lack_layers)
 

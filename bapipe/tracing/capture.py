@@ -29,6 +29,7 @@ def capture(
     leaf_modules: Sequence[str],
     called_leaves: bool = False,
     check_size: int = CHECK_BATCH_SIZE,
+    wanted: frozenset[str] = frozenset(),
 ) -> Captured:
     """Returns the operators of a module.
 
@@ -42,6 +43,7 @@ def capture(
         leaf_modules: paths of modules to take as one layer each.
         called_leaves: whether these must be called as they are, which torch.export does not: it sees through them.
         check_size: a batch size at which what is recorded must be right.
+        wanted: calls of modules that are layers, if that is known: recording may find them where torch.fx does not.
 
     Raises:
         InvalidModel: all of this fails; the message says where.
@@ -50,8 +52,15 @@ def capture(
     num_inputs = None if inputs is None else len(inputs)
     leaves = _Leaves(leaf_modules)
     leaves.add(_hooked_containers(module, leaves.paths))
+    asked_for = leaves.paths
     try:
-        return leaves.capture(module, num_inputs)
+        captured = leaves.capture(module, num_inputs)
+        if inputs is None or wanted.issubset(captured.layer_of_call.values()):
+            return captured
+        with contextlib.suppress(TracingFailed):
+            other = capture_by_recording(module, inputs, sorted(asked_for), check_size)
+            captured = other if wanted.issubset(other.layer_of_call.values()) else captured
+        return captured
     except TracingFailed as error:
         failed = error
     if inputs is None or isinstance(failed.cause, CannotKeep):

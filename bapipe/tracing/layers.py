@@ -56,6 +56,7 @@ def trace(
     called_leaves: bool = False,
     microbatch_size: int | None = None,
     autocast: torch.dtype | None = None,
+    layers: Sequence[str] = (),
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -75,6 +76,7 @@ def trace(
         microbatch_size: of the micro-batches that the model will train on, for which what is traced must be right: code
             may do something else for few samples than for many.
         autocast: in which the model will train; its code may ask for that, to turn it off for a part.
+        layers: names that layers have had before: of two ways to find layers the one that finds these is taken.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
@@ -83,8 +85,10 @@ def trace(
     with state_restored(module):
         paths = _matching_paths(module, leaf_modules)
         check_size = check_batch_size(microbatch_size)
+        modules = dict(module.named_modules())
+        wanted = frozenset(name for name in layers if name.partition("#")[0] in modules)
         with autocast_of_training(autocast):
-            captured = capture(module, inputs, paths, called_leaves, check_size)
+            captured = capture(module, inputs, paths, called_leaves, check_size, wanted)
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
         except (UnknownSizes, NoTensorReturned) as error:

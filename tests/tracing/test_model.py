@@ -209,6 +209,41 @@ class Masking(nn.Module):
         return self.b(self.a(x) * mask) * mask
 
 
+class Routed(nn.Module):
+    """Reads values, so that it is one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y if float(y.detach().abs().max()) < 100 else y / 2
+
+
+class Bounded(nn.Module):
+    """Writes to a parameter of its own: torch.fx makes it one layer, whereas recording looks into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(max=4.6)
+        y: Tensor = self.inner(x) * self.scale.exp()
+        return y
+
+
+def test_the_layers_of_a_profile_are_found_again_by_whichever_way_had_found_them() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Bounded(), Routed(), nn.Linear(4, 2))
+    names = [layer.name for layer in trace(module, [torch.randn(3, 4)]).layers]
+    leaf_modules, operator_layers = granularity(module, names)
+    again = trace(module, [torch.randn(3, 4)], leaf_modules=leaf_modules, operator_layers=operator_layers, layers=names)
+    assert [layer.name for layer in again.layers] == names == ["0", "1.inner", "2", "3"]
+    other = trace(module, [torch.randn(3, 4)], leaf_modules=leaf_modules)
+    assert [layer.name for layer in other.layers] == ["0", "1", "2", "3"]
+
+
 def test_layers_that_read_only_inputs_run_on_the_stage_that_uses_them() -> None:
     model = trace(Masking(), [torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)])
     assert [(layer.name, layer.inputs, layer.outputs) for layer in model.layers] == [
