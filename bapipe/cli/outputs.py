@@ -73,8 +73,15 @@ def write_output_bytes(path: Path, content: bytes) -> None:
 def write_and_show(
     path: Path, value: Measured, render: Callable[[Measured], Iterable[Table | str]], *, as_json: bool
 ) -> None:
-    """Writes a file as `write_output` does, and prints it: as JSON, or as tables with the file's name."""
+    """Writes a file as `write_output` does, and prints it as `show_output` does."""
     write_output(path, value)
+    show_output(path, value, render, as_json=as_json)
+
+
+def show_output(
+    path: Path, value: Measured, render: Callable[[Measured], Iterable[Table | str]], *, as_json: bool
+) -> None:
+    """Prints what was written to a file: as JSON, or as tables with the file's name."""
     if as_json:
         show_json(value)
         return

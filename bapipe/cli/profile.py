@@ -1,5 +1,6 @@
 """Commands that measure, or import what other tools measured: profile, import, cluster."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -7,7 +8,7 @@ import typer
 
 from bapipe import report
 from bapipe.cli.options import MAX_DEVICES, MAX_THREADS, Arguments, AsJson, Kind, Output, Sizes, integers, key_values
-from bapipe.cli.outputs import check_output, write_and_show
+from bapipe.cli.outputs import check_output, show_output, write_and_show, write_output
 from bapipe.cli.progress import parts_bar, status
 from bapipe.errors import BapipeError
 from bapipe.formats.codec import read
@@ -102,7 +103,12 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
-    with parts_bar() as progress:
+    with ExitStack() as bar:
+
+        def write(measured: ModelProfile) -> None:
+            bar.close()  # it would be drawn into a profile that is written to the terminal
+            write_output(output, measured)
+
         measured = profile_model(
             model,
             key_values(arg),
@@ -116,9 +122,10 @@ def profile(
             operator_layers=operator_layers,
             num_co_runners=co_runners,
             check=check,
-            progress=progress,
+            write=write,
+            progress=bar.enter_context(parts_bar()),
         )
-    write_and_show(output, measured, report.render_profile, as_json=as_json)
+    show_output(output, measured, report.render_profile, as_json=as_json)
 
 
 def import_(

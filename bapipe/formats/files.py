@@ -92,8 +92,23 @@ def check_writable(path: Path) -> None:
         return
     if not target.parent.is_dir():
         raise BapipeError(f"{path}: cannot be written: no folder {target.parent}")
-    if not os.access(target.parent, os.W_OK):
-        raise BapipeError(f"{path}: cannot be written: the folder {target.parent} is not writable")
+    try:
+        before = _status(path)
+        handle, temporary = _temporary_beside(target)
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+    os.close(handle)
+    os.unlink(temporary)
+    if before is not None and not _may_replace(before, target.parent.stat()):
+        raise BapipeError(
+            f"{path}: cannot be written: it is another user's, and in the folder {target.parent} only the owner of a "
+            "file may replace it: name another file"
+        )
+
+
+def _may_replace(file: os.stat_result, folder: os.stat_result) -> bool:
+    """Returns whether this user may replace a file in a folder where it may make files; see unlink(2) on EPERM."""
+    return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, file.st_uid, folder.st_uid)
 
 
 def written_file(path: Path) -> Path | None:
@@ -154,7 +169,7 @@ def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
     Args:
         before: the file that the new one is to be as accessible as; None for the access that new files have.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = _temporary_beside(path)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text)
@@ -168,6 +183,11 @@ def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _temporary_beside(path: Path) -> tuple[int, str]:
+    """Returns the descriptor and the name of a new file that is to take the place of `path`."""
+    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 def _keep_access(handle: int, before: os.stat_result) -> None:

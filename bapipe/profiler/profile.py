@@ -162,19 +162,21 @@ def profile_model(
     operator_layers: bool = False,
     num_co_runners: int = 0,
     check: bool = True,
+    write: Callable[[ModelProfile], None] | None = None,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
     """Returns the profile of a model: named in the zoo, by its factory's name `module.path:function`, or the factory.
 
-    The measurements of finished sizes are stored until all sizes are done, so a second call continues after an
-    interruption; unless only this process knows the factory, as one of a script or a notebook.
+    The measurements of finished sizes are stored until all sizes are done and the profile is written, so a second call
+    continues after an interruption; unless only this process knows the factory, as one of a script or a notebook.
 
     Args:
         num_co_runners: number of other processes that train the model meanwhile. Ranks on the cores of one machine
             share its memory bandwidth, so each computes more slowly than one alone, and the profile should show it.
+        write: called with the profile, to write it to a file.
 
     Raises:
-        BapipeError: as `profile`; `RunFailed` if some sizes are finished: the message says which are stored.
+        BapipeError: as `profile` or `write`; `RunFailed` if some sizes are finished: the message says which are stored.
         KeyboardInterrupt: on Ctrl-C, which says the same.
     """
     require_torch()
@@ -220,6 +222,12 @@ def profile_model(
                 save=_saved_to(unfinished_path, check_co_runners),
                 progress=progress,
             )
+        measured = _of_kind(measured, kind)
+        if num_co_runners:
+            environment = {**measured.environment, "co_runners": num_co_runners}
+            measured = msgspec.structs.replace(measured, environment=environment)
+        if write is not None:
+            write(measured)
     except (BapipeError, KeyboardInterrupt) as error:
         unfinished = None if unfinished_path is None else load_profile(unfinished_path)
         if unfinished is None:
@@ -231,10 +239,7 @@ def profile_model(
     if unfinished_path is not None:
         with suppress(OSError):  # it may not be there, nor its folder
             unfinished_path.unlink()
-    measured = _of_kind(measured, kind)
-    if not num_co_runners:
-        return measured
-    return msgspec.structs.replace(measured, environment={**measured.environment, "co_runners": num_co_runners})
+    return measured
 
 
 def _check_kind(kind: str | None, device_type: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -376,10 +377,39 @@ def test_a_link_is_written_through_and_stays_one(tmp_path: Path) -> None:
     with pytest.raises(BapipeError, match=r"to_nowhere: cannot be written: no folder .*none"):
         check_writable(tmp_path / "to_nowhere")
     (tmp_path / "round").symlink_to(tmp_path / "round")
-    with pytest.raises(BapipeError, match="round: cannot be written: Too many levels of symbolic links"):
-        write_bytes(tmp_path / "round", b"text")
+    for refusing in (check_writable, partial(write_bytes, text=b"text")):
+        with pytest.raises(BapipeError, match="round: cannot be written: Too many levels of symbolic links"):
+            refusing(tmp_path / "round")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "round", "to_new", "to_nowhere", "to_own"]
     assert sorted(path.name for path in own.parent.iterdir()) == ["new", "own"]
+
+
+def test_a_name_that_leaves_no_room_for_an_unfinished_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    check_writable(tmp_path / ("x" * 200))
+    with pytest.raises(BapipeError, match=r"/x{250}: cannot be written: File name too long$"):
+        check_writable(tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_user_where_only_owners_replace_files_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root's /tmp/profile.json is to others, whatever its mode."""
+    path = tmp_path / "profile.json"
+    path.write_bytes(b"old")
+    path.chmod(0o666)
+    tmp_path.chmod(0o1777)
+    check_writable(path)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    check_writable(tmp_path / "new.json")
+    with pytest.raises(BapipeError) as caught:
+        check_writable(path)
+    assert str(caught.value) == (
+        f"{path}: cannot be written: it is another user's, and in the folder {tmp_path} only the owner of a file may "
+        "replace it: name another file"
+    )
+    tmp_path.chmod(0o777)
+    check_writable(path)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])

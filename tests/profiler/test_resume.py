@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bapipe.cli import main
 from bapipe.errors import InvalidModel, RunFailed
+from bapipe.formats.codec import read
+from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.profile import profile_model, profile_model_cached
 from bapipe.zoo.example import Example
 
@@ -77,6 +80,32 @@ def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert sizes == (1, 4)
     assert list((tmp_path / "bapipe").iterdir()) == []  # a complete profile leaves no unfinished one
     assert profiled(1)[0][0] == "0/3 times at micro-batch size 1"
+
+
+def test_what_was_measured_is_stored_until_its_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def exit_code(output: str) -> object:
+        command = ["bapipe", "profile", FACTORY, "--microbatch-size", "1,2", "--kind", "cpu-own", "-o", output]
+        monkeypatch.setattr("sys.argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    assert exit_code("/dev/full") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: /dev/full: cannot be written: No space left on device; the measurements at micro-batch size 1, 2 are "
+        "stored, and the same command continues from there"
+    )
+    (stored,) = (tmp_path / "bapipe").iterdir()
+    measurements = read(stored, ModelProfile).measurements
+    assert exit_code("profile.json") == 0
+    written = read(tmp_path / "profile.json", ModelProfile)
+    assert (written.measurements, written.device.kind) == (measurements, "cpu-own")
+    assert list((tmp_path / "bapipe").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning(
