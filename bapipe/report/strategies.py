@@ -52,11 +52,11 @@ def step_parts(strategy: Strategy, plan: Plan) -> StepParts:
 
 
 def _exchange_per_microbatch(strategy: Strategy, plan: Plan) -> dict[tuple[int, str], int]:
-    """How long the members of a group exchange data for a micro-batch, by stage and kind of device."""
+    """How long the members of a group exchange data for a micro-batch, by stage and kind of its devices."""
     return {
-        (s, kind): exchange_ns(stage, profile, plan.microbatch_size)
+        (s, kind): exchange_ns(stage, strategy.profiles[kind], plan.microbatch_size)
         for s, stage in enumerate(plan.stages)
-        for kind, profile in strategy.profiles.items()
+        for kind in {plan.cluster.devices[plan.cluster.index[name]].kind for name in stage.devices}
     }
 
 

@@ -63,6 +63,13 @@ def test_steps_of_two_devices_are_the_closed_forms() -> None:
     assert found["best plan"]["step_ns"] == min(ns for row in found.values() if isinstance(ns := row["step_ns"], int))
 
 
+def test_a_profile_of_no_device_changes_nothing_whatever_its_sizes() -> None:
+    own, cluster = network(2), hosts(2)
+    measurements = tuple(replace(each, microbatch_size=SAMPLES) for each in own.measurements)
+    unused = replace(own, device=replace(own.device, kind="unused"), measurements=measurements)
+    assert rows(strategies(cluster, own, unused), cluster) == rows(strategies(cluster, own), cluster)
+
+
 def test_faster_devices_have_no_faster_links() -> None:
     fast = replace(hosts(2), devices=tuple(replace(device, speed=2.0) for device in hosts(2).devices))
     found, at_speed_1 = rows(strategies(fast), fast), rows(strategies(hosts(2)), hosts(2))
