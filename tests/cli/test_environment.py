@@ -29,3 +29,10 @@ def test_a_size_that_is_none_is_forgotten(monkeypatch: pytest.MonkeyPatch, size:
     monkeypatch.setenv("LINES", size)
     forget_wrong_sizes()
     assert (os.environ.get("COLUMNS"), os.environ.get("LINES")) == ("80", None)
+
+
+def test_commands_have_their_options_where_python_removes_docstrings() -> None:
+    """The help of `bapipe run` is made of them."""
+    shown = subprocess.run([sys.executable, "-OO", "-m", "bapipe", "run", "--help"], capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--lr-schedule" in shown.stdout
