@@ -32,6 +32,7 @@ from types import FunctionType
 from typing import Any
 
 from bapipe.errors import BapipeError, one_line
+from bapipe.module_path import path_to_run_with, path_to_start_with
 from bapipe.stop_signals import ENDING
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -109,10 +110,10 @@ def local_processes(
     """Runs `function(index, send, *arguments)` in new processes; all have ended when the context is left.
 
     `send(message)` sends to `receive` here, from any thread. Function, arguments and messages must be picklable.
-    `folder` is empty and no other process uses it. The processes have this one's environment and import path,
-    `environment` in addition, and no stdin; if `quiet`, no stdout, and a log in the folder as stderr. When the context
-    is left without an exception they have `grace_s` to end by themselves. If this process dies, however, the kernel
-    ends them.
+    `folder` is empty and no other process uses it. The processes have this one's environment, `environment` in
+    addition, its import path as `path_to_run_with` says, and no stdin; if `quiet`, no stdout, and a log in the folder
+    as stderr. When the context is left without an exception they have `grace_s` to end by themselves. If this process
+    dies, however, the kernel ends them.
 
     Raises:
         BapipeError: as `check_not_imported`, or a function cannot be sent to the processes.
@@ -212,8 +213,7 @@ def _encoded_job(function: Callable[..., object], arguments: Sequence[object]) -
     if needs_script:
         main = multiprocessing.spawn.get_preparation_data(multiprocessing.current_process().name)
         del main["authkey"]  # cannot be pickled, and is not needed
-    path = [folder or os.getcwd() for folder in sys.path]
-    return pickle.dumps((path, sys.argv, main, pickled))
+    return pickle.dumps((path_to_run_with(), sys.argv, main, pickled))
 
 
 class _JobPickler(pickle.Pickler):
@@ -280,11 +280,10 @@ def _has_script() -> bool:
 def _start(index: int, job_fd: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = folder / f"log{index}" if quiet else None
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     with open(log or os.devnull, "wb") as stderr:
         popen = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *map(str, (index, job_fd, sender.fileno(), os.getpid()))],
-            env=os.environ | {"PYTHONPATH": path} | environment,
+            [sys.executable, "-P", "-c", _CHILD, *map(str, (index, job_fd, sender.fileno(), os.getpid()))],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path_to_start_with())} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else None,
             stderr=stderr if quiet else None,

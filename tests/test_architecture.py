@@ -20,7 +20,7 @@ from tests.sources import FILES, PACKAGE, calls_of, nodes_of, relative, tree_of
 
 LAYERS = [
     {"errors", "torchrun"},
-    {"stop_signals", "field_types"},
+    {"stop_signals", "field_types", "module_path"},
     {
         "units",
         "options",

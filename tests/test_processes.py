@@ -2,15 +2,18 @@
 
 import multiprocessing
 import os
+import profile
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from bapipe.module_path import current_folder_importable
 from bapipe.processes import ChildError, LocalProcess, end_with, local_processes, receive
 
 Send = Callable[[object], None]
@@ -42,6 +45,10 @@ def sleep(index: int, send: Send) -> None:
     time.sleep(1000)
 
 
+def imported(index: int, send: Send, *names: str) -> None:
+    send([getattr(import_module(name), "__file__", None) for name in names])
+
+
 def collect(processes: tuple[LocalProcess, ...]) -> list[tuple[int, object]]:
     messages = []
     while any(process.is_open for process in processes):
@@ -55,6 +62,24 @@ def test_each_process_gets_its_index_the_arguments_and_the_environment(tmp_path:
     with local_processes(greet, 2, ("hello",), folder=tmp_path, environment=environment, grace_s=10) as processes:
         assert collect(processes) == [(0, (0, "hello", "set")), (1, (1, "hello", "set"))]
     assert [process.popen.returncode for process in processes] == [0, 0]
+
+
+def test_files_of_the_current_folder_do_not_take_the_place_of_pythons_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is searched for the module of a factory, installed packages still come behind it."""
+    for name in ("profile", "random", "types", "bapipe", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the user')")
+    for name in ("own", "safetensors"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with current_folder_importable():
+        with local_processes(imported, 1, ("profile", "own", "safetensors"), folder=tmp_path / "empty") as processes:
+            received = collect(processes)
+        assert sys.path[0] == str(tmp_path)
+    assert str(tmp_path) not in sys.path
+    assert received == [(0, [profile.__file__, f"{tmp_path}/own.py", f"{tmp_path}/safetensors.py"])]
 
 
 def test_an_exception_is_reported_by_its_first_cause_in_one_line(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from bapipe.formats.files import write_bytes
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told
+from bapipe.module_path import current_folder_importable
 from bapipe.optimizers import rule_of
 from bapipe.options import options_from
 from bapipe.planner.inputs.profiles import Profiles, by_kind
@@ -95,7 +96,6 @@ def _run(
     from bapipe.training.build import model_build
     from bapipe.training.data.training_data import training_data
     from bapipe.training.train import train
-    from bapipe.zoo.factory import current_folder_importable
 
     arguments = dict(plan.arguments if config.arguments is None else config.arguments)
     with (
@@ -159,7 +159,6 @@ def check_training(factory: str, arguments: Mapping[str, object], config: TrainC
     require_torch()
     from bapipe.training.build import model_build
     from bapipe.training.data.training_data import training_data
-    from bapipe.zoo.factory import current_folder_importable
     from bapipe.zoo.trust import check_trusted
 
     check_trusted(factory, config.trust_factory)

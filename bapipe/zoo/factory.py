@@ -4,17 +4,16 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from traceback import extract_tb
 
 from bapipe.errors import BapipeError, InvalidModel, did_you_mean
+from bapipe.module_path import current_folder_importable
 from bapipe.zoo import is_function_path
 from bapipe.zoo.example import Example
 
@@ -138,18 +137,3 @@ def package_versions(factory: str) -> dict[str, object]:
         return {"transformers": version("transformers")}
     except PackageNotFoundError:
         return {}
-
-
-@contextmanager
-def current_folder_importable() -> Iterator[None]:
-    """Adds the current folder to the module search path, also for processes that are started meanwhile."""
-    folder = os.getcwd()
-    if folder in sys.path:
-        yield
-        return
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)

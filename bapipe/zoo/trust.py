@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bapipe.errors import InvalidModel
+from bapipe.module_path import current_folder_importable
 from bapipe.zoo import ZOO
 from bapipe.zoo.data.translation import LOCALE
-from bapipe.zoo.factory import current_folder_importable, find
+from bapipe.zoo.factory import find
 
 _HUGGING_FACE = "bapipe.zoo.hugging_face"
 

@@ -7,13 +7,14 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.module_path import current_folder_importable
 from bapipe.zoo import is_function_path
 from bapipe.zoo.data.buckets import Bucketed
 from bapipe.zoo.data.dataset import PipelineDataset, as_pipeline_dataset
 from bapipe.zoo.data.like_example import like_example
 from bapipe.zoo.data.translation import LOCALE, Translations
 from bapipe.zoo.example import Example
-from bapipe.zoo.factory import current_folder_importable, find, with_place
+from bapipe.zoo.factory import find, with_place
 
 SYNTHETIC = "synthetic"
 """The name of made-up data, which every model has."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
+from bapipe.module_path import current_folder_importable
 from bapipe.training.build import model_build
 from bapipe.training.data.training_data import check_items, training_data
 from bapipe.training.run import check_training
 from bapipe.training.train_config import TrainConfig
 from bapipe.zoo.data.dataset import as_pipeline_dataset
-from bapipe.zoo.factory import current_folder_importable
 from tests import ROOT
 
 INPUTS = (torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
