@@ -78,8 +78,7 @@ class LayerFailed(InvalidModel):
 class RunFailed(BapipeError):
     """A pipelined run ended before its last step; the message names the rank and the cause.
 
-    `told` of a job of torchrun's ranks: another one tells the user. `lost` are the devices whose processes died, or
-    hang.
+    `told`: in a torchrun job, another rank reports this error. `lost`: the devices whose processes died or hang.
     """
 
     def __init__(self, message: str, told: bool = False, lost: tuple[str, ...] = ()) -> None:

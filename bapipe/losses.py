@@ -1,4 +1,4 @@
-"""Means for losses, of which a pipeline sees what they are means over."""
+"""Mean reductions for losses that tell the pipeline the sum of weights they average over."""
 
 import torch
 from torch import Tensor

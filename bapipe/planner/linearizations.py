@@ -99,10 +99,10 @@ def solve_over_linearizations(
 
 
 def _bound_ns(solution: Solution, best: Solution, of_any_plan_ns: int) -> int:
-    """Returns what is proven along one order, for plans such as those that the space of the best one has.
+    """Returns the lower bound along one order, valid for the space of the best solution.
 
     Args:
-        of_any_plan_ns: what holds for any plan: a search that was cut off may have covered fewer orders of the devices.
+        of_any_plan_ns: a lower bound on any plan, used if the search along this order was cut off and covered less.
     """
     space, of_best = partitions_in(solution.space), partitions_in(best.space)
     # Along each order the cuts allow other numbers of stages.

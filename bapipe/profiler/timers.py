@@ -59,7 +59,7 @@ class LayerTimer(Protocol):
         ...
 
     def host_intervals(self) -> Iterable[tuple[int, int]]:
-        """Returns the same of the host, between the stamps that `intervals` forgot; none if it is the device."""
+        """Returns the host's times for the stamps of the last call of `intervals`; empty if the device is the CPU."""
         ...
 
 

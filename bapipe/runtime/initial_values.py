@@ -17,9 +17,9 @@ _NUM_SAMPLED = 16
 
 
 def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Warns if processes have other values of a parameter or buffer, of which a file that one of them loaded is half.
+    """Warns if a parameter or buffer differs between processes, as after only one of them has loaded a checkpoint.
 
-    Every process of the group calls it together. Tensors on the meta device have none.
+    All processes of the group must call it together. Tensors on the meta device are left out.
     """
     digests: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
     state = persistent_state(module).items()

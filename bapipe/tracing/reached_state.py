@@ -191,7 +191,7 @@ class KeptState:
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
-        """Follows what is named of objects, which may name more, and notes what to put back."""
+        """Follows the attributes that the code names until it reaches no more, and remembers the values to restore."""
         known: tuple[int, int] | None = None
         while known != (now := (len(self._names), len(self._objects))):
             known = now

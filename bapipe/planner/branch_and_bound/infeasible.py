@@ -52,7 +52,7 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
             layout = shortfalls.best_layout(root)
             if layout is None:
                 continue
-            # `Problem.layout` recomputes only stages that fit by it; one that never fits may still lack less.
+            # `Problem.layout` recomputes nothing in a stage that never fits, although that may reduce its shortfall.
             layout = _recompute_if_better(problem, layout)
             shortfall = problem.shortfall_bytes(layout)
             if best is None or max(shortfall.values()) < best[0]:
@@ -61,7 +61,7 @@ def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED
 
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
-    """Returns the layout with recomputation also in stages that do not fit even so, but lack less with it."""
+    """Returns the layout, which also recomputes stages that do not fit even so, if that reduces their shortfall."""
     if layout.fits or not problem.lower_bound.costs.memory.may_recompute:
         return layout
     nothing = (frozenset[int](),) * len(layout.placements)

@@ -141,9 +141,9 @@ def _first_devices(lines: Sequence[ClassSequence], count: int) -> list[ClassSequ
 
 
 def _all_orders(classes: Sequence[DeviceClass]) -> Iterator[tuple[int, list[ClassSequence]]]:
-    """Yields each number of devices with all orders of so many, by class; with none if these are too many.
+    """Yields (n, all orders of n devices by class) for each n; no orders if there are more than `MAX_DEVICE_ORDERS`.
 
-    Of hosts with the same devices the first that is not used comes first: to exchange two changes no step.
+    Hosts with the same devices are used in their given order, since exchanging two of them changes no step.
     """
     alike = _alike_hosts(classes)
     of_count: list[ClassSequence] = [()]

@@ -1,4 +1,4 @@
-"""Numbers of samples by 8 bytes each: Python's own integers, in a list, take 40."""
+"""Sample indices in an array of 8 bytes each; a list of Python integers takes 40."""
 
 from array import array
 from collections.abc import Sequence
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def index_array(indices: Tensor) -> Sequence[int]:
-    """Returns the values of a tensor of int64, [samples], as integers of Python when they are read."""
+    """Returns the values of an int64 tensor, [samples], as a sequence that yields Python integers when read."""
     return array("q", indices.numpy().tobytes())

@@ -55,7 +55,7 @@ def check_one_rank_per_gpu(devices: Sequence[Device], found: Sequence[RankGpu]) 
 
 
 def unlike_the_plan(devices: Sequence[Device], found: Sequence[RankGpu]) -> Iterator[str]:
-    """Yields in what the job's machines and GPUs are not those of the plan's cluster: at most a line of each."""
+    """Yields how the job's machines and GPUs differ from the plan's cluster, at most one line for each of the two."""
     for a, b in combinations(range(len(devices)), 2):
         machines = dict.fromkeys((found[a].machine, found[b].machine))
         if (devices[a].host == devices[b].host) != (len(machines) == 1):
