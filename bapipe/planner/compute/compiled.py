@@ -1,9 +1,10 @@
 """Functions over arrays that numba compiles to machine code when they are first called.
 
 Modules with such functions are imported where they are used, as numba takes half a second to import. Compiled code is
-kept in bapipe's cache, apart for every version of the sources: numba itself sees changes in the module of a function
-alone, not in what that calls, and cannot read what it kept if a type is gone since. The code of a few versions is kept.
-Files have a checksum at their end, because numba would run what a damaged one holds, or fail; it compiles anew instead.
+kept in bapipe's cache, in one folder for each version of the sources: numba itself notices changes in a function's own
+module only, not in what the function calls, and cannot read its cache if a type no longer exists. The folders of a few
+versions are kept. Files end with a checksum, because numba would run the code of a damaged one, or fail; with it, the
+function is compiled anew.
 """
 
 import logging
@@ -27,26 +28,26 @@ from bapipe.formats.cache import cache_folder
 from bapipe.planner.compute.deadline import COMPILING
 
 SOURCES = Path(__file__).parents[1] / "device_line"
-"""All compiled functions, and what they are made of, but for this file."""
+"""The folder of all compiled functions and of the modules that they need, except this one."""
 
 MAX_VERSIONS = 3
-"""Of the sources, whose compiled code is kept: that of one takes 5 MB."""
+"""How many versions of the sources keep their compiled code: that of one takes 5 MB."""
 
 _CHECKSUM_BYTES = 32
 
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
-"""`_nrt` is what counts references."""
+"""`_nrt` is numba's runtime, which counts references to arrays."""
 
 Compiled = TypeVar("Compiled", bound=Callable[..., object])
 
 
 def compiled(function: Compiled) -> Compiled:
-    """Marks a function that Python calls as one to compile, and to keep.
+    """Compiles a function that Python calls, and caches its code.
 
-    It takes numbers, arrays and named tuples of those, and makes no arrays. So numba need not count references to
-    arrays, which takes longer than most of these functions do themselves. Divisions by zero are not looked for. Other
-    threads run meanwhile. Each combination of types of arguments and layouts of arrays is compiled by itself, for
-    seconds: an argument is an integer always or never, and arrays are in C order.
+    It takes numbers, arrays and named tuples of those, and creates no arrays: so numba need not count references to
+    arrays, which takes longer than most of these functions. Division by zero is not checked, and the GIL is released.
+    Each combination of argument types and array layouts is compiled separately, which takes seconds: an argument must
+    be an integer always or never, and arrays must be in C order.
     """
     usual_folder = config.CACHE_DIR  # type: ignore[attr-defined]  # numba sets its attributes by name
     config.CACHE_DIR = _code_folder()  # type: ignore[attr-defined]
@@ -61,26 +62,26 @@ def compiled(function: Compiled) -> Compiled:
 
 
 def inlined(function: Compiled) -> Compiled:
-    """Marks a function as a part of the compiled ones that call it.
+    """Inlines a function into the compiled ones that call it.
 
-    A call of its own would pass each array of a named tuple as seven numbers, which takes longer than many of these
-    functions do. Parts are not kept by themselves, as what calls them later could not be joined with what was kept.
+    A real call would pass each array of a named tuple as seven numbers, which takes longer than many of these
+    functions. It is not cached itself, as later callers could not be linked with the cached code.
     """
     return cast(Compiled, njit(forceinline=True, **_OPTIONS)(function))
 
 
 @inlined
 def least(ns: float, known_ns: float) -> float:
-    """The lesser of two numbers, to be noted in the place of the second one.
+    """Returns the minimum of `ns` and `known_ns`, to be stored in the place of `known_ns`.
 
-    Without an addition LLVM leaves out stores of numbers that stay as they are, and stores vectors by masks: on AMD's
-    processors that takes several times as long as all else in such a loop. Adding 0 may not be left out: -0 + 0 is 0.
+    Without the addition LLVM skips stores of unchanged numbers by masked vector stores, which on AMD's processors take
+    several times as long as the rest of such a loop. LLVM cannot remove the addition of 0, as -0 + 0 is 0.
     """
     return (ns if ns < known_ns else known_ns) + 0.0
 
 
 class _CompileTimes(Listener):
-    """Adds up how long each thread compiles; functions that others call are compiled meanwhile."""
+    """Adds up how long each thread compiles. Events nest: the functions that one calls are compiled within its own."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -101,7 +102,7 @@ register("numba:compile", _CompileTimes())  # type: ignore[no-untyped-call]
 
 
 class _CheckedFile(IndexDataCacheFile):
-    """What numba keeps of a function, an index and a file for each signature; nothing if that was damaged."""
+    """numba's cache of a function, an index and a file for each signature; a damaged cache counts as empty."""
 
     def __init__(self, usual: Any) -> None:
         vars(self).update(vars(usual))
@@ -134,7 +135,7 @@ class _CheckedFile(IndexDataCacheFile):
 
     @contextmanager
     def _open_for_write(self, path: str) -> Iterator[IO[bytes]]:
-        """Opens another file, which takes the name when it is written."""
+        """Opens a temporary file, to which the checksum is added, and which then takes the name `path`."""
         with super()._open_for_write(path) as file:
             yield file
             file.flush()
@@ -158,7 +159,7 @@ def _check(content: bytes) -> None:
 
 @cache
 def _code_folder() -> str:
-    """Where compiled code is kept; that of old versions is removed from around it."""
+    """Returns the folder of the compiled code of these sources; removes the folders of old versions beside it."""
     digest = sha256(Path(__file__).read_bytes())
     for path in sorted(SOURCES.glob("*.py")):
         digest.update(path.read_bytes())

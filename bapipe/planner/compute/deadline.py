@@ -11,11 +11,11 @@ DEFAULT_LIMIT_S = 54.0
 
 
 class Compiling(threading.local):
-    """The seconds that this thread has compiled code for: that is done once, and is no search.
+    """The seconds that this thread has compiled code for; the code is cached, so they do not count as search time.
 
     Attributes:
-        of_all_s: the same of all threads together.
-        num_threads: how many compile now.
+        of_all_s: the sum over all threads.
+        num_threads: how many threads compile now.
     """
 
     of_all_s, num_threads, _lock = 0.0, 0, threading.Lock()
@@ -24,12 +24,12 @@ class Compiling(threading.local):
         self.seconds = 0.0
 
     def begin(self) -> None:
-        """Notes that this thread begins to compile."""
+        """Records that this thread begins to compile."""
         with self._lock:
             Compiling.num_threads += 1
 
     def end(self, seconds: float) -> None:
-        """Notes how long it took."""
+        """Records that this thread has compiled for `seconds`."""
         self.seconds += seconds
         with self._lock:
             Compiling.num_threads -= 1
@@ -40,15 +40,15 @@ COMPILING = Compiling()
 
 
 def compute_s() -> float:
-    """The seconds that this thread has computed, without those in which it compiled code."""
+    """Returns this thread's compute time in seconds, without the time in which it compiled code."""
     return time.thread_time() - COMPILING.seconds
 
 
 class OutOfTime(BapipeError):
-    """The deadline has passed; who has a plan and a bound by then returns them.
+    """The deadline has passed; a caller that has a plan and a bound by then returns them.
 
     Attributes:
-        lower_bound_ns: on every plan of the space, as far as it was searched.
+        lower_bound_ns: a lower bound on every plan of the space, as far as it was searched.
     """
 
     def __init__(self, message: str, lower_bound_ns: int = 0) -> None:
@@ -61,11 +61,11 @@ class NothingFoundError(BapipeError):
 
 
 class Deadline:
-    """A moment of a clock, or none; it can also be asked to be over at once, as Ctrl-C does.
+    """A time on a clock, or none; `stop` ends it at once, as Ctrl-C does.
 
     Attributes:
-        is_given: whether a user chose it: a search then goes on until it is over, instead of doing a fixed amount of
-            work.
+        is_given: whether the user chose it: a search then goes on until it has passed, instead of doing a fixed amount
+            of work.
         counted_s: see `count`.
     """
 
@@ -78,7 +78,7 @@ class Deadline:
         within: "Deadline | None" = None,
         stopped_with: "Deadline | None" = None,
     ) -> None:
-        """`within` is a longer deadline that also ends this one; one that is stopped with another has its own time."""
+        """`within` also ends this deadline when it has passed; `stopped_with` only when it is stopped."""
         self.is_given, self._clock, self._within, self._is_stopped = is_given, clock, within, False
         self._stopped_with, self.counted_s, self._left_alone_s = stopped_with, 0.0, 0.0
         self._end_s = None if limit_s is None else clock() + limit_s
@@ -91,13 +91,13 @@ class Deadline:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was asked to be over at once."""
+        """Whether `stop` was called on it, or on a deadline that it depends on."""
         others = (other for other in (self._within, self._stopped_with) if other is not None)
         return self._is_stopped or any(other.is_stopped for other in others)
 
     @property
     def remaining_s(self) -> float | None:
-        """The seconds of its clock that are left, None if they are not limited."""
+        """The remaining seconds of its clock, None if they are not limited."""
         if self.is_stopped:
             return 0.0
         own_s = None if self._end_s is None else max(0.0, self._end_s - self._clock())
@@ -111,21 +111,21 @@ class Deadline:
 
     @property
     def advice(self) -> str:
-        """What to try where a search that it ended has found too little."""
+        """What the user can try if the search that this deadline ended has found too little."""
         if self.is_stopped:
             return "let it go on for longer (it was interrupted)"
         return "choose a longer `time_limit_s`"
 
     def stop(self) -> None:
-        """Makes the deadline be over now."""
+        """Ends the deadline now."""
         self._is_stopped = True
 
     def in_thread(self, left_s: float | None, computed_s: float) -> "Deadline":
-        """Returns the deadline of work that begins now in another thread, called there.
+        """Returns the deadline of work that begins now in another thread; that thread must call it.
 
         Args:
-            left_s: the time that remained where the work was given away.
-            computed_s: what this thread has computed since.
+            left_s: the time that remained when the work was handed out.
+            computed_s: what this thread has computed since then.
         """
         if self._clock is not compute_s:
             left_s = self.remaining_s
@@ -134,18 +134,18 @@ class Deadline:
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, stopped_with=self)
 
     def leave(self, seconds: float) -> None:
-        """Ends so many seconds earlier from now on, instead of what an earlier call has left."""
+        """Reserves `seconds` at the end: the deadline passes that much earlier. Replaces an earlier reservation."""
         if self._end_s is not None:
             self._end_s += self._left_alone_s - seconds
             self._left_alone_s = seconds
 
     def has_time_for(self, num_actions: float, actions_per_s: float) -> bool:
-        """Returns whether so many actions can be simulated before it is over, about."""
+        """Returns whether about `num_actions` actions can be simulated before the deadline."""
         left_s = self.remaining_s
         return left_s is None or num_actions < actions_per_s * left_s
 
     def count(self, seconds: float) -> None:
-        """Counts what this thread waited for others that compute, if the clock is its compute time."""
+        """Adds the time that this thread waited for others that compute; it counts if the clock is compute time."""
         self.counted_s += seconds
         if self._end_s is not None and self._clock is compute_s:
             self._end_s -= seconds
@@ -153,12 +153,12 @@ class Deadline:
             self._within.count(seconds)
 
     def earlier(self, seconds: float) -> "Deadline":
-        """Returns a deadline that leaves so many seconds of the time that remains."""
+        """Returns a deadline `seconds` before this one."""
         left_s = self.remaining_s
         return self._ending_in(None if left_s is None else max(0.0, left_s - seconds))
 
     def share(self, num_parts: float) -> "Deadline":
-        """Returns the deadline of a search that has one part in `num_parts` of the time that remains."""
+        """Returns a deadline after 1/`num_parts` of the remaining time."""
         left_s = self.remaining_s
         return self._ending_in(None if left_s is None else left_s / num_parts)
 
@@ -167,9 +167,9 @@ class Deadline:
 
 
 def deadline_of(time_limit_s: float | None) -> Deadline:
-    """Returns the deadline of a time limit, from now on; without one, `DEFAULT_LIMIT_S` of this thread's compute time.
+    """Returns a deadline `time_limit_s` from now; without a limit, `DEFAULT_LIMIT_S` of this thread's compute time.
 
-    Compute time, so that other programs do not change the result, nor code that is compiled when it is first used.
+    That is compute time, so that neither other programs nor compilation at first use change the result.
     """
     if time_limit_s is None:
         return Deadline(DEFAULT_LIMIT_S, is_given=False, clock=compute_s)

@@ -1,4 +1,4 @@
-"""Runs compiled work in several threads, as far as there are processors."""
+"""Runs compiled work in up to as many threads as there are processors."""
 
 import sys
 import threading
@@ -16,10 +16,10 @@ Answer = TypeVar("Answer")
 
 
 def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline) -> list[Answer]:
-    """Returns the answers of some work, as much of it at a time as there are processors; each is given its deadline.
+    """Calls each function of `work` with a deadline of its own, in up to `num_cores` threads; returns their answers.
 
     Raises:
-        OutOfTime: if any work does, when all threads have ended.
+        OutOfTime: if any of them does, after all threads have ended.
     """
     if len(work) == 1:
         return [work[0](deadline)]
@@ -41,24 +41,24 @@ def in_threads(work: Sequence[Callable[[Deadline], Answer]], deadline: Deadline)
 
 
 Row = Callable[[int, Callable[[int], None], Deadline], bool]
-"""Runs the row of work of a number within a deadline, and returns whether another one follows.
+"""Runs one row of a wavefront: (row number, `begin`, deadline) -> whether another row follows.
 
-It begins when the first column of the row before is done. Before each of its columns it calls a function with the
-number of the column, which waits until the row before is past that column, or has ended.
+It begins when the first column of the row before is done. Before each column it calls `begin(column)`, which waits
+until the row before is past that column, or has ended.
 """
 
 
 def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int, most_ahead: int = sys.maxsize) -> int:
-    """Runs rows of work, as many at a time as there are processors, each behind what the one before it has done so far.
+    """Runs the rows as a wavefront in several threads: a row may do a column once the row before it has done it.
 
     Args:
-        most_ahead: so many columns a row may be ahead of the next one; all rows must run at a time then.
+        most_ahead: how many columns a row may be ahead of the next one; if limited, all rows must run at the same time.
 
     Returns:
-        How many rows there are, at most `max_rows`.
+        The number of rows, at most `max_rows`.
 
     Raises:
-        OutOfTime: if any row does, when all threads have ended.
+        OutOfTime: if any row does, after all threads have ended.
     """
     waves, at_once = _Waves(max_rows, most_ahead), min(num_cores(), max_rows, max(max_threads, 1))
     in_threads([partial(waves.run, row, first, at_once) for first in range(at_once)], deadline)
@@ -66,14 +66,14 @@ def in_waves(row: Row, max_rows: int, deadline: Deadline, max_threads: int, most
 
 
 class _NotNeededError(Exception):
-    """The row of work is not needed, or another one has failed."""
+    """The row is not needed, or another one has failed."""
 
 
 class _Waves:
-    """Rows of work that wait for one another.
+    """The state of a wavefront: rows that wait for one another.
 
     Attributes:
-        num_rows: as far as is known.
+        num_rows: an upper bound on the number of rows, exact once the last row has ended.
     """
 
     def __init__(self, num_rows: int, most_ahead: int) -> None:
@@ -81,7 +81,7 @@ class _Waves:
         self._changed, self._num_done, self._has_failed = threading.Condition(), [0] * num_rows, False
 
     def run(self, row: Row, first: int, at_once: int, deadline: Deadline) -> None:
-        """Runs every `at_once`-th row from one on."""
+        """Runs every `at_once`-th row from `first` on."""
         try:
             for number in range(first, len(self._num_done), at_once):
                 begin = partial(self._begin, deadline, number)
@@ -96,7 +96,7 @@ class _Waves:
             raise
 
     def _begin(self, deadline: Deadline, number: int, column: int) -> None:
-        """Waits until a column of a row can begin; those before it are done. The time counts as if it were computed."""
+        """Waits until row `number` may begin `column`; those before it are done. The wait counts as compute time."""
         started_s = time.monotonic() - Compiling.of_all_s
         with self._changed:
             self._num_done[number] = column
