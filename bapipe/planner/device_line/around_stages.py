@@ -1,4 +1,4 @@
-"""Compiled: what is before the begins and behind the ends of the stages of a class, by boundary."""
+"""Compiled: what is known before the begins and after the ends of the stages of a class, by boundary."""
 
 from typing import Any
 
@@ -45,15 +45,15 @@ from bapipe.planner.device_line.trip_tables import (
 )
 
 PARTS_LEFT = 4
-"""Of the micro-batches that turns of a stage leave, turns of the first one have none, a part in so many, ... all."""
+"""Of the micro-batches that a stage's F-B turns leave, turns of the first stage have 0, 1/4, 2/4, ... or all."""
 
 
 @inlined
 def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
-    """The first and the last boundary before the end that any stages reach, the end itself if none does.
+    """Returns the first and the last boundary before `end` that any stages reach, `end` twice if there is none.
 
     Args:
-        before: the table behind some devices, from the boundary `low` on. [width, rows]
+        before: the table after some devices, from the boundary `low` on. [width, rows]
     """
     first, last = 0, min(before.shape[0], end - low) - 1
     while first <= last and before[first, ARRIVED] == np.inf:
@@ -65,7 +65,10 @@ def reached(before: Floats, low: int, end: int) -> tuple[int, int]:
 
 @inlined
 def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_alike: bool) -> int:
-    """The most devices of the stages of a class on so many that are left, 0 if there are none."""
+    """Returns how many devices a stage of this class may have if `num_left` remain; 0 if none of its sizes is allowed.
+
+    That is the maximum; of equal devices the fewest of the class, as the others may stay idle.
+    """
     if own.few > num_left or (is_first and (own.few > kind.first_most or own.most < kind.first_fewest)):
         return 0
     return int(own.few if is_alike else min(own.most, num_left))
@@ -73,7 +76,7 @@ def most_devices(own: Any, kind: PlanKind, num_left: int, is_first: bool, is_ali
 
 @inlined
 def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
-    """Notes the rows at some boundaries and, in levels, the least of 2, 4 and so on of them from each one on.
+    """Builds a sparse table for each boundary: level k holds the minimum of the 2^k rows from each row on.
 
     Args:
         rows: [boundaries, rows]
@@ -88,7 +91,7 @@ def note_levels(rows: Floats, num_levels: int, levels: Floats) -> None:
 
 @inlined
 def join_levels(num_rows: int, num_levels: int, levels: Floats) -> None:
-    """Notes in each level but the first the least of 2, 4 and so on of the rows of the first; see `note_levels`."""
+    """Fills the levels 1, 2, ... of a sparse table from level 0; see `note_levels`."""
     for level in range(1, num_levels):
         below, here, half = (level - 1) * num_rows, level * num_rows, 1 << (level - 1)
         for x in range(levels.shape[0]):
@@ -108,7 +111,7 @@ def known_before(
     waits: Waits,
     known: Floats,
 ) -> None:
-    """Notes what is before the begins from `low` to `high` of the stages of class `g`, see `excess`.
+    """Stores what is known before the begins from `low` to `high` of the stages of class `g`, see `excess`.
 
     Args:
         levels: see `Scratch`.
@@ -121,7 +124,7 @@ def known_before(
             _copy(here, BACK, known[row, begins])
         known[BEFORE_FIRST, begins] = known[BEFORE_ANY, begins] = 0.0
         return
-    # Of turns and cycles it may be any micro-batch that comes back.
+    # After turns and cycles any micro-batch may be the one that comes back.
     _copy_least(here, tracked.of_all, known[FLAT_RETURN, begins])
     if stage.num_turns > 0:
         _note_behind_turns(here, tracked, waits, stage.turns_left, known[FOLLOW_TURNS, begins])
@@ -144,7 +147,7 @@ def known_before(
 
 @inlined
 def _note_behind_turns(levels: Floats, tracked: Tracked, waits: Waits, num_left: int, times: Floats) -> None:
-    """Notes what turns of the first stage take, and what follows: the longest over how many have so many each."""
+    """Stores the first stage's F-B turns plus what follows: the maximum over ways to divide `num_left` among both."""
     times[:] = 0.0
     for part in range(PARTS_LEFT + 1):
         num_first = num_left * part // PARTS_LEFT
@@ -163,7 +166,7 @@ def _copy(levels: Floats, row: int, times: Floats) -> None:
 
 @inlined
 def _copy_least(levels: Floats, places: Ints, times: Floats) -> None:
-    """Notes the lesser of two places in levels, by boundary."""
+    """Stores the minimum of a range of rows, by boundary: that of two places of the sparse table."""
     first, second = places[0], places[1]
     for x in range(times.size):
         times[x] = min(levels[x, first], levels[x, second])
@@ -183,14 +186,14 @@ def behind_ends(
     rest: Floats,
     late: Floats,
 ) -> tuple[int, int]:
-    """Notes what is behind each end of a stage of up to `most` devices, with the cut there.
+    """Stores what is known after each end of a stage of up to `most` devices, with the transfer over the cut there.
 
     Args:
-        is_full: whether more is asked for than trips.
+        is_full: whether to store more than trips.
         rest, late: see `excess` and `OfClass`.
 
     Returns:
-        The first end and the last one, no more than `low` if there are none.
+        The first end and the last one; the last one is at most `low` if there are none.
     """
     behind, end, first, last = tables.behind_ends, rest.shape[1] - 1, rest.shape[1], low
     may_end = may_be_last and own.few <= kind.last_most and own.most >= kind.last_fewest
@@ -222,13 +225,13 @@ def behind_ends(
 
 @inlined
 def note_row_ns(tracked: Tracked, own: Any, p: int, g: int, num_known: int, scratch: Scratch) -> int:
-    """Notes what the work of 1 ns takes on the replicas of each row of the stages of class `g` behind `p` devices.
+    """Stores how long 1 ns of work takes on the replica of each row, for stages of class `g` after `p` devices.
 
     Args:
-        num_known: how many of the devices `speeds` has.
+        num_known: how many devices `scratch.speeds` already holds, sorted.
 
     Returns:
-        How many it has then.
+        How many it holds now.
     """
     speeds, row_ns, rows_ns = scratch.speeds, scratch.row_ns, scratch.rows_ns
     num_devices = min(own.most, tracked.speeds.size - p)
@@ -250,28 +253,28 @@ def note_row_ns(tracked: Tracked, own: Any, p: int, g: int, num_known: int, scra
 
 @inlined
 def add(times: Floats, more: Floats, weight: float, total: Floats) -> None:
-    """Adds some times, so often, to others, by boundary."""
+    """Sets `total` to `times + weight * more`, by boundary."""
     for x in range(total.size):
         total[x] = times[x] + weight * more[x]
 
 
 @inlined
 def note_least(times: Floats, known: Floats) -> None:
-    """Notes times where they are less than known before."""
+    """Lowers `known` to `times` where these are less."""
     for x in range(known.size):
         known[x] = least(times[x], known[x])
 
 
 @inlined
 def _note_behind(times: Floats, over_cut: Floats, known: Floats) -> None:
-    """Notes times behind a cut, with the transfer over it, where they are less than known before."""
+    """Lowers `known` to the times after a cut plus the transfers over it, where these are less."""
     for x in range(known.size):
         known[x] = least(times[x] + over_cut[x], known[x])
 
 
 @inlined
 def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
-    """Notes when gradients are there behind a cut, by rows, where that is less than the first level of `known`."""
+    """Lowers the first level of `known`, by row, to when gradients arrive over the cut, where that is less."""
     for x in range(times.shape[0]):
         for row in range(times.shape[1]):
             known[x, row] = least(times[x, row] + over_cut[x], known[x, row])
@@ -281,11 +284,11 @@ def _note_late(times: Floats, over_cut: Floats, known: Floats) -> None:
 def limit_rest(
     columns: Floats, tracked: Tracked, own: Any, stage: Stage, first: int, high: int, rest: Floats, late: Floats
 ) -> None:
-    """Lowers what is behind the ends of stages where it falls faster than they grow, so that `excess` rises with ends.
+    """Lowers what follows the ends where it falls faster than the stages grow, so that `excess` rises with the end.
 
     Args:
         columns: those of the layers on the kinds of the stage. [LAYER_SUMS, boundaries]
-        first, high: the ends.
+        first, high: the first end and the last one.
         rest, late: see `excess` and `OfClass`.
     """
     for k in range(high - first):
@@ -311,7 +314,7 @@ def limit_known(
     slopes: Floats,
     known: Floats,
 ) -> None:
-    """Lowers what is before the begins of stages where it rises faster than they shrink, as `limit_rest` does behind.
+    """Lowers what precedes the begins where it rises faster than the stages shrink; the counterpart of `limit_rest`.
 
     Args:
         columns: see `limit_rest`.
@@ -334,7 +337,7 @@ def limit_known(
 
 @inlined
 def _note_slopes(own: Any, stage: Stage, of_class: OfClass, slopes: Floats) -> int:
-    """Notes by how much the rows may rise with F and r of the layers; returns how many rows there are."""
+    """Stores by how much each row may rise per ns of F and of r of the layers; returns the number of rows."""
     slopes[:] = 0.0
     slopes[0, ARRIVAL] = slopes[0, BEFORE_ANY] = slopes[0, BEFORE_FIRST] = own.fastest
     slopes[1, RETURN] = slopes[1, FLAT_RETURN] = own.fastest

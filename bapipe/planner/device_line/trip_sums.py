@@ -1,11 +1,11 @@
-"""Compiled: the limits of a stage by trips alone, as sums of what is known at its begin and at its end.
+"""Compiled: the limits of a stage by trips alone, each as a sum of one number for its begin and one for its end.
 
 Each limit of `excess` that needs no more than the trip of a micro-batch is of the form
 
-    what is before the begin i + the layers before j - the layers before i + what is behind the end j <= the step time
+    what is before the begin i + the layers before j - the layers before i + what is after the end j <= the step time
 
-So two numbers for each boundary and limit decide about a stage. They are found for all boundaries in a row, which the
-compiler turns into vectors, and most stages that are tried exceed one of these limits.
+So two numbers for each boundary and limit decide about a stage. They are computed for all boundaries in one loop, which
+the compiler vectorizes, and most stages that are tried exceed one of these limits.
 """
 
 from typing import Any, NamedTuple
@@ -44,22 +44,22 @@ from bapipe.planner.device_line.trip_limits import (
 from bapipe.planner.device_line.trip_tables import FLAT_AROUND, STEEP_AROUND, Window
 
 NUM_SUMS = 12
-"""Limits of a stage."""
+"""The maximum number of limits of a stage."""
 
 NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND = GRADIENTS + 1, FOLLOW_LATE + 1, STEEP_AROUND + 1
 
 BEFORE, BEHIND, ALWAYS, AGAIN, NUM_WEIGHTS = np.cumsum([NUM_COLUMNS, NUM_BEFORE, NUM_BEHIND, 1, 1]).tolist()
-"""The weights of a limit: of sums over layers, of what is before the begin, of what is behind the end, of 1, and of the
-F that run again in front of each backward."""
+"""Where the weights of a limit begin, after those of the sums over layers: for what is before the begin, for what is
+after the end, for the constant 1, and for the F that run again before each backward; and how many weights there are."""
 
 
 class Sums(NamedTuple):
-    """The limits of the stages of a class behind some devices.
+    """The limits of the stages of a class after some devices.
 
     Attributes:
-        weights: of each. [limits, NUM_WEIGHTS]
-        begins, ends: by boundary, what the begin and the end of a stage add to each, less the step time. A stage with a
-            sum above 0 is not within it. [limits, boundaries]
+        weights: of each limit. [limits, NUM_WEIGHTS]
+        begins, ends: what the begin and the end of a stage add to each limit, less the step time. A stage exceeds the
+            step time if begin and end of any limit add up to more than 0. [limits, boundaries]
     """
 
     weights: Floats
@@ -71,14 +71,14 @@ class Sums(NamedTuple):
 def _note_sums(
     columns: Floats, own: Any, stage: Stage, known: Floats, rest: Floats, window: Window, sums: Sums
 ) -> tuple[int, int]:
-    """Notes the sums of stages that begin and end in a window.
+    """Fills `sums` for the stages that begin and end in a window.
 
     Args:
         columns: those of the layers on the kinds of the stage. [LAYER_SUMS, boundaries]
         known, rest: see `excess`.
 
     Returns:
-        How many limits there are to which no rings are added, and how many in all.
+        The number of limits without rings, which come first, and of all limits.
     """
     weights, begins, ends = sums
     num_plain, num = _note_weights(own, stage, weights)
@@ -103,7 +103,7 @@ def _note_sums(
 
 @inlined
 def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
-    """Notes of which parts the limits are, see `excess`; returns how many there are, as `_note_sums` does."""
+    """Fills in the weights of the limits, see `excess`; returns their numbers as `_note_sums` does."""
     n, forward, backward = own.count, own.forward, own.backward
     apart, late_apart = 1 + stage.apart, 1 + stage.late_apart
     weights[:] = 0.0
@@ -134,7 +134,7 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
         weights[num, BEFORE + RETURN], weights[num, ALWAYS] = 1.0, stage.first_ns - stage.turns_slack
         weights[num, BEFORE + FLAT_RETURN], weights[num, BEHIND + FLAT_AROUND] = 1.0, 2.0
         num += 1
-    # Behind these the rings of the stage follow, and its update.
+    # In the limits from here on, the rings of the stage and its update follow.
     num_plain = num
     weights[num, FORWARD], weights[num, BACKWARD] = n * backward, (n - 1) * backward
     num += 1
@@ -149,14 +149,14 @@ def _note_weights(own: Any, stage: Stage, weights: Floats) -> tuple[int, int]:
             weights[num, BACKWARD] = -backward
             num += 1
     weights[num_plain:num, UPDATE], weights[num_plain:num, GRADIENTS] = 1.0, own.ring_rate
-    for k in range(num_plain, num):  # in front of these rings, too
+    for k in range(num_plain, num):  # also before the B that precedes the rings
         weights[k, AGAIN] = weights[k, CRITICAL] + weights[k, BACKWARD] + backward
     return num_plain, num
 
 
 @inlined
 def _pass(own: Any, way: int, weights: Floats) -> None:
-    """Adds round trips one after another, and the F and r between them."""
+    """Sets the weights of consecutive round trips, and of the F and r between them."""
     weights[FORWARD] = own.trips[way] * own.forward + own.steps[way] * own.backward
     weights[CRITICAL] = weights[AGAIN] = (own.trips[way] + own.steps[way]) * own.backward
     weights[BEHIND + FLAT_AROUND] = own.trips[way]
@@ -164,7 +164,7 @@ def _pass(own: Any, way: int, weights: Floats) -> None:
 
 @inlined
 def _add(numbers: Floats, weight: float, total: Floats) -> None:
-    """Adds numbers, so often, to others."""
+    """Adds `weight * numbers` to `total`."""
     for x in range(total.size):
         total[x] += weight * numbers[x]
 
@@ -189,10 +189,10 @@ def first_begins(
         columns: see `_note_sums`.
         of_class, known, rest: see `excess`.
         starts: see `Scratch`.
-        is_full: whether all limits count; else those by trips alone, which `_note_sums` adds up.
+        is_full: whether all limits count, or only those by trips, which `_note_sums` adds up.
 
     Returns:
-        How many begins and ends were tried, and whether there are any such stages.
+        How many pairs of a begin and an end were tried, and whether there is any such stage.
     """
     num_plain = num = 0
     if not is_full:
@@ -263,7 +263,7 @@ def _is_beyond(
     j: int,
     is_full: bool,
 ) -> bool:
-    """Whether the stage of the layers [i, j) exceeds a limit: any, or if not `is_full` one by trips alone."""
+    """Returns whether the stage of the layers [i, j) exceeds a limit: any one if `is_full`, else one by trips alone."""
     layers, savings, max_bucket = problem.layers, problem.savings, problem.max_bucket
     is_beyond: bool
     if is_full:
@@ -272,7 +272,7 @@ def _is_beyond(
         is_beyond = _are_above(columns, own, max_bucket, sums, num_plain, num, i, j)
         if not is_beyond and not _fits(columns, own, i, j):
             is_beyond = _are_above_again(problem, columns, own, sums, num_plain, num, i, j)
-    # The last stage may have fewer micro-batches in flight, of which the sums know nothing.
+    # The last stage may have fewer micro-batches in flight, which the sums do not take into account.
     if not is_beyond and (is_full or (stage.is_in_turn and j == columns.shape[1] - 1)):
         is_beyond = excess(layers, savings, max_bucket, own, stage, of_class, known, rest, i, j) > 0
     return is_beyond
@@ -282,7 +282,7 @@ def _is_beyond(
 def _are_above(
     columns: Floats, own: Any, max_bucket: float, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:
-    """Whether the stage of the layers [i, j) is above a limit; see `_note_sums`."""
+    """Returns whether the stage of the layers [i, j), which recomputes nothing, exceeds a limit; see `_note_sums`."""
     above, begins, ends = -np.inf, sums.begins, sums.ends
     for k in range(num_plain):
         above = max(above, begins[k, i] + ends[k, j])
@@ -295,7 +295,7 @@ def _are_above(
 
 @inlined
 def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> float:
-    """What the rings of a stage take until their first bucket is full, and for each bucket."""
+    """Returns the time until the first bucket of a stage is full, plus the ring latency of all its buckets."""
     first_full = min(max(columns[BACKWARD, j] - columns[BEFORE_GRADIENTS, i], 0.0), columns[FIRST_BUCKET, j])
     num_buckets = np.ceil((columns[GRADIENTS, j] - columns[GRADIENTS, i]) / max_bucket)
     return float(own.backward * first_full + own.ring_latency * num_buckets)
@@ -305,7 +305,7 @@ def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> floa
 def _are_above_again(
     problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:
-    """Whether a stage is above a limit, some layers of which run again so that it fits; true if it never fits."""
+    """Returns whether a stage that recomputes some layers so that it fits exceeds a limit; true if it never fits."""
     again = least_again(problem.layers, problem.savings, own, i, j)
     if again == np.inf:
         return True
@@ -318,6 +318,6 @@ def _are_above_again(
 
 @inlined
 def _fits(columns: Floats, own: Any, i: int, j: int) -> bool:
-    """Whether such a stage fits with all its stashes."""
+    """Returns whether the stage of the layers [i, j) fits with all its stashes."""
     state, held = columns[STATE, j] - columns[STATE, i], columns[HELD, j] - columns[STASH, i]
     return bool(state + max(own.num_stashes, 1.0) * held <= own.limit_bytes)
