@@ -1,4 +1,4 @@
-"""What is known of the plans within a step time: what a micro-batch takes behind each boundary, and how many cuts."""
+"""What is known of the plans within a step time: what a micro-batch takes after each boundary, and how many cuts."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,10 @@ class Behind(NamedTuple):
 
     Attributes:
         limit: that step time, in ns.
-        cuts: the fewest and the most.
-        lows, tables, gradients: see `Tables`; by the stages before a boundary, the last one behind so many or more.
-        numbers: of the micro-batches from each of which up to the next gradients are known.
+        cuts: the minimum and the maximum number of cuts.
+        lows, tables, gradients: see `Tables`; indexed by the number of stages before a boundary, where the last entry
+            is for that many stages or more.
+        numbers: the first micro-batch of each range of which `gradients` has a row.
         num_passes: how many times the tables have been filled for that step time.
     """
 
@@ -30,35 +31,35 @@ class Behind(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the tables."""
+        """The bytes of the tables."""
         return sum(table.nbytes for table in (*self.tables, *self.gradients))
 
     def num_left(self, num_tables: int) -> int:
-        """Returns how many boundaries some stages may reach, in so many tables."""
+        """Returns how many pairs of devices and boundary any stages may reach, in the first `num_tables` tables."""
         return sum(int(np.isfinite(table[0]).sum()) for table in self.tables[:num_tables])
 
     def first_ends(self, end: int) -> IntArray:
-        """Returns the first boundary at which a first stage may end, by its devices; `end` where none may before it."""
+        """Returns the first boundary at which a first stage may end, by its devices; `end` if there is none."""
         is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0])
         return np.where(is_reached.any(axis=1), self.lows + is_reached.argmax(axis=1), end)
 
     def firsts(self) -> IntArray:
-        """Returns the numbers of devices of first stages."""
+        """Returns the numbers of devices that a first stage may have."""
         return np.flatnonzero(np.isfinite(self.behind_stages(1, or_more=False)[0]).any(axis=1))
 
     def ends_of_first(self, num_replicas: int) -> IntArray:
-        """Returns the boundaries at which a first stage of so many devices may end."""
+        """Returns the boundaries at which a first stage of `num_replicas` devices may end."""
         is_reached = np.isfinite(self.behind_stages(1, or_more=False)[0, num_replicas])
         ends: IntArray = np.flatnonzero(is_reached) + self.lows[num_replicas]
         return ends
 
     def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
-        """Returns what is known behind so many stages, or behind so many or more."""
+        """Returns the table of what is known after `num_stages` stages, or after that many or more."""
         tables = self.tables[min(num_stages, len(self.tables) - 1) :]
         return np.minimum.reduce(tables) if or_more else tables[0]
 
     def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
-        """Returns what is known of gradients of micro-batches from each of some numbers up to the next."""
+        """Returns when gradients arrive, for micro-batches from each of `numbers` to the next; see `behind_stages`."""
         begin = min(num_stages, len(self.tables) - 1)
         if self.numbers.size * numbers.size == 0:
             of_any = self.behind_stages(num_stages, or_more=or_more)[ANY]
@@ -77,7 +78,7 @@ class Behind(NamedTuple):
 
 
 def in_band(known: Behind) -> Behind:
-    """Returns what is known, in tables from the first boundary any stages reach to the last, behind every device."""
+    """Returns the same with tables that, after each number of devices, hold only the boundaries that stages reach."""
     is_reached = np.any([np.isfinite(table[0]) for table in known.tables], axis=0)
     first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), 0)
     last = np.where(is_reached.any(axis=1), is_reached.shape[1] - 1 - is_reached[:, ::-1].argmax(axis=1), 0)
@@ -87,7 +88,7 @@ def in_band(known: Behind) -> Behind:
     devices, columns = np.arange(len(first))[:, None], np.where(is_inside, columns, 0)
     tables = (np.where(is_inside, table[:, devices, columns], np.inf) for table in known.tables)
     gradients = (np.where(is_inside[..., None], table[devices, columns], np.inf) for table in known.gradients)
-    # Rows one after the other in memory, as in all other tables: compiled functions have a version for each layout.
+    # In C order, as all other tables: compiled functions have a version for each layout.
     return known._replace(
         lows=known.lows + first,
         tables=tuple(map(np.ascontiguousarray, tables)),

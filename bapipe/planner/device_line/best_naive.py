@@ -1,4 +1,4 @@
-"""The fastest plan that can be had without a search, also when all time is over."""
+"""The fastest plan that can be found without a search, even after the deadline."""
 
 import time
 from collections.abc import Sequence
@@ -12,23 +12,23 @@ from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.schedules import SCHEDULES
 
 MIN_LATE, MAX_LATE = 3, 12
-"""So many plans are timed even after the deadline, and so many if none of them fits, ..."""
+"""How many plans are timed after the deadline: at least, and as long as none fits, ..."""
 
 MAX_LATE_ACTIONS = 50_000
-"""... and more until they have so many actions, a quarter of a second to a second. One with more than that is timed
-after the deadline only if nothing else has been found, ..."""
+"""... and more until this many actions have been simulated, in a quarter of a second to a second. A plan with more is
+timed after the deadline only if nothing else has been found, ..."""
 
 LAST_ACTIONS = 100_000
-"""... and none any more behind so many."""
+"""... and none at all once this many have been simulated."""
 
 MAX_LATE_S = 0.5
-"""After the deadline plans for tight memory are looked for for so long."""
+"""How long to search for plans for tight memory after the deadline."""
 
 MANY_ACTIONS = 1_000_000
-"""If all plans have more, those that seem not to fit come last, and only if there is time for them."""
+"""If all plans together have more, those that seem not to fit come last, and only if there is time for them."""
 
 ACTIONS_OF_PLAN, ACTIONS_OF_DEVICE = 100, 5
-"""A plan and each of its devices take as long to time as so many actions do."""
+"""What timing a plan costs for itself and for each of its devices, in simulated actions."""
 
 
 def best_naive(
@@ -38,15 +38,15 @@ def best_naive(
     deadline: Deadline,
     below_ns: int | None = None,
 ) -> TimedPlan | None:
-    """Returns the fastest naive plan that fits of those that the deadline leaves time for, None if there is none.
+    """Returns the fastest naive plan that fits, of those that can be timed before the deadline; None if there is none.
 
-    If none fits, their cuts are moved so that they do. After the deadline those on one device come first: their bounds
-    are their step times, while of the others those with the smallest bounds may be slow. Those with too many actions
-    for the time that is left come last, the fewest first.
+    If none fits, their cuts are moved so that they do. After the deadline those on one device come first, since their
+    bounds are their step times, while other plans with small bounds may be slow. Plans with too many actions for the
+    remaining time come last, those with the fewest first.
 
     Args:
         lines: the same devices in several orders.
-        below_ns: plans that are no faster are of no use.
+        below_ns: only a faster plan is returned.
     """
     best: TimedPlan | None = None
     plans = [(bound_ns, line, plan) for line in lines for bound_ns, plan in naive_plans(line, schedules, sizes)]
@@ -81,7 +81,7 @@ def best_naive(
 def _hopeless(
     plans: Sequence[tuple[int, DeviceLine, LinePlan]], sizes: Sequence[int]
 ) -> set[tuple[DeviceLine, LinePlan]]:
-    """Returns the plans that seem not to fit, where it takes long to time all of them."""
+    """Returns the plans that seem not to fit, if timing all plans would take long; else none."""
     if sum(_actions(line, plan) for _, line, plan in plans) <= MANY_ACTIONS:
         return set()
     memory = {size: StageMemory(plans[0][1], size) for size in sizes}
@@ -89,12 +89,12 @@ def _hopeless(
 
 
 def _actions(line: DeviceLine, plan: LinePlan) -> int:
-    """As many as take as long as timing a plan."""
+    """Returns what timing a plan costs, in simulated actions."""
     return line.num_actions(plan) + ACTIONS_OF_PLAN + ACTIONS_OF_DEVICE * sum(plan.counts)
 
 
 def _rank(line: DeviceLine, plan: LinePlan, pace: Pace, deadline: Deadline, *, is_late: bool) -> tuple[int, bool, bool]:
-    """Returns the smaller, the earlier a plan is timed."""
+    """Returns the key by which plans are sorted: the smallest is timed first."""
     num_actions = _actions(line, plan)
     many = 0 if _is_in_time(num_actions, pace, deadline) else num_actions
     # Tables of several stages per device take long to make.
@@ -102,7 +102,7 @@ def _rank(line: DeviceLine, plan: LinePlan, pace: Pace, deadline: Deadline, *, i
 
 
 def _is_in_time(num_actions: int, pace: Pace, deadline: Deadline) -> bool:
-    """Returns whether a plan is timed beside one that fits: in the time that is left, or what is allowed after it."""
+    """Returns whether there is time to simulate one more plan once one that fits is known."""
     if deadline.is_over:
         return num_actions <= MAX_LATE_ACTIONS
     return pace.has_time_for_result(num_actions, deadline)
@@ -111,7 +111,7 @@ def _is_in_time(num_actions: int, pace: Pace, deadline: Deadline) -> bool:
 def _first_fitting(
     lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], deadline: Deadline
 ) -> TimedPlan | None:
-    """Returns the first plan that fits of those for tight memory, None without one among the first ones."""
+    """Returns the first plan that fits of those for tight memory; None if none of the first ones does."""
     done, began_s = 0, time.perf_counter()
     fitting = ((line, plan) for line in lines for plan in fitting_plans(line, schedules, sizes))
     for number, (line, plan) in enumerate(fitting):

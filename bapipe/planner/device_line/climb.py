@@ -16,20 +16,21 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.neighbourhood import Neighbourhood, Score
 
 MIN_ACTIONS, MAX_ACTIONS = 800_000, 128_000_000
-"""The walks of the first round end after estimates of as many actions as the micro-batches times two fifths of the
-square of the devices, within these: after up to two thirds of a second."""
+"""The limits of the budget of a walk in the first round, in estimated actions: the number of micro-batches times two
+fifths of the squared number of devices. Up to two thirds of a second."""
 
 LONG_WALK = 3
-"""A walk from one plan alone is so often doubled."""
+"""How many times the length of a walk from a single plan is doubled."""
 
 NUM_TOGETHER, USEFUL = 2, 0.999
-"""So many walks by different moves follow one plan at a time, as long as they bring the step to this part of it."""
+"""How many walks by different moves start from one plan at the same time; they go on while they shorten the step to
+less than this part of it."""
 
 MAX_TRIES, MAX_WORSE = 6_000, 1_800
-"""Other climbs end after so many neighbours, and after so many in a row without a better one."""
+"""Other climbs end after this many neighbours in all, or this many in a row that are no better."""
 
 MAX_ERROR = 1e-3
-"""Estimates that differ more from the simulator are not trusted alone."""
+"""The largest relative difference to the simulated step at which an estimate is trusted alone."""
 
 
 Estimated = tuple[float, DeviceLine, LinePlan]
@@ -40,14 +41,14 @@ class Climbs:
     """The climbs of a search, none of them twice from the same plan."""
 
     def __init__(self, time: Callable[[DeviceLine, LinePlan], TimedPlan | None], num_doublings: int = 0) -> None:
-        """`time` times a plan with the simulator; each doubling lets climbs go on for twice as long, by other moves."""
+        """`time` simulates a plan; each of `num_doublings` makes climbs twice as long, by other moves."""
         self._time, self._num_doublings = time, num_doublings
         self._estimates: dict[tuple[DeviceLine, str, int, int], StepEstimate] = {}
         self._done: set[tuple[DeviceLine, LinePlan]] = set()
         self._seed = num_doublings
 
     def estimate_ns(self, line: DeviceLine, plan: LinePlan) -> float:
-        """Estimates the step time of a plan, infinite if it does not fit; other schedules are taken for 1F1B."""
+        """Estimates the step of a plan, infinite if it does not fit; as 1F1B for schedules without estimates."""
         estimate = self._estimate(line, plan)
         if estimate is not None:
             return estimate.step_ns(plan)
@@ -57,7 +58,7 @@ class Climbs:
         return estimate.step_ns(as_1f1b)
 
     def is_slower(self, line: DeviceLine, plan: LinePlan, limit_ns: float) -> bool:
-        """Returns whether a plan takes longer than a limit by its estimate."""
+        """Returns whether the estimate of a plan exceeds `limit_ns`; False for schedules without estimates."""
         estimate = self._estimate(line, plan)
         return estimate is not None and estimate.score_ns(plan, limit_ns) > limit_ns
 
@@ -68,14 +69,15 @@ class Climbs:
     def race(
         self, starts: Sequence[tuple[DeviceLine, LinePlan]], deadline: Deadline, is_over: Callable[[], bool]
     ) -> None:
-        """Walks from some plans, then from the better half of what they end at for twice as long, and so on.
+        """Walks from each plan, then for twice as long from the better half of the ends, and so on.
 
-        Successive halving (Karnin, Koren and Somekh 2013; Jamieson and Talwalkar 2016). The best of a round is timed.
+        Successive halving (Karnin, Koren and Somekh 2013; Jamieson and Talwalkar 2016). The best end of each round is
+        timed.
 
         Args:
             starts: plans that `can_walk`.
         """
-        if starts:  # so that code is compiled before time is shared, which would end the first walks
+        if starts:  # before time is shared, as compilation would use up that of the first walks
             estimate = self._estimate(*starts[0])
             assert estimate is not None
             _walk(estimate, starts[0][1], 1, 0, deadline)
@@ -95,9 +97,9 @@ class Climbs:
             runners = [(line, plan) for _, line, plan in ends[: len(ends) // 2]]
 
     def walk_on(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
-        """Walks from a plan as long as a race does at its end, and from what is found for twice as long, and so on.
+        """Walks on from the winner of a race, doubling the length of the walk each time, while the step shortens.
 
-        Until that is of no use: so the best plan of a race that was still getting faster is followed.
+        So a race whose best plan was still getting faster is continued.
         """
         line, plan, step_ns, number = timed.line, timed.plan, float(timed.step_ns), LONG_WALK
         while not (is_over() or deadline.is_over):
@@ -112,19 +114,19 @@ class Climbs:
     def _walk_at_once(
         self, starts: Sequence[tuple[DeviceLine, LinePlan]], num_doublings: int, deadline: Deadline
     ) -> list[Estimated]:
-        """Walks from some plans at the same time; returns what the walks end at."""
+        """Walks from several plans at the same time; returns the ends of the walks."""
         walks = [self._walk(*start, num_doublings, slot) for slot, start in enumerate(starts)]
         found = in_threads(walks, deadline)
         lines = [line for line, _ in starts]
         return [(self.estimate_ns(line, plan), line, plan) for line, plan in zip(lines, found, strict=True)]
 
     def from_plans(self, plans: Sequence[TimedPlan], deadline: Deadline, is_over: Callable[[], bool]) -> None:
-        """Climbs from each of some plans, in an equal share of the time that is left; `is_over` ends simulations."""
+        """Climbs from each plan, in equal shares of the remaining time; `is_over` ends climbs by simulation."""
         for num_left, timed in zip(range(len(plans), 0, -1), plans, strict=True):
             self.from_plan(timed, deadline.share(num_left), is_over)
 
     def from_plan(self, timed: TimedPlan, deadline: Deadline, is_over: Callable[[], bool]) -> None:
-        """Climbs from a plan, each time by other moves."""
+        """Climbs from a plan, with different random moves in each call."""
         line, estimate = timed.line, self._estimate(timed.line, timed.plan)
         self._done.add((line, timed.plan))
         if estimate is not None and line.allows_all:
@@ -142,11 +144,11 @@ class Climbs:
             self._climb(timed, self._simulated(line), lambda: not (deadline.is_over or is_over()))
 
     def can_walk(self, line: DeviceLine, plan: LinePlan) -> bool:
-        """Returns whether plans like one are estimated, and none of them is forbidden."""
+        """Returns whether the plan's schedule has estimates, and constraints forbid no plan."""
         return line.allows_all and plan.schedule in ESTIMATED
 
     def is_exact(self, timed: TimedPlan) -> bool:
-        """Returns whether the estimate of a plan is near the simulator's time."""
+        """Returns whether the estimate of a plan is close to its simulated step time."""
         estimate = self._estimate(timed.line, timed.plan)
         if estimate is None:
             return False
@@ -155,7 +157,7 @@ class Climbs:
     def _walk(
         self, line: DeviceLine, plan: LinePlan, num_doublings: int, slot: int = 0
     ) -> Callable[[Deadline], LinePlan]:
-        """Returns what walks by estimates, and returns the end; of several at the same time each has its own slot."""
+        """Returns a function that walks by estimates to a better plan; walks at the same time need different slots."""
         self._seed += 1
         max_actions = line.options.minibatch_size // plan.microbatch_size * len(line.cluster.devices) ** 2 * 2 // 5
         max_actions = min(MAX_ACTIONS, max(MIN_ACTIONS, max_actions)) << (num_doublings + self._num_doublings)
@@ -182,7 +184,7 @@ class Climbs:
         return score
 
     def _estimate(self, line: DeviceLine, plan: LinePlan, slot: int = 0) -> StepEstimate | None:
-        """Estimates plans with the same schedule and micro-batch size, None if there are none of this schedule."""
+        """Returns the estimates for the plan's schedule and micro-batch size; None if its schedule has none."""
         if plan.schedule not in ESTIMATED:
             return None
         key = line, plan.schedule, plan.microbatch_size
@@ -192,11 +194,11 @@ class Climbs:
 
 
 def _walk(estimate: StepEstimate, plan: LinePlan, max_actions: int, seed: int, deadline: Deadline) -> LinePlan:
-    """Returns what a walk by estimates ends at."""
+    """Returns the plan at which a walk by estimates ends."""
     start_s = deadline.remaining_s
 
     def part_done() -> float:
-        """Time that the user did not choose does not change a walk, but for its end."""
+        """Returns the part of the time that is over; 0 before the deadline unless the user gave a time limit."""
         if deadline.is_over:
             return 1.0
         return 1 - (deadline.remaining_s or 0.0) / start_s if start_s and deadline.is_given else 0.0
