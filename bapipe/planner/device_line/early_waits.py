@@ -1,8 +1,8 @@
-"""How the first stages of 1F1B and those behind them wait for each other, in chains that pass all stages twice.
+"""How early and later stages of 1F1B wait for each other, in chains of actions that pass all stages twice.
 
-Behind B of a micro-batch a stage runs F of one a fixed number later, and behind that F again B of another. So two
-micro-batches on their way to the last stage and back are one chain, with all that is run between them: F and B by turns
-on one stage, or ways from the first stage to another one and back (docs/many_devices.md).
+After B of a micro-batch a stage runs F of the one a fixed number later, and after that F the B of yet another. So two
+micro-batches that go to the last stage and back are linked into one chain by what runs between them: alternating F and
+B on one stage (*turns*), or trips from the first stage to another one and back (*cycles*); see docs/many_devices.md.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,9 @@ class Waits(NamedTuple):
     """What is known of the first stage of plans of a kind.
 
     Attributes:
-        num_left: the micro-batches behind that of the F that follows its first B, at least; 0 if stages do not wait.
-        first_ns: F and B by turns, until so many micro-batches later, take so long on it at least. [num_left + 1]
+        num_left: minimum number of micro-batches after the one whose F follows its first B; 0 if stages do not wait.
+        first_ns: lower bound on the time of its alternating F and B until k micro-batches later, for each k.
+            [num_left + 1]
     """
 
     num_left: int
@@ -31,7 +32,7 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
     """Returns what is known of the first stage.
 
     Args:
-        first_ends: the first boundary at which it may end, by its devices, if any is known. [devices + 1]
+        first_ends: the first boundary at which it may end, by its number of devices; None if unknown. [devices + 1]
     """
     if not problem.has_cycles:
         return Waits(0, np.zeros(1))
@@ -44,7 +45,7 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
         own = problem.stages[0, np.searchsorted(problem.stages[0]["few"], replicas, side="right") - 1]
         ends = problem.layers[own["own"], np.maximum(first_ends[replicas], kind.earliest_end)]
         left, first_ns = np.arange(num_left + 1)[:, None], np.zeros((num_left + 1, replicas.size))
-        # The busiest replica has one of the first micro-batches, so that its turns may have to begin later.
+        # The busiest replica runs one of the first `replicas` micro-batches, so its turns may begin later.
         for later, replica in ((0, "fastest"), (replicas - 1, "backward")):
             turn_ns = (ends["forward"] + ends["critical"]) * own[replica] - 2 * problem.rounding_ns
             num_turns = np.maximum(left - later, 0) // replicas
@@ -55,9 +56,9 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
 
 @inlined
 def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int) -> int:
-    """Returns how often the stages up to one of class `g` behind `p` devices wait for each other, at least.
+    """Returns a lower bound on the number of cycles between the first stage and one of class `g` after `p` devices.
 
-    Behind B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1, and behind F of
+    After B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1, and after F of
     micro-batch x that stage runs B of one up to x - the devices from there on + its replicas.
     """
     if p == 0:
@@ -68,7 +69,7 @@ def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int)
 
 @inlined
 def count_turns(problem: Problem, waits: Waits, p: int, g: int) -> tuple[int, float]:
-    """Returns how often a replica of such a stage runs F and B by turns, and what the first stage runs besides."""
+    """Returns how many turns of F and B a replica of such a stage runs, and the time of the first stage's besides."""
     replicas = problem.stages[p, g].most
     num_turns = waits.num_left // replicas
     return int(num_turns), float(waits.first_ns[waits.num_left - num_turns * replicas])

@@ -1,7 +1,7 @@
 """Estimates the step of a plan on a line of devices without a table of its actions, and walks along plans by estimates.
 
-Left out are rounding, links that several pairs of devices share, links of their own between two devices, sums that take
-compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
+The estimate ignores rounding, links that several pairs of devices share, individual links between two devices,
+all-reduces that take compute, and tied weights. The loops are compiled (`step_programme.py`, `walk.py`).
 """
 
 from collections.abc import Callable
@@ -31,18 +31,18 @@ ESTIMATED = ("1f1b", "gpipe")
 """The schedules whose steps are estimated."""
 
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 5e-4, 3e-5
-"""Of a walk, as parts of the step at its start."""
+"""The temperatures at the start and the end of a walk, as parts of the step at its start."""
 
 MIN_TEMPERATURES, MAX_ACTIONS_OF_EACH = 200, 500_000
-"""A walk has so many temperatures at least, and so many actions are estimated at each at most, which takes a few
+"""The minimum number of temperatures of a walk; and the maximum number of actions estimated at each, in a few
 milliseconds, before it looks at the clock again."""
 
 NUM_KNOWN = 4096
-"""Choices of recomputed layers that are known."""
+"""How many choices of recomputed layers are cached."""
 
 
 class StepEstimate:
-    """Estimates the step times of plans with a schedule and a micro-batch size."""
+    """Estimates the step times of plans with one schedule and micro-batch size."""
 
     def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
         from bapipe.planner.device_line.step_programme import estimate_ns
@@ -59,10 +59,10 @@ class StepEstimate:
         return self._estimate_ns(plan, inf)[1]
 
     def score_ns(self, plan: LinePlan, below_ns: float = inf) -> float:
-        """Returns the step time of a plan and a small part of the mean end of its stages; infinite if it does not fit.
+        """Returns the step time of a plan plus a small part of the mean end of its stages; infinite if it does not fit.
 
         Args:
-            below_ns: a plan with a higher score is of no use, and has an infinite one.
+            below_ns: the result is infinite if the score is above it.
         """
         return self._estimate_ns(plan, below_ns)[0]
 
@@ -72,11 +72,11 @@ class StepEstimate:
         return score_ns, step_ns
 
     def walk(self, plan: LinePlan, max_actions: int, part_done: Callable[[], float], seed: int) -> LinePlan:
-        """Returns the plan with the shortest step of a random walk that gets colder.
+        """Returns the plan with the shortest step of a random walk at falling temperatures (simulated annealing).
 
         Args:
-            max_actions: ends it when so many actions have been estimated.
-            part_done: the part of the time for it that is over, 1 to end it; 0 if time does not matter.
+            max_actions: the walk ends once this many actions have been estimated.
+            part_done: returns the part of its time that is over: 1 ends it, 0 if time does not matter.
         """
         near = self._neighbourhood
         plans = near.arrays(plan), near.arrays(plan), near.arrays(plan)
@@ -140,7 +140,7 @@ def _devices(line: DeviceLine) -> Records:
 
 
 def _notes(most_stages: int, num_devices: int, num_microbatches: int, num_layers: int) -> Notes:
-    """Room for notes on any plan; rows that are never used take no memory."""
+    """Returns arrays for notes on any plan; rows that are never used take no memory."""
     return Notes(
         stages=np.zeros(most_stages, dtype=STAGE),
         replicas=Replicas(np.zeros(num_devices, dtype=np.int64), *np.zeros((4, num_devices))),

@@ -1,6 +1,6 @@
-"""Which layers of the best plan are recomputed: of each stage those of the least forward time with which it fits.
+"""Chooses the layers that the best plan recomputes: in each stage those with the minimum forward time that make it fit.
 
-While plans for many devices are searched for, they recompute nearly the best layers (`recomputed_layers.py`).
+During the search plans for many devices recompute nearly the best layers only (`recomputed_layers.py`).
 """
 
 from itertools import pairwise
@@ -11,9 +11,9 @@ from bapipe.planner.stages.recomputation import LayerChoice
 
 
 def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
-    """Returns a plan with the layers that its stages recompute chosen one by one, if that is faster.
+    """Returns the plan with the recomputed layers of each stage chosen exactly, if that is faster.
 
-    After the deadline the stages that are left recompute what they did.
+    The stages that are left at the deadline keep their layers.
     """
     if not any(timed.recompute) or deadline.is_over:
         return timed
@@ -23,7 +23,7 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
         if chosen[stage] and not deadline.is_over:
             kind = line.cluster.devices[sum(plan.counts[:stage])].kind
-            # If a stage does not fit with all of its layers, neither does the plan below, if nothing better is found.
+            # `whole_fits` need not be true: if the stage does not fit even so, `time_with` rejects the plan below.
             best = choice.best(begin, end, limits[stage], kind, whole_fits=True)
             chosen[stage] = chosen[stage] if best is None else best.layers
     return min(timed, line.time_with(plan, chosen) or timed, key=lambda each: each.step_ns)

@@ -16,7 +16,7 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.naive import naive_plans
 
 MAX_ESTIMATED = 400
-"""So many naive plans are estimated to begin with the best ones."""
+"""The maximum number of naive plans that are estimated, so that the search begins with the best ones."""
 
 NUM_FITTING = 6
 """The number of plans of each order of the devices that are tried where memory is tight."""
@@ -26,9 +26,9 @@ class FirstPlans(NamedTuple):
     """Plans to begin with.
 
     Attributes:
-        ranked: all of them, the fastest first as far as known.
+        ranked: all of them, in the order in which they are to be timed.
         estimated: those that fit by their estimates, the fastest first.
-        is_memory_tight: whether a naive one does not fit.
+        is_memory_tight: whether some naive plan does not fit by its estimate.
     """
 
     ranked: list[tuple[DeviceLine, LinePlan]]
@@ -39,10 +39,10 @@ class FirstPlans(NamedTuple):
 def first_plans(
     lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], climbs: Climbs, deadline: Deadline
 ) -> FirstPlans:
-    """Returns the naive and the growing plans of all lines, the smallest estimates first, and then the bounds.
+    """Returns the naive and the growing plans of all lines: those with estimates first, by estimate, then by bound.
 
-    Those with bounds above an estimate have none. If the time for estimates is over before that, those without come in
-    the order of the time that simulating them takes, as the smallest bounds are those of many stages.
+    Naive plans are estimated until a bound exceeds the smallest estimate. If the time for that ends before, the rest
+    come in the order of their numbers of actions, as the plans with the smallest bounds have many stages.
     """
     bounded = [(bound_ns, line, plan) for line in lines for bound_ns, plan in naive_plans(line, schedules, sizes)]
     estimated: list[Estimated] = []
@@ -70,7 +70,7 @@ def first_plans(
 def first_fitting(
     lines: Sequence[DeviceLine], schedules: Sequence[str], sizes: Sequence[int], is_over: Callable[[], bool]
 ) -> Iterator[tuple[DeviceLine, LinePlan]]:
-    """Yields plans that fit, a few of each line, by turns, until `is_over`."""
+    """Yields a few plans that fit, from each line in turn, until `is_over`."""
     tried = deque((line, fitting_plans(line, schedules, sizes)) for line in lines)
     num_left = NUM_FITTING * len(tried)
     while tried and num_left > 0 and not is_over():

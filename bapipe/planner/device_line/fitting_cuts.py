@@ -1,12 +1,12 @@
 """Cuts for tight memory, where equal shares of the time or of the bytes do not fit.
 
-A stage with one layer more may need less memory, where less is sent over its new cut: buffers for what it receives can
-be most of what it holds. So cuts are found by a dynamic programme over stages and boundaries: of all cuts that fit,
-those that are moved by the fewest boundaries in all.
+A stage with one more layer may need less memory if less is sent over its new cut: buffers for what it receives can be
+most of what it holds. So a dynamic programme over stages and boundaries finds, of all cuts that fit, those that are
+moved by the fewest boundaries in total.
 
-Where that takes too long, as many layers as fit on each stage, packed from the front and from the back, leave a range
+If that takes too long, layers are packed greedily on the stages, from the front and from the back, which gives a range
 for each cut; within the ranges the cuts of a plan are moved as little as possible. If a stage with more layers never
-needs less memory, and each layer alone fits on each stage, this finds cuts that fit if there are any, too.
+needs less memory, and each single layer fits on each stage, this also finds cuts that fit whenever there are any.
 """
 
 from bisect import bisect_left
@@ -23,14 +23,14 @@ from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.schedules import SCHEDULES
 
 MAX_TRIED = 50_000_000
-"""The dynamic programme tries so many stages at most, in a fifth of a second."""
+"""The maximum number of stages that the dynamic programme tries, in a fifth of a second."""
 
 
 def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan | None]:
     """Yields plans that fit as far as is known without a table of actions, none with several stages per device.
 
-    Those with groups of any sizes first, then naive ones with their cuts moved, those with the smallest bounds first.
-    For what does not fit there is a None, as each takes up to half a second.
+    First come plans with groups of any sizes, then naive ones with their cuts moved, those with the smallest bounds
+    first. Yields None for each attempt that finds none, as an attempt takes up to half a second.
     """
     simple = [name for name in schedules if name in SCHEDULES]
     memory = {size: StageMemory(line, size) for size in sizes}
@@ -50,12 +50,12 @@ def fitting_cuts(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> tuple
 
 
 def seems_to_fit(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> bool:
-    """Returns whether a plan fits as far as is known without a table of actions; of several stages a device it may."""
+    """Returns whether a plan seems to fit, without a table of actions; True if devices have several stages."""
     return plan.schedule not in SCHEDULES or _Packing(line, plan, memory).has_all()
 
 
 class _Packing:
-    """Finds which layers between boundaries fit on each stage of a plan. Every stage has one part at least."""
+    """Finds which layers between boundaries fit on each stage of a plan. No stage may be empty."""
 
     def __init__(self, line: DeviceLine, plan: LinePlan, memory: StageMemory) -> None:
         self._num_stages, self._num = len(plan.counts), len(line.cuts)
@@ -86,8 +86,8 @@ class _Packing:
         return all(self._fits(stage, *ends) for stage, ends in enumerate(pairwise([0, *ends])))
 
     def _packed(self) -> tuple[int, ...] | None:
-        """Returns such boundaries if more layers never need less memory, and each layer alone fits on each stage."""
-        lowest = [self._num - 1] * (self._num_stages + 1)  # the boundaries from which on the stages behind fit. [cuts]
+        """Returns boundaries by greedy packing; finds some if more layers never need less and each layer fits alone."""
+        lowest = [self._num - 1] * (self._num_stages + 1)  # the boundaries from which on the later stages fit. [cuts]
         for stage in reversed(range(self._num_stages)):
             lowest[stage] = self._lowest_begin(stage, lowest[stage + 1])
             if lowest[stage] == lowest[stage + 1]:
@@ -103,15 +103,15 @@ class _Packing:
         return (*boundaries, self._num - 1)
 
     def _lowest_begin(self, stage: int, end: int) -> int:
-        """Returns the first boundary at which a stage that ends at one may begin so that it fits; `end` if none is.
+        """Returns the first boundary at which a stage that ends at `end` may begin so that it fits; `end` if none.
 
-        The first stage, which alone receives nothing, begins at 0 or not at all.
+        The first stage, the only one that receives nothing, can only begin at 0.
         """
         begins = range(stage, end if stage else 1)
         return stage + bisect_left(begins, True, key=lambda begin: self._fits(stage, begin, end))
 
     def _highest_end(self, stage: int, begin: int) -> int:
-        """Returns the last boundary at which a stage that begins at one may end so that it fits; `begin` if none is."""
+        """Returns the last boundary at which a stage that begins at `begin` may end so that it fits, else `begin`."""
         ends = range(begin + 1, self._num - self._num_stages + stage + 1)
         return begin + bisect_left(ends, True, key=lambda end: not self._fits(stage, begin, end))
 

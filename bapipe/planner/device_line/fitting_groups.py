@@ -1,4 +1,4 @@
-"""Stages for tight memory, of any numbers of devices and layers: of those that fit, with the least busy replica.
+"""Stages for tight memory, of any numbers of devices and layers, that fit and minimize the busiest replica's work.
 
 A dynamic programme over devices and boundaries. What a stage holds depends on its devices, its layers and on how many
 devices there are in all, and not on other stages.
@@ -11,19 +11,19 @@ from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.stage_memory import StageMemory
 
 MAX_TRIED = 100_000_000
-"""So many stages are tried at most, in half a second or so; otherwise none are known."""
+"""The maximum number of stages that are tried, in about half a second; with more there is no result."""
 
 REACHED = 1 / 4
-"""Of all that there are, about so many are tried, as the others begin where none can end."""
+"""The approximate part of all stages that is tried, as the others begin where no stage can end."""
 
 MAX_SINGLE, GROWTH = 8, 1.25
-"""A stage has each number of devices up to the first one, and then those that grow by the second."""
+"""A stage may have each number of devices up to `MAX_SINGLE`; larger numbers grow by the factor `GROWTH`."""
 
 
 def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory) -> LinePlan | None:
-    """Returns stages that fit as far as is known without a table of actions, None if no such ones are known.
+    """Returns stages that fit as far as is known without a table of actions, None if none are found.
 
-    Where plans with one stage per device are forbidden by constraints, none are known.
+    None are searched for if constraints forbid some plan with one stage per device.
     """
     if not line.allows_all:
         return None

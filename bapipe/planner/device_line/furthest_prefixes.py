@@ -1,4 +1,4 @@
-"""Runs the compiled dynamic programme of `prefix_programme.py` for one kind of plans and one step time."""
+"""Runs the compiled dynamic programme of `prefix_programme.py` for one kind of plan and one step time."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bapipe.planner.device_line.stage_delays import Delays
 
 POSITIONS_AT_ONCE = 64
-"""Devices between two looks at the deadline."""
+"""How many devices are handled between two checks of the deadline."""
 
 
 class FurthestPrefixes:
@@ -20,7 +20,7 @@ class FurthestPrefixes:
 
     Attributes:
         furthest: by level of delays, devices and cuts; -1 where nothing is known. [levels, devices + 1, cuts + 2]
-        first: the boundary behind which the other devices can do all work. [devices + 1, cuts + 2]
+        first: the first boundary after which the remaining devices can do all work. [devices + 1, cuts + 2]
         origin: the devices before the last stage, where there is one level. [devices + 1, cuts + 2]
     """
 
@@ -33,10 +33,10 @@ class FurthestPrefixes:
         *,
         counts_cuts: bool = True,
     ) -> None:
-        """Without `delays` what follows behind the way back of a stage does not count.
+        """Without `delays`, work after the gradients have returned to the first stage is ignored.
 
         Args:
-            counts_cuts: whether prefixes with different numbers of cuts are told apart.
+            counts_cuts: whether prefixes with different numbers of cuts are distinguished.
         """
         from bapipe.planner.device_line.stage_delays import without_delays
 
@@ -53,11 +53,11 @@ class FurthestPrefixes:
 
     @property
     def num_tried(self) -> int:
-        """How many classes of stages were tried behind prefixes: the work so far."""
+        """How many (prefix, class of stages) pairs have been tried: the work so far."""
         return int(self._num_tried[0])
 
     def find(self, deadline: Deadline) -> int | None:
-        """Returns how many devices some prefix with all layers has, None if there is none."""
+        """Returns the number of devices of a prefix that holds all layers, None if there is none."""
         from bapipe.planner.device_line.early_waits import early_waits
         from bapipe.planner.device_line.prefix_programme import extend
         from bapipe.planner.device_line.suffix_programme import extend_backwards

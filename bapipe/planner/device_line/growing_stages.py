@@ -1,13 +1,13 @@
-"""Plans whose stages grow from the first one to the last: what they all do at the end of a step ends at one time.
+"""Plans whose stages grow from the first to the last, so that all stages end the step at the same time.
 
-In the cool-down a stage sums its gradients when its last backward is done. The gradient of the last micro-batch then
-still passes the stages before it, so an early stage has to be small, and a later one may take as long to sum its
-gradients as that way takes: what is *hidden*. For some slack beyond it, the first stage takes as many layers as it has
-the time to sum, then the second one, and so on. Little slack makes many stages and long ways over their cuts, much
-slack makes few; plans with several slacks are made, and what they take is estimated elsewhere.
+In the cool-down a stage sums its gradients after its last backward. Meanwhile the gradient of the last micro-batch
+still passes the earlier stages. So an early stage has to be small, and a later one can hide as much of its all-reduce
+as that trip takes: what is *hidden*. Given some slack beyond that, the first stage takes as many layers as it has time
+to sum the gradients of, then the second one, and so on. Little slack gives many stages and long trips over their cuts,
+much slack gives few; plans are made with several slacks, and their steps are estimated elsewhere.
 
-Devices are shared out in proportion to the time between the first backward of a stage and its last one. All stages then
-take as long for it; by bisection so long that the devices suffice.
+Devices are assigned so that all stages are equally busy between their first and their last backward: for the shortest
+time for which the devices suffice, found by bisection.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ REFINED = (2.0, 0.5, 1.4, 0.7)
 """... then the one with the shortest step by these factors, one after another."""
 
 NUM_BISECTIONS, NEAR = 10, 0.15
-"""The time that stages are busy for is bisected so often; near that of the slack before, half as often."""
+"""The steps of the bisection over busy times; half as many within this part of the previous slack's busy time."""
 
 MIN_WINDOW = 16
-"""At least so many ends of a stage are looked at once."""
+"""The minimum number of ends of a stage that are examined at once."""
 
 NO_STAGES = np.zeros(0, dtype=np.int64)
 
@@ -40,10 +40,10 @@ NO_STAGES = np.zeros(0, dtype=np.int64)
 def growing_stages(
     line: DeviceLine, schedule: str, size: int, estimate_ns: Callable[[LinePlan], float], deadline: Deadline
 ) -> list[tuple[float, LinePlan]]:
-    """Returns plans with replicas on all devices of a line and their steps, as many as there is time for.
+    """Returns (step by `estimate_ns`, plan) for growing stages on a line, for as many slacks as there is time for.
 
     Args:
-        estimate_ns: the step time of a plan, infinite if it does not fit.
+        estimate_ns: returns the step time of a plan, infinite if it does not fit.
     """
     problem, found = _Growth(line, schedule, size), dict[LinePlan, tuple[float, float]]()
 
@@ -77,7 +77,7 @@ class _Growth:
         self._forward, self._backward = sums.least.forward, sums.least.backward
         self._gradients = sums.gradients
         self._last = len(line.cuts) - 1
-        # Not more buckets than layers with gradients, nor than the bytes fill.
+        # At most as many buckets as there are layers with gradients, and as the bytes fill.
         num_summed = max(1, int(np.count_nonzero(np.diff(sums.gradients))))
         self._bucket_bytes = max(BUCKET_BYTES, float(sums.gradients[-1]) / num_summed)
         self._hosts = sums.hosts_before
@@ -86,7 +86,7 @@ class _Growth:
         self._ns_per_byte = 1e9 / np.array([cluster.intra_host.bytes_per_s, cluster.inter_host.bytes_per_s])
         num_cuts = np.arange(self._last + 1)
         self._back = np.array([sums.round_trip_ns(int(number)) for number in num_cuts]) / 2  # over the cuts before
-        # Micro-batches whose F on a stage follow its first backward, by its first device. [devices]
+        # How many micro-batches run F on a stage after its first backward, by its first device. [devices]
         depth = np.full(self._num_devices, self._num_microbatches)
         if schedule in IN_FLIGHT:
             depth = np.array([IN_FLIGHT[schedule](self._num_devices - p) for p in range(self._num_devices)])
@@ -95,7 +95,7 @@ class _Growth:
         self.trip_ns = float(sums.least.trip[-1]) / sums.max_speed
 
     def stages(self, slack_ns: float) -> tuple[IntArray, IntArray]:
-        """Returns the boundaries and the numbers of devices of stages with some slack; none if they have no place."""
+        """Returns boundaries and numbers of devices of stages with some slack; empty if devices do not suffice."""
         if self._busy_ns:
             found = self._bisect(slack_ns, self._busy_ns * (1 - NEAR), self._busy_ns * (1 + NEAR), NUM_BISECTIONS // 2)
             if found[1].size:
@@ -106,7 +106,7 @@ class _Growth:
         return self._bisect(slack_ns, 0.3 * shared_ns, 4 * shared_ns, NUM_BISECTIONS)
 
     def _bisect(self, slack_ns: float, low_ns: float, high_ns: float, num_steps: int) -> tuple[IntArray, IntArray]:
-        """The stages that are busy for the least time between two, if any are."""
+        """Returns the stages with the minimum busy time between `low_ns` and `high_ns`; empty if there are none."""
         found = self._grow(slack_ns, high_ns)
         for _ in range(num_steps if found[1].size else 0):
             self._busy_ns = high_ns
@@ -119,7 +119,7 @@ class _Growth:
         return found
 
     def _grow(self, slack_ns: float, busy_ns: float) -> tuple[IntArray, IntArray]:
-        """Stages that are busy for so long after their first backward; none if there are too few devices."""
+        """Returns stages that are busy for `busy_ns` after their first backward; empty if there are too few devices."""
         cuts, counts = [0], list[int]()
         begin = first = 0
         while begin < self._last:
@@ -142,10 +142,10 @@ class _Growth:
         return np.array(cuts), np.array(counts)
 
     def _numbers(self, begin: int, first: int, ends: IntArray, busy_ns: float) -> IntArray:
-        """How many devices stages need that are busy for so long, one more than there are if too many. [ends]"""
+        """Returns how many devices stages need to be busy for `busy_ns`, one more than remain if too many. [ends]"""
         forward, backward = self._forward[ends] - self._forward[begin], self._backward[ends] - self._backward[begin]
         work = (self._num_microbatches - 1) * backward + self._num_behind[first] * forward
-        # The slowest replica decides what all can do.
+        # The slowest replica limits what all can do.
         slowest = np.minimum.accumulate(self._speeds[first:])
         can = np.maximum.accumulate(slowest * np.arange(1, slowest.size + 1))
         nearest = np.searchsorted(can, work / busy_ns - slowest[0] / 2) + 1
@@ -153,7 +153,7 @@ class _Growth:
         return numbers
 
     def _sum_ns(self, begin: int, first: int, ends: IntArray, numbers: IntArray) -> FloatArray:
-        """How long stages sum their gradients after their last backward, about. [ends]"""
+        """Returns about how long stages sum gradients after their last backward. [ends]"""
         last = np.minimum(first + numbers, self._num_devices) - 1
         crosses = (self._hosts[last] > self._hosts[first]).astype(np.int64)
         gradients = self._gradients[ends] - self._gradients[begin]

@@ -1,4 +1,4 @@
-"""Kinds of plans, which a bound decides one by one."""
+"""Kinds of plans: what a bound is asked about."""
 
 from typing import NamedTuple
 
@@ -6,10 +6,7 @@ ANY_END = 2**31 - 1
 
 
 class PlanKind(NamedTuple):
-    """Plans with so many cuts between their stages, and replicas of their last and first stages.
-
-    The boundaries at which the first stage ends are only looked at by `prefix_programme.py` and `suffix_programme.py`.
-    """
+    """Limits for the number of cuts, the replicas of the last and the first stage, and the end of the first stage."""
 
     fewest_cuts: int
     most_cuts: int

@@ -1,4 +1,4 @@
-"""Ranges of plans that a bound is asked about one by one, and how one is taken apart."""
+"""Ranges of plans, each with its own lower bound, and how a range is divided."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,44 +15,44 @@ from bapipe.planner.device_line.trip_bound import TripBound
 from bapipe.planner.stages.intervals import IntArray
 
 WIDTH = 1.25
-"""Wide ranges of numbers of cuts end at so many times their begin."""
+"""Wide ranges of numbers of cuts end at this multiple of their first number."""
 
 LEAST = 1 / 150
-"""Ranges are not divided by what makes no larger difference to a step."""
+"""A range is not divided by a property that changes a step by no more than this part."""
 
 LITTLE = 1 / 20
-"""Cuts are counted of ranges whose numbers of cuts, and replicas of the last stage, make no larger difference."""
+"""Cuts are counted if neither their number nor the replicas of the last stage change a step by more than this part."""
 
 MANY_CUTS, MIN_CUTS, MIN_CUTS_OF_GPIPE = 3, 1 / 500, 1 / 50
-"""No plan of interest has so many times the cuts of the best one; and the tables count cuts if those make a larger
-difference, which rules out less of GPipe."""
+"""Plans of interest have at most `MANY_CUTS` times as many cuts as the best plan has stages. The tables count cuts if
+these change a step by more than `MIN_CUTS`, or for GPipe, where counting rules out less, `MIN_CUTS_OF_GPIPE`."""
 
 SMALL, UNCOUNTED = 1.1, 1 / 100
-"""GPipe: ranges of the replicas of the last stage that end at so many times their begin are not divided; and where the
-tables would count cuts next, which takes long, ranges are first divided down to such a difference if transfers are
-short."""
+"""GPipe: ranges of the replicas of the last stage whose end is at most `SMALL` times their begin are not divided. If
+transfers are short and the tables would count cuts next, which takes long, ranges are first divided by these replicas
+until they change a step by no more than `UNCOUNTED`."""
 
 OF_REPLICAS, LEAST_OF_FIRST, FEW_REPLICAS = 0.03, 1 / 500, 0.015
-"""1F1B: the replicas of the first stage make such a difference to a step: the part of it by which they differ. Ranges
-are not divided by them if that is no more than the second number, nor by the ends of that stage if cuts make a larger
-one; and above the third they are before cuts are counted."""
+"""1F1B: a relative difference x in the replicas of the first stage changes a step by `OF_REPLICAS` x. Ranges are not
+divided by them if that is at most `LEAST_OF_FIRST`, nor by the ends of that stage if cuts change more; if it is above
+`FEW_REPLICAS`, they are divided before cuts are counted."""
 
 OF_ENDS = 0.05
-"""The same of where the first stage ends."""
+"""The same factor for the boundary at which the first stage ends."""
 
 EARLY = 16
-"""Where it ends matters where it has one device in so many at most."""
+"""The end of the first stage matters only if it has at most 1/`EARLY` of the devices."""
 
 AT_ONCE = 8
-"""Where turns are told apart, they are divided into so many ranges."""
+"""Where turns are distinguished, into how many ranges the ends of the first stage are divided."""
 
 MIDDLE = 0.75
-"""Ranges of the ends of the first stage are divided there, as most of the work is asked for behind it."""
+"""Where ranges of the ends of the first stage are divided otherwise, as most of the work is for later ends."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What `trip_bound.py` knows of plans within a goal; nothing any more once too much is kept."""
+    """What `trip_bound.py` has found for the plans within a goal; `behind` is None once dropped to save memory."""
 
     goal_ns: int
     behind: Behind | None
@@ -60,20 +60,20 @@ class Known:
 
 @dataclass(kw_only=True, eq=False)
 class PlanRange:
-    """Plans of a problem.
+    """A range of the plans of a problem. All pairs are a minimum and a maximum.
 
     Attributes:
-        cuts: the fewest and the most.
-        last_replicas: of the last stage, the fewest and the most.
-        first_replicas: of the first stage, if that makes a difference.
-        first_ends: the boundaries at which the first stage ends, likewise.
-        counts_cuts: whether prefixes with different numbers of cuts are told apart.
-        is_fine: whether delays, or micro-batches before and behind others, are told apart better.
-        is_likely: whether the relaxation may have a plan within a goal soon.
-        open_ns: the goal that it was asked about last, if it has a plan within it.
-        trips: `trip_bound.py`, where it is asked instead.
-        known: what that knows of them within some goals, the lowest one first.
-        bound_ns: what is proven of them.
+        cuts: the number of cuts.
+        last_replicas: the number of replicas of the last stage.
+        first_replicas: the number of replicas of the first stage, if that matters.
+        first_ends: the boundary at which the first stage ends, if that matters.
+        counts_cuts: whether prefixes with different numbers of cuts are distinguished.
+        is_fine: whether delays, or micro-batches before and after others, are distinguished more finely.
+        is_likely: whether the relaxation had a plan within the last goal, and so may have one within the next.
+        open_ns: the last goal that it was asked about, if the relaxation has a plan within it.
+        trips: the bound of `trip_bound.py`, if it is asked instead of `problem`.
+        known: what `trips` has found for some goals, the lowest one first.
+        bound_ns: a lower bound on the step time of these plans.
     """
 
     problem: RingBound
@@ -91,31 +91,31 @@ class PlanRange:
 
     @property
     def kind(self) -> PlanKind:
-        """Its plans."""
+        """The same limits, as the bounds take them."""
         return PlanKind(*self.cuts, *self.last_replicas, *self.first_replicas, *self.first_ends)
 
     def known_within(self, goal_ns: int) -> Behind | None:
-        """Returns what is known of its plans within a goal."""
+        """Returns what is known of its plans within a goal, None if nothing is."""
         behinds = (each.behind for each in self.known if goal_ns <= each.goal_ns)
         return next((behind for behind in behinds if behind is not None), None)
 
     def open_firsts(self) -> IntArray:
-        """Returns the replicas of the first stage of plans within the goal that it was asked about last, if known."""
+        """Returns the replicas that the first stage may still have within the last goal; empty if unknown."""
         behind, (fewest, most) = self.known_within(self.open_ns), self.first_replicas
         numbers = np.arange(0) if behind is None else behind.firsts()
         return numbers[(fewest <= numbers) & (numbers <= most)]
 
     def open_ends(self) -> IntArray:
-        """Returns the boundaries at which the first stage of a plan within the goal may end that was asked about last.
+        """Returns the boundaries at which the first stage may still end within the last goal.
 
-        That stage has a single number of replicas; none are known if too much is kept.
+        For ranges with a single number of replicas of that stage; empty if unknown.
         """
         behind, (first, last) = self.known_within(self.open_ns), self.first_ends
         ends = np.arange(0) if behind is None else behind.ends_of_first(self.first_replicas[0])
         return ends[(first <= ends) & (ends <= last)]
 
     def of_cuts(self, best: TimedPlan) -> float:
-        """Returns what the numbers of cuts that plans of interest have can make a difference, as a part of a step."""
+        """Returns by which part of the best step plans of interest can differ because of their numbers of cuts."""
         (fewest, most), prefix = self.cuts, self.problem.prefix
         if self.trips is not None:
             most = min(most, max(fewest, MANY_CUTS * len(best.plan.counts)))
@@ -123,7 +123,7 @@ class PlanRange:
 
 
 def wide_ranges(whole: PlanRange) -> list[PlanRange]:
-    """Returns the plans of a range, those with about as many cuts together."""
+    """Divides a range into ranges of similar numbers of cuts."""
     ranges, (fewest, most) = [], whole.cuts
     while fewest <= most:
         end = min(most, max(fewest, int(fewest * WIDTH)))
@@ -133,16 +133,16 @@ def wide_ranges(whole: PlanRange) -> list[PlanRange]:
 
 
 def parts_of(whole: PlanRange, best: TimedPlan) -> list[PlanRange]:
-    """Returns the plans of a range taken apart by what makes the largest difference to the best step.
+    """Divides a range by the property that changes the best step the most.
 
-    If nothing makes much, with cuts counted, then with more levels of delays. None if the range is small.
+    If none changes it much, returns the range with cuts counted, then with more levels of delays; at last nothing.
     """
     find = _parts_by_tables if whole.trips is not None else _parts_by_prefixes
     return [replace(part, open_ns=0) for part in find(whole, best)]
 
 
 def by_last_stage(whole: PlanRange) -> list[PlanRange]:
-    """Returns the plans of a range by the replicas of their last stage, as far as those make a difference."""
+    """Divides a range by the replicas of the last stage, as far as those matter."""
     if _of_last(whole) <= LEAST:
         return [replace(whole, counts_cuts=True)]
     halves = (replace(whole, last_replicas=half) for half in _halves(*whole.last_replicas))
@@ -170,10 +170,10 @@ def _parts_by_tables(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]:
 
 
 def _parts_by_turns(whole: PlanRange) -> Sequence[PlanRange]:
-    """By what turns depend on most: the replicas of the first stage, and its end; then by cuts, then more rows.
+    """Divides a range by what turns depend on most: replicas of the first stage, its end, then cuts; then more rows.
 
-    A single number of replicas and of layers makes much of a difference, and each takes a small part of the time that
-    counting cuts does. As all that are open are asked about at last, several halvings come at once.
+    A single number of replicas and of layers makes much of a difference, and asking about one takes a small part of the
+    time that counting cuts does. As all open parts are asked about in the end, several halvings are done at once.
     """
     (few, most), (first, last) = whole.first_replicas, whole.first_ends
     numbers = whole.open_firsts()
@@ -222,9 +222,9 @@ def _parts_by_prefixes(whole: PlanRange, best: TimedPlan) -> Sequence[PlanRange]
 
 
 def _of_last(whole: PlanRange) -> float:
-    """What the replicas of the last stage can make a difference, of GPipe.
+    """Returns by which part of a step GPipe's plans can differ because of the replicas of the last stage.
 
-    F that do not run during a round trip, see `stage_limits.py`; a third of the work.
+    That is by the F that do not run during a round trip, see `stage_limits.py`, which are a third of the work.
     """
     fewest, most = whole.last_replicas
     is_small = most <= SMALL * fewest or not whole.problem.prefix.are_forwards_first
@@ -232,24 +232,24 @@ def _of_last(whole: PlanRange) -> float:
 
 
 def _of_first(whole: PlanRange) -> float:
-    """What the replicas of the first stage can make a difference, of 1F1B: see `early_waits.py`."""
+    """Returns the same for 1F1B and the replicas of the first stage: see `early_waits.py`."""
     fewest, most = whole.first_replicas
     return OF_REPLICAS * (most - fewest) / most if whole.problem.prefix.has_cycles else 0.0
 
 
 def _of_transfers(whole: PlanRange, best: TimedPlan) -> float:
-    """What as many cuts as the best plan has make a difference, as a part of its step."""
+    """Returns the transfers over the best plan's cuts, in all consecutive round trips, as a part of its step."""
     prefix = whole.problem.prefix
     return _num_trips(prefix) * prefix.round_trip_ns(len(best.plan.counts) - 1) / best.step_ns
 
 
 def _num_trips(prefix: PrefixBound) -> float:
-    """Round trips that follow one another in a step."""
+    """Returns the number of consecutive round trips in a step."""
     return 1 + prefix.num_microbatches / prefix.num_devices if prefix.has_cycles else 1.0
 
 
 def _ends(whole: PlanRange, best: TimedPlan) -> tuple[int, int]:
-    """The boundaries at which a first stage ends that is done within the best step; nothing if they do not matter."""
+    """Returns the boundaries between which a first stage within the best step ends; (0, 0) if they do not matter."""
     prefix, (first, last), replicas = whole.problem.prefix, whole.first_ends, whole.first_replicas[1]
     if not prefix.has_cycles or replicas * EARLY > prefix.num_devices:
         return 0, 0
@@ -258,7 +258,7 @@ def _ends(whole: PlanRange, best: TimedPlan) -> tuple[int, int]:
 
 
 def _eighths(low: int, high: int) -> list[tuple[int, int]]:
-    """Halves of halves of halves, as far as there are as many numbers."""
+    """Divides a range into eight parts, or into single numbers if it has fewer."""
     parts = [(low, high)]
     for _ in range(3):
         parts = [half for part in parts for half in (_halves(*part) if part[0] < part[1] else [part])]
@@ -266,7 +266,7 @@ def _eighths(low: int, high: int) -> list[tuple[int, int]]:
 
 
 def _halves(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Ranges whose ends are in equal proportion to their begins."""
+    """Divides a range into two, at the geometric mean of its ends."""
     middle = min(isqrt(max(low, 1) * high), high - 1)
     yield low, middle
     yield middle + 1, high
