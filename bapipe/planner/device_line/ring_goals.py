@@ -1,15 +1,16 @@
-"""Raises the bound of `ring_ranges.py`: which goals its ranges are asked about, and how much time each may take.
+"""Raises the bound of `ring_ranges.py`: chooses the goals that its ranges are asked about, and the time for each.
 
-A goal is a step time; once no plan is within it, the bound is above it. The first ones are 90, 93 and 95.25 percent of
-the best step, a gap of 5 percent; then halves of what is open. Where `trip_bound.py` is asked, a goal that is a little
-higher takes several times as long, and one that is cut off has told little. So there are low goals before these, which
-leave a bound early, and looks, whose work is known before them, that say for which goal there is time:
+A goal is a step time; once it is refuted, that is, no plan is within it, the bound is above it. The first goals are 90,
+93 and 95.25 percent of the best step (the last one is a gap of 5 percent); then bisection. If `trip_bound.py` is asked,
+a slightly higher goal takes several times as long, and a question that is cut off yields little. So there are low goals
+before these, which give a bound early, and *looks*, whose work is known in advance and which tell for which goal there
+is time:
 
     1. prefixes alone      50, 55 ... percent, in a second or less
-    2. a look              by trips, at what is within 95.25 percent; else at 93 percent
-    3. another look        by all tables that take less time than others; and then 95.25 percent itself, if that look
-                           says that there is time
-    4. 60 and 80 percent, and then as elsewhere, with what the looks have found
+    2. a look              by trips, at the plans within 95.25 percent; else at those within 93 percent
+    3. another look        by all tables but the slowest; then 95.25 percent itself, if that look says that there is
+                           time
+    4. 60 and 80 percent, then as above, with what the looks have found
 """
 
 from collections.abc import Callable, Iterator
@@ -22,53 +23,54 @@ from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.trip_bound import BY_COARSE, BY_TRIPS
 
 PRECISION, PART_OF_GAP = 250, 12
-"""The goal that all ranges exceed is searched for to one part in so many, or to this part of what is left to the best
-plan if that is more; to half of both where `trip_bound.py` is asked, and of many devices to an eighth: what it finds is
-close to the best plan."""
+"""The search for the highest refuted goal ends at a precision of 1/`PRECISION` of the bound, or 1/`PART_OF_GAP` of the
+gap to the best plan if that is more; of half that if `trip_bound.py` is asked, and of an eighth for many devices, as
+its bounds come close to the best plan."""
 
 FEW_DEVICES = 64
-"""More are many there."""
+"""More devices than this are many for `PRECISION`."""
 
 MUCH = 1 / 5
-"""Where `trip_bound.py` is asked, cuts are counted from the first on if they make a larger difference to a step."""
+"""Where `trip_bound.py` is asked, cuts are counted from the start if they change a step by more than this part."""
 
 MIN_GOAL = 80
-"""No goal is below so many percent of what is not exceeded."""
+"""The lowest goal, in percent of the lowest step time that could not be refuted."""
 
 FIRST_PERCENT, PERCENT_STEP = 50, 5
-"""The goals by prefixes alone that come before those of `trip_bound.py`."""
+"""The first goal by prefixes alone, and the steps to the next ones, in percent of the best step."""
 
 SOON = 0.6, 0.8
-"""Where `trip_bound.py` is asked, these parts of the best step come next, so that little time leaves a bound too."""
+"""If `trip_bound.py` is asked, these parts of the best step come next, so that even a short search has a bound."""
 
 GOALS = 0.9, 0.93, 0.9525
-"""Then these: gaps of 11, 7.5 and 5 percent."""
+"""The next goals, as parts of the best step: gaps of 11, 7.5 and 5 percent."""
 
 LOOKS = (GOALS[2], 2.0), (GOALS[1], 4 / 3)
-"""Before them there is a look at the plans within one, by trips alone: lower goals begin with what is known then.
-The first one is taken for which so many times its work is left, as there is more to be asked then, or none."""
+"""(Goal, factor): before `GOALS` there is a look by trips at the plans within one goal, from which lower goals profit.
+It is the first one for which `factor` times its work is left, as more is asked after it; or none."""
 
 COARSE = 10.0
-"""Behind a look at those within the last goal there is one by all tables that take less time than others, if so many
-times the work of the first look at the ranges that are open is left: twice as much as it takes."""
+"""After a look at the last goal there is one by all tables but the slowest, if this many times the work of the first
+look at the ranges that are still open is left, which is twice what it takes."""
 
 REST, REST_OF_TURNS, REST_OF_STAGE = 2.0, 10.0, 0.1
-"""Then the last goal is asked about, before the others, if so many times the work of that look at the ranges that are
-open is left: the second one where turns are told apart, in many ranges (it takes up to twice as much, but lower goals
-gain from what is found); where cuts are counted, the last one for each stage of the best plan."""
+"""Then the last goal is asked about before the others if this many times the work of that look at the ranges that are
+still open is left: `REST_OF_TURNS` if turns are distinguished, in many ranges (it takes up to twice as much, but lower
+goals profit from what is found); `REST_OF_STAGE` times the best plan's stages if cuts are counted."""
 
 HALF, ALMOST_ALL, MOST = 2.0, 10 / 9, 4 / 3
-"""The second look and that question have one part in so many of what is left, and so have the first two goals, or each
-of them where `trip_bound.py` is asked about what rings leave: where they are out of reach, lower ones are of use."""
+"""The second look gets 1/`HALF` of the remaining time, that question 1/`ALMOST_ALL`. Each of the first two goals gets
+1/`MOST`, or each of the three if `trip_bound.py` is asked about what rings leave: if these are out of reach, lower
+goals still raise the bound."""
 
 SLOWER, MAX_HALVED = 4, 0.01
-"""From one of these goals to the next a question takes up to so many times as long. If too little is left for that, the
-goal is half the way there, as long as that is more than this part of the best step."""
+"""A question about the next one of these goals takes up to `SLOWER` times as long. If too little is left for that, the
+goal is halfway to it, as long as it is further away than `MAX_HALVED` of the best step."""
 
 
 @contextmanager
 def _in_part(deadline: Deadline, num_parts: float) -> Iterator[Deadline]:
-    """One part in so many of the time that is left; what it is over for ends, and only that."""
+    """Yields a deadline after 1/`num_parts` of the remaining time; it ends only the block, not the search."""
     try:
         yield deadline.share(num_parts)
     except OutOfTime:
@@ -77,12 +79,12 @@ def _in_part(deadline: Deadline, num_parts: float) -> Iterator[Deadline]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingGoals:
-    """The goals of some ranges, up to a time.
+    """Raises the bound of some ranges, goal by goal.
 
     Attributes:
-        high_ns: the best step, or what need not be exceeded.
-        left: what is left of a budget of work, see `RingRanges.num_tried`, by the time that is left if that is limited:
-            nothing from 0 on.
+        high_ns: the best step, or a bound that need not be exceeded.
+        left: returns the remaining budget of work, see `RingRanges.num_tried`, or what the remaining time allows if
+            that is limited; the search ends at 0.
     """
 
     ranges: RingRanges
@@ -113,10 +115,10 @@ class RingGoals:
             took = ranges.num_tried - tried_before
 
     def _raise_first(self) -> int:
-        """Raises the bound to the last of the goals if there is hope, else to low ones.
+        """Raises the bound by steps 1 to 4: to the last of `GOALS` if there seems to be time, else to low goals.
 
         Returns:
-            The work of what was asked last; of the first look a part of that, as the next goal takes about as long.
+            The work of the last question, by which that of the next goal is estimated; of the first look a part.
         """
         ranges = self.ranges
         self._raise_soon()
@@ -139,7 +141,7 @@ class RingGoals:
         return took
 
     def _raise_soon(self) -> None:
-        """Raises the bound as far as one look at all prefixes does, so that a search that ends soon has one."""
+        """Raises the bound as far as prefixes alone do, so that a search that ends early has one."""
         for percent in range(FIRST_PERCENT, 100, PERCENT_STEP):
             goal_ns = self.high_ns * percent // 100
             left = [each for each in self.ranges.ranges if each.bound_ns <= goal_ns]
@@ -159,7 +161,7 @@ class RingGoals:
                 self._is_refuted(goal_ns, ALMOST_ALL)
 
     def _look(self, goal_ns: int, deadline: Deadline, num_rounds: int) -> list[tuple[PlanRange, int]]:
-        """Looks at the plans within a goal; returns the ranges that are left, and the work that they were."""
+        """Looks at the plans within a goal; returns the ranges that are not refuted, and the work for each."""
         asked = self.ranges.open_of(goal_ns)
         tried_before = [0 if each.trips is None else each.trips.num_tried for each in asked]
         if asked:
@@ -171,9 +173,9 @@ class RingGoals:
         ]
 
     def _is_refuted(self, goal_ns: int, num_parts: float = 1) -> bool:
-        """Returns whether no plan is within a goal, asked with one part in `num_parts` of what is left.
+        """Returns whether no plan is within a goal, asked with 1/`num_parts` of the remaining time and work.
 
-        Of the time alone where rings are asked, too, whose work takes another time.
+        If rings are asked too, it is a share of the time only, as the time that their work takes differs.
         """
         rest = self.left() * (1 - 1 / num_parts) if num_parts > 1 and self.ranges.asks_trips else 0.0
         with _in_part(self.deadline, num_parts) as own:

@@ -1,13 +1,13 @@
-"""Bounds of plans with replicas by taking them apart: by their last stage, and by cuts.
+"""Lower bounds for plans with replicas by dividing them into ranges: by their last stage, and by cuts.
 
-The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, one at a time. A
-goal is asked of wide ranges first; of one in which the relaxation has a plan within it, with cuts counted, then of its
-parts. A range with a plan within an earlier goal comes first, so that a goal that fails fails soon. What is proven of a
-range holds for lower goals.
+The relaxation of `ring_bound.py` decides ranges of numbers of cuts, and of replicas of the last stage, one at a time.
+For a goal it is asked about wide ranges first; if it has a plan within the goal in one, about the same range with cuts
+counted, then about parts of it. A range with a plan within an earlier goal comes first, so that a goal that cannot be
+refuted is given up soon. What is proven of a range holds for lower goals.
 
-Of unlike devices, and of few alike ones, `trip_bound.py` is asked instead, which knows more and takes longer: about all
-plans of a problem at once, and then about ranges with what is known of the whole. It is asked about GPipe on many alike
-ones, too, by ranges of their last stage, once rings are at their end. Goals are in `ring_goals.py`.
+For different devices, and for few equal ones, `trip_bound.py` is asked instead, which is stronger and takes longer:
+about all plans of a problem at once, then about ranges, starting from what is known of the whole. For GPipe on many
+equal devices it is asked by ranges of the last stage once rings get no further. Goals are chosen in `ring_goals.py`.
 """
 
 from collections import deque
@@ -26,32 +26,32 @@ from bapipe.planner.device_line.ring_bound import RingBound
 from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
 
 ROUNDS = 8
-"""The tables of `trip_bound.py` are filled so often at most."""
+"""How many times the tables of `trip_bound.py` are filled at most."""
 
 ASK_TRIPS_UP_TO = 0.96
-"""Where rings leave plans of GPipe on many alike devices within such a part of the best step, trips are asked about
-them."""
+"""`trip_bound.py` is asked about GPipe on many equal devices if rings cannot refute a goal up to this part of the best
+step."""
 
 ROUNDS_OF_ALIKE = 1
-"""The same of many alike devices, where ranges are better taken apart soon."""
+"""The same as `ROUNDS` for many equal devices, where it is better to divide ranges soon."""
 
 MAX_COUNTED = 120
-"""Before `trip_bound.py` is asked about many alike devices, rings rule out the numbers of cuts that they can, and count
-up to so many."""
+"""Before `trip_bound.py` is asked about many equal devices, rings rule out numbers of cuts; up to this many they count
+cuts for that."""
 
 MAX_KEPT_BYTES = 2**29
-"""Of tables for later goals."""
+"""The maximum bytes of tables that are kept for later goals."""
 
 AT_ONCE = 4
-"""So many ranges are asked at once, whatever the number of processors, so that the bound is the same."""
+"""How many ranges are asked at once, whatever the number of processors, so that the bound does not depend on it."""
 
 
 class RingRanges:
     """The plans of several problems, by ranges. No plan is faster than `bound_ns`.
 
     Attributes:
-        best: the fastest plan known, like which the relaxation's may be.
-        ranges: each with its own bound.
+        best: the fastest known plan; the relaxation's plans may be similar.
+        ranges: the ranges, each with its own bound.
     """
 
     def __init__(self, problems: Sequence[PrefixBound], bound_ns: int, best: TimedPlan) -> None:
@@ -63,7 +63,7 @@ class RingRanges:
         self.ranges: list[PlanRange] = []
         for problem in problems:
             trip_ns = float(problem.least.trip[-1]) / problem.max_speed
-            # Some stage is busy for as long as all are on average.
+            # Some stage is busy for at least the mean of all stages.
             busy_ns = trip_ns * max(1.0, problem.num_microbatches / problem.num_devices)
             bound = RingBound(problem, max(best_ns - busy_ns, 1.0))
             self._problems.append(bound)
@@ -93,12 +93,12 @@ class RingRanges:
 
     @property
     def asks_trips(self) -> bool:
-        """Whether `trip_bound.py` is asked about all plans from the first question on."""
+        """Whether `trip_bound.py` is asked about all plans from the start."""
         return not any(problem.prefix.has_many_alike for problem in self._problems)
 
     @property
     def may_ask_trips(self) -> bool:
-        """Whether it is asked about some plans at least that rings leave."""
+        """Whether `trip_bound.py` may be asked at all: from the start, or about plans that rings cannot rule out."""
         return self.asks_trips or any(problem.prefix.are_forwards_first for problem in self._problems)
 
     @property
@@ -107,18 +107,18 @@ class RingRanges:
 
     @property
     def bound_ns(self) -> int:
-        """What is proven of every plan."""
+        """A lower bound on the step time of every plan."""
         return min(each.bound_ns for each in self.ranges)
 
     def open_of(self, goal_ns: int) -> list[PlanRange]:
-        """The ranges to ask about a goal next."""
+        """Returns the ranges to ask about a goal next; empty if all exceed it."""
         open_ranges = [each for each in self.ranges if each.bound_ns <= goal_ns]
         return self._next(open_ranges) if open_ranges else []
 
     def is_refuted(self, goal_ns: int, deadline: Deadline, left: Callable[[], float]) -> bool:
-        """Returns whether no plan is within a goal by the relaxation, asked range by range as long as there is hope.
+        """Returns whether the relaxation refutes a goal: has no plan within it in any range.
 
-        A range in which there may be one is asked about in parts, while anything is left of time or budget.
+        A range in which it has one is divided, as long as `left` returns more than 0.
         """
         while True:
             asked = self.open_of(goal_ns)
@@ -140,12 +140,12 @@ class RingRanges:
                     return False
 
     def _is_for_trips(self, stuck: PlanRange, goal_ns: int) -> bool:
-        """Whether `trip_bound.py` may rule out what rings leave of a range, and the bound is far from the best step."""
+        """Whether `trip_bound.py` may refute a range that rings cannot, and the goal is far from the best step."""
         is_far = goal_ns <= ASK_TRIPS_UP_TO * self.best.step_ns
         return stuck.trips is None and stuck.problem.prefix.are_forwards_first and is_far
 
     def _begin_trips(self, problem: RingBound) -> None:
-        """Lets `trip_bound.py` be asked about all plans of a problem, by their last stage."""
+        """Replaces the ranges of a problem by ranges of its last stage for `trip_bound.py`."""
         of_problem = [each for each in self.ranges if each.problem is problem]
         trips = TripBound(problem.prefix)
         every = replace(
@@ -168,11 +168,11 @@ class RingRanges:
         deadline: Deadline,
         num_rounds: int = ROUNDS,
     ) -> None:
-        """Asks whether ranges have plans within a goal, at once; those that may are likely.
+        """Asks in parallel whether ranges have plans within a goal, and stores the answers in them.
 
         Args:
-            num_rounds: of `TripBound.within`. Ranges that a look leaves have not been asked about yet; where turns are
-                told apart their parts are next, as all tables rule out little more of a whole than the look does.
+            num_rounds: see `TripBound.within`. A range that a look does not refute does not count as asked; but where
+                turns are distinguished it is divided next, as all tables rule out little more of it than the look.
         """
         running, answers, known = list(asked), dict[int, bool](), dict[int, Behind]()
 
@@ -191,7 +191,7 @@ class RingRanges:
 
         try:
             in_threads([partial(answer, number) for number in range(len(asked))], deadline)
-        finally:  # what is known when the time is over is kept
+        finally:  # what is known at the deadline is kept
             for number, is_refuted in answers.items():
                 each = asked[number]
                 each.bound_ns = goal_ns + 1 if is_refuted else each.bound_ns
@@ -214,7 +214,7 @@ class RingRanges:
         """Returns whether no plan of a range is within a goal.
 
         Args:
-            keep: called with what is known of those that are, by trips.
+            keep: called with what `trip_bound.py` has found for the plans that may be within the goal.
         """
         if asked.trips is None:
             return not asked.problem.is_feasible(
@@ -243,11 +243,11 @@ class RingRanges:
         return behind is None
 
     def is_refuted_soon(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> bool:
-        """Returns whether prefixes alone say that no plan of a range is within a goal."""
+        """Returns whether prefixes alone refute a goal for a range."""
         return not asked.problem.is_feasible(asked.kind, goal_ns, deadline, counts_cuts=False, is_fine=False)
 
     def _cuts_left(self, asked: PlanRange, goal_ns: int, deadline: Deadline) -> tuple[int, int] | None:
-        """Returns the fewest and the most cuts of plans within a goal, by rings alone; None if there are none."""
+        """Returns the minimum and maximum number of cuts of plans within a goal, by rings alone; None if refuted."""
 
         def may_be(part: PlanRange) -> bool:
             is_open = partial(asked.problem.is_feasible, part.kind, goal_ns, deadline, is_fine=False)
@@ -261,7 +261,7 @@ class RingRanges:
         return (left[0].cuts[0], left[-1].cuts[1]) if left else None
 
     def _note(self, asked: PlanRange, goal_ns: int, behind: Behind) -> None:
-        """Notes what is known of the plans of a range within a goal; other numbers of cuts are ruled out."""
+        """Stores what is known of the plans of a range within a goal; numbers of cuts not in `behind` are refuted."""
         (fewest, most), later = asked.cuts, tuple(each for each in asked.known if each.goal_ns > goal_ns)
         asked.known = self._keep(goal_ns, behind), *later
         asked.cuts = behind.cuts
@@ -270,7 +270,7 @@ class RingRanges:
                 self.ranges.append(replace(asked, cuts=cuts, known=later, bound_ns=goal_ns + 1))
 
     def _keep(self, goal_ns: int, behind: Behind) -> Known:
-        """Returns what is known of plans within a goal; the oldest of too many is forgotten."""
+        """Keeps what is known of plans within a goal; drops the oldest while tables exceed `MAX_KEPT_BYTES`."""
         known = Known(goal_ns, behind)
         self._kept.append(known)
         while sum(each.behind.nbytes for each in self._kept if each.behind is not None) > MAX_KEPT_BYTES:
@@ -278,11 +278,12 @@ class RingRanges:
         return known
 
     def _next(self, left: Sequence[PlanRange]) -> list[PlanRange]:
-        """The ranges to ask at once.
+        """Returns the ranges to ask at once.
 
-        Those likely within a goal first, of plans like the best one before others, and the parts of one together. Then
-        those that take the least time. Where `trip_bound.py` is asked one of each problem comes first. Where turns are
-        told apart others follow: each of many small ranges takes less of a thread of its own than of several.
+        First those likely to have a plan within the goal, beginning with those that hold the best plan, and the parts
+        of one range together; then those that take the least time. If `trip_bound.py` is asked from the start, one of
+        each problem comes first. Others follow only if turns are distinguished: many small ranges take less time in a
+        thread each than one after another in several.
         """
         likely = [each for each in left if each.is_likely or self._has_best(each)]
         others = [each for each in left if not (each.is_likely or self._has_best(each))]
@@ -298,12 +299,12 @@ class RingRanges:
         return ranked[:AT_ONCE]
 
     def _is_like_best(self, problem: PrefixBound) -> bool:
-        """Whether the fastest known plan is one of a problem."""
+        """Whether a problem contains the fastest known plan."""
         kind = self.best.line, self.best.plan.schedule, self.best.plan.microbatch_size
         return (problem.line, problem.schedule, problem.size) == kind
 
     def _has_best(self, each: PlanRange) -> bool:
-        """Whether the fastest known plan is one of a range."""
+        """Whether a range contains the fastest known plan, by cuts and replicas."""
         best, is_of_problem = self.best.plan, self._is_like_best(each.problem.prefix)
         has_last = each.last_replicas[0] <= best.counts[-1] <= each.last_replicas[1]
         has_first = each.first_replicas[0] <= best.counts[0] <= each.first_replicas[1]

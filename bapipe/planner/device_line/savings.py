@@ -1,4 +1,4 @@
-"""What the layers that a stage of GPipe must recompute take at least: sums for `least_again` of `stage_limits.py`."""
+"""Sums for `least_again` of `stage_limits.py`: a lower bound on what a stage of GPipe must recompute."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,19 +10,20 @@ from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.stage_arrays import Savings
 
 MAX_RATES = 8
-"""So many rates of F for a byte are tried."""
+"""The maximum number of rates (ns of F per byte of stash) that are tried."""
 
 
 def savings_of(
     profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: FloatArray, returned: FloatArray
 ) -> Savings:
-    """Returns the sums, by the rates of some layers, and all layers alike.
+    """Returns, for a range of prices in ns of F per byte, the value of recomputing up to each boundary.
 
-    A dynamic programme from layer to layer, whose states are whether a layer is recomputed.
+    The prices are ratios of F to stash bytes of some of the layers. A dynamic programme from layer to layer, whose
+    states are whether a layer is recomputed.
 
     Args:
-        profiles: of every kind of devices; the least of them counts.
-        forward_ns: of each layer, at least. [layers]
+        profiles: those of all kinds of devices; the minimum over them counts.
+        forward_ns: a lower bound for each layer. [layers]
         returned: see `LayerSums`.
     """
     stash_bytes = np.min([[m.stash_bytes for m in profile.at(size)] for profile in profiles], axis=0).astype(float)
@@ -40,7 +41,7 @@ def savings_of(
         no_run = np.maximum(no_run, in_run - kept[:, k + 1])
         reached[:, k + 1] = np.maximum(no_run, in_run)
     begun = np.minimum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
-    both = np.stack([begun, begun])  # of the first stage, and of others, which begin behind a layer
+    both = np.stack([begun, begun])  # of the first stage, and of others, which begin after a layer
     both[1, :, 0] = begun[:, 1]
     for k in range(len(forward_ns)):  # it rises by no more than the bytes are worth
         both[:, :, k + 1] = np.minimum(both[:, :, k + 1], both[:, :, k] + worth[:, k])
@@ -56,13 +57,14 @@ def savings_of(
 def with_returned(sums: FloatArray, returned: FloatArray) -> FloatArray:
     """Adds, to sums over the layers before each boundary, the bytes that come back to a stage that ends there.
 
-    The last stage gets nothing back. No sum is larger than one behind it, so the buffers before the end count in part.
+    The last stage gets nothing back. Each sum is lowered to the minimum over this and all later boundaries, so that the
+    sums never fall; the buffers thus count in part.
     """
     return np.minimum.accumulate((sums + returned)[::-1])[::-1]
 
 
 def no_savings(num_boundaries: int) -> Savings:
-    """Returns the sums where nothing is recomputed."""
+    """Returns the sums for stages that recompute nothing."""
     return Savings(np.empty(0), np.empty((0, num_boundaries)), np.empty((2, 0, num_boundaries)))
 
 
