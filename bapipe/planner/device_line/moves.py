@@ -1,8 +1,9 @@
 """Compiled: random moves from a plan on a line of devices to plans like it.
 
-One cut, or all from one to another, by a few boundaries, alone or with the devices that these layers are worth; a few
-devices from one stage to another; as many as a stage needs for one micro-batch less on each; a stage is split, or
-merged with the next; devices that a stage does not need are left idle. One to three moves are made at a time.
+Moves shift one cut, or all cuts between two, by a few boundaries, alone or with the devices that these layers are
+worth; move a few devices from one stage to another; give a stage as many as it needs for one micro-batch less on each;
+split a stage; merge it with the next; or leave idle the devices that a stage does not need. One to three moves are made
+at a time.
 """
 
 from math import floor
@@ -16,10 +17,10 @@ NUM_MOVES = (1, 1, 1, 2, 3)
 """How many moves are made at once."""
 
 CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
-"""By how many boundaries a cut is moved, and how many devices at once."""
+"""By how many boundaries a cut is moved, and how many devices are moved at once."""
 
 MANY_BOUNDARIES = 200
-"""In longer chains cuts are also moved by so many times as much as there are so many boundaries."""
+"""In longer chains, half of the steps are multiplied by the number of boundaries divided by this."""
 
 
 @inlined
@@ -35,19 +36,19 @@ def _next(random: Random) -> np.uint64:
 
 @inlined
 def _below(random: Random, limit: int) -> int:
-    """Returns one of 0, 1 ... limit - 1."""
+    """Returns a random integer in [0, limit)."""
     return int((_next(random) >> np.uint64(11)) % np.uint64(limit))
 
 
 @inlined
 def fraction(random: Random) -> float:
-    """Returns a number above 0 and up to 1."""
+    """Returns a random number in (0, 1]."""
     return float((_next(random) >> np.uint64(11)) + np.uint64(1)) / 2.0**53
 
 
 @compiled
 def draw(moves: Moves, plan: Plan, other: Plan, random: Random) -> bool:
-    """Changes `other` into a plan like one, by one to three moves; returns whether it is a plan."""
+    """Sets `other` to `plan` changed by one to three random moves; returns whether the result is a valid plan."""
     copy_plan(plan, other)
     for _ in range(NUM_MOVES[_below(random, len(NUM_MOVES))]):
         _move(moves, other, random)
@@ -70,7 +71,7 @@ def copy_plan(plan: Plan, other: Plan) -> None:
 
 @inlined
 def _move(moves: Moves, plan: Plan, random: Random) -> None:
-    """Makes a move of a kind drawn by its weight; not every one leaves a plan."""
+    """Makes a random move, its kind drawn by weight; the result may be no valid plan."""
     kind, drawn = 0, _below(random, moves.weights.sum())
     while drawn >= moves.weights[kind]:
         drawn, kind = drawn - moves.weights[kind], kind + 1
@@ -91,7 +92,7 @@ def _move(moves: Moves, plan: Plan, random: Random) -> None:
 
 @inlined
 def _enough(moves: Moves, num: int) -> int:
-    """Returns the fewest devices with no more than so many micro-batches each, and the other way around."""
+    """Returns ceil(M / num): the devices needed for `num` micro-batches each, or the micro-batches on each of `num`."""
     return (moves.num_microbatches + max(1, num) - 1) // max(1, num)
 
 
@@ -102,9 +103,9 @@ def _num_idle(moves: Moves, plan: Plan) -> int:
 
 @inlined
 def _shift_cuts(moves: Moves, plan: Plan, random: Random, with_devices: bool) -> None:
-    """Moves one cut, or all from one to another, by a few boundaries.
+    """Moves one cut, or all cuts between two, by a few boundaries.
 
-    Maybe with the devices that these layers are worth, rounded up or down at random.
+    If `with_devices`, the devices that these layers are worth go with them, rounded up or down at random.
     """
     num_stages, last = plan.num_stages[0], moves.devices_before.size - 1
     if num_stages < 2:
@@ -125,7 +126,7 @@ def _shift_cuts(moves: Moves, plan: Plan, random: Random, with_devices: bool) ->
 
 @inlined
 def _move_devices(moves: Moves, plan: Plan, random: Random) -> None:
-    """Moves some devices from one stage to another, idle ones first in half of the cases."""
+    """Moves some devices from one stage to another; in half of the cases it takes idle ones first."""
     source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
     num = DEVICE_STEPS[_below(random, len(DEVICE_STEPS))]
     num_idle = _num_idle(moves, plan) if fraction(random) < 0.5 else 0
@@ -135,7 +136,7 @@ def _move_devices(moves: Moves, plan: Plan, random: Random) -> None:
 
 @inlined
 def _move_round(moves: Moves, plan: Plan, random: Random) -> None:
-    """Gives a stage as many devices as it takes for one micro-batch less on each, from idle ones and another stage."""
+    """Gives a stage the devices that it needs for one micro-batch less on each, from idle ones and another stage."""
     source, target = _below(random, plan.num_stages[0]), _below(random, plan.num_stages[0])
     num_each = _enough(moves, plan.counts[target])
     if num_each > 1 and source != target:

@@ -1,7 +1,7 @@
-"""Plans on a line of devices like a given one, and a climb along those that make the step shorter.
+"""Neighbours of a plan on a line of devices, and a climb along those that make the step shorter.
 
-The moves are compiled (`moves.py`). Here they are made one at a time, for scores that are not: a neighbour is
-kept if its score is no more than a little worse, by less and less (threshold accepting, Dueck and Scheuer 1990).
+The moves are compiled (`moves.py`). Here they are made one at a time, for scores that are not compiled: a neighbour is
+kept if its score is worse by no more than a shrinking threshold (threshold accepting, Dueck and Scheuer 1990).
 """
 
 from collections.abc import Callable
@@ -13,23 +13,23 @@ from bapipe.planner.device_line.search_arrays import Moves, Plan, Random
 from bapipe.simulator.interval_costs import prefix_sums
 
 WEIGHTS = (10, 6, 3, 4, 1, 1, 1)
-"""How often each move is made: cuts, cuts with devices, devices, for one micro-batch less, spare ones, split, merge."""
+"""Weights of the moves: cuts, cuts with devices, devices, one micro-batch less, leave spare devices, split, merge."""
 
 CUT_WEIGHTS = (1, 0, 0, 0, 0, 0, 0)
 """The same without replicas."""
 
 FIRST_THRESHOLD, HALVED_AFTER = 5e-4, 900
-"""By which part a score may be worse than the one before it at first, and after how many neighbours by half of that."""
+"""The relative threshold at first, and the number of neighbours after which it is halved."""
 
 Score = Callable[[LinePlan, float], float]
-"""The score of a plan, less being better; if it is above the second argument, any such number."""
+"""(plan, limit) -> the score of a plan, lower is better; if it is above `limit`, any number above that."""
 
 
 class Neighbourhood:
     """Plans of a line with one schedule and micro-batch size, as arrays, and moves from one to another.
 
     Attributes:
-        most_stages: that a plan may have.
+        most_stages: the maximum number of stages of a plan.
     """
 
     def __init__(self, line: DeviceLine, schedule: str, microbatch_size: int) -> None:
@@ -67,21 +67,21 @@ class Neighbourhood:
         )
 
     def random(self, seed: int) -> Random:
-        """Returns a generator of random numbers; near seeds begin far apart."""
+        """Returns a generator of random numbers; close seeds give distant states."""
         return np.array([(seed + 1) * 0x9E3779B97F4A7C15 % 2**64], dtype=np.uint64)
 
     def draw(self, plan: LinePlan, random: Random) -> LinePlan:
-        """Returns a plan like one, at random; it may not fit."""
+        """Returns a random neighbour of a plan; it may not fit."""
         arrays, other = self.arrays(plan), self.arrays(plan)
         while not self._draw(self.moves, arrays, other, random):
             pass
         return self.plan(other)
 
     def climb(self, plan: LinePlan, score: Score, num_tries: int, may_go_on: Callable[[], bool], seed: int) -> LinePlan:
-        """Returns the best of a row of plans, none of which has a score much higher than the one before it.
+        """Returns the best plan of a threshold-accepting climb from `plan`.
 
         Args:
-            num_tries: ends it after so many neighbours without a lower score than any before.
+            num_tries: the climb ends after this many neighbours in a row without a new lowest score.
         """
         random, score_ns, num_worse, threshold = self.random(seed), score(plan, np.inf), 0, FIRST_THRESHOLD
         best, best_ns = plan, score_ns

@@ -1,16 +1,16 @@
-"""Decides whether any plan can be within a step time, with the rings of early stages behind backwards of later ones.
+"""Decides whether any plan can be within a step time, counting rings of early stages after backwards of later ones.
 
 The bounds of a stage in `prefix_bound.py` end with its own rings, or with the way back of its last micro-batch. But
-every earlier stage has the last micro-batches of a later one on their way back before it, several of them on one
-replica, and only then the rings of its own gradients: its *delay*, beyond the way back of one micro-batch. So the
-dynamic programme over prefixes has levels: of what the longest delay so far is. A level is a range, of which the limits
-of later stages use the lower end (docs/many_devices.md).
+every earlier stage must still run the backwards of the later stage's last micro-batches, several of them on one
+replica, and only then the rings of its own gradients: its *delay* is what this takes beyond the way back of one
+micro-batch. So the states of the dynamic programme over prefixes include the level of the longest delay so far. A level
+is a range of delays; the limits of later stages use its lower end (docs/many_devices.md).
 
-Let y + 1 micro-batches leave the later stage at the end, and R be the devices of the earlier one, with backward b. The
-delay is at least e + floor(y / R) b, and that at least e + h + y density, with the smallest h over all y. Here e is B
-of the first bucket and the rings, less B of all layers before the stage's end and the transfers back over the cuts
-before it, but 0 at least. Levels are ranges of e + h. On unlike devices y counts as 0: the last micro-batches of
-replicas that are not equally fast do not end together.
+Let the later stage's last y + 1 micro-batches end together, and let R be the devices of the earlier one, with backward
+b. The delay is at least e + floor(y / R) b, and that is at least e + h + y density, with the smallest h over all y.
+Here e is B of the first bucket plus the rings, less B of all layers before the stage's end and the transfers back over
+the cuts before it, and at least 0. Levels are ranges of e + h. On different devices y counts as 0: the last
+micro-batches of replicas that are not equally fast do not end together.
 """
 
 import threading
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from bapipe.planner.device_line.stage_delays import Delays
 
 DENSITY = 0.7
-"""Delays count each micro-batch left behind as this part of all B of one, divided by the devices."""
+"""Delays count each of the y micro-batches as this part of all layers' B, divided by the number of devices."""
 
 FEW_LEVELS, MANY_LEVELS = 32, 64
-"""Of delays."""
+"""Numbers of levels of delays."""
 
 
 class RingBound:
@@ -41,7 +41,7 @@ class RingBound:
     """
 
     def __init__(self, prefix: PrefixBound, longest_ns: float) -> None:
-        """Delays above `longest_ns` are not told apart."""
+        """Delays above `longest_ns` are not distinguished."""
         self.prefix, self.num_tried = prefix, 0
         self._counts = threading.Lock()
         self._few, self._many = (_delays(prefix, longest_ns, num) for num in (FEW_LEVELS, MANY_LEVELS))
@@ -52,8 +52,8 @@ class RingBound:
         """Returns whether the relaxation has a plan of a kind within a step time.
 
         Args:
-            counts_cuts: whether prefixes with different numbers of cuts are told apart: that takes longer, ...
-            is_fine: ... as it does to tell many levels of delays apart.
+            counts_cuts: whether prefixes with different numbers of cuts are distinguished, which takes longer.
+            is_fine: whether to use many levels of delays, which takes longer.
         """
         delays = self._many if is_fine else self._few
         prefixes = FurthestPrefixes(self.prefix.programme, kind, limit_ns, delays, counts_cuts=counts_cuts)
@@ -65,13 +65,13 @@ class RingBound:
 
 
 def _delays(prefix: PrefixBound, longest_ns: float, num_levels: int) -> "Delays":
-    """What the compiled programme needs to know of delays."""
+    """Returns the delays for the compiled programme."""
     from bapipe.planner.device_line.stage_delays import Delays
 
     few, most, num = prefix.classes.fewest, prefix.classes.most, prefix.num_microbatches
     left = np.zeros_like(most)
     if prefix.has_one_speed:
-        # As many micro-batches but one are each the last one of a replica that has the most.
+        # All but one of these micro-batches are the last of some replica with the maximum number of micro-batches.
         left = np.minimum(num - 1 - (-(-num // most) - 1) * most, (num - 1) // 2)
     density_ns = DENSITY * float(prefix.least.backward[-1]) / prefix.max_speed / prefix.num_devices
     most_left = int(left.max())

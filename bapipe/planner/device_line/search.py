@@ -1,8 +1,8 @@
 """Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
 
-    1. first plans       naive ones, equal groups of devices, cut evenly; where memory is tight, with cuts moved so that
-                         they fit; and stages that grow from the first to the last, so that their sums end at one time
-    2. climb             the best plans change their cuts and their numbers of devices for as long as that helps
+    1. first plans       naive ones, equal groups of devices, cut evenly; if memory is tight, with cuts moved so that
+                         they fit; and stages that grow from the first to the last, so that all end at the same time
+    2. climb             local search from the best plans over cuts and numbers of devices, for as long as it helps
 
 1F1B and GPipe with replicas:
 
@@ -23,7 +23,7 @@ All:
     7. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help; then
                          step 3 again, if it was not done
 
-If only a bound above that of a rival is of use, the bounds come first. Budgets are counted in simulated actions and in
+If only a bound above a rival's matters, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
 """
 
@@ -51,11 +51,11 @@ from bapipe.progress import SearchProgress
 from bapipe.schedules import SCHEDULES
 
 MIN_DEVICES = 33
-"""From so many devices on this search is used, ..."""
+"""The minimum number of devices for which this search is used, ..."""
 
 MAX_LAYER_REPLICAS = 64
-"""... unless the layers, times the replicas that a stage may have, are at most so many: tables of placements are
-small then, however many devices there are."""
+"""... unless the number of layers times the maximum number of replicas of a stage is at most this: then tables of
+placements are small, however many devices there are."""
 
 MAX_ACTIONS = 1_500_000
 """Budget of simulated actions, without a time limit: some twenty seconds with the tables of their orders."""
@@ -64,33 +64,33 @@ MAX_CUTS_WORK = 80 * 512**2
 """Budget of the bounds by numbers of cuts, without a time limit, in squared devices for each limit that is decided."""
 
 LONG_TRANSFERS = 0.05
-"""Where the transfers of a micro-batch take this part of the best step, bounds by numbers of cuts are raised nearly
-alone."""
+"""If the transfers of a micro-batch take at least this part of the best step, bounds are raised mainly by numbers of
+cuts."""
 
 NEAR_BOUND = 1.01
-"""Bounds by rings are raised where the best step is more than so many times the bound."""
+"""Bounds by rings are raised if the best step is more than this multiple of the bound."""
 
 MAX_TRIED = 6_000_000_000
-"""Budget of the bounds by rings, without a time limit, in stages that are tried behind prefixes."""
+"""Budget of the bounds by rings, without a time limit, in stages that are tried after prefixes."""
 
 TRIED_PER_S, MEASURED = 46_000_000, 20_000_000
-"""So many are tried in a second by two processors, about; it is measured behind the first ones."""
+"""The assumed rate of those, on two processors, until `MEASURED` of them have been tried; then it is measured."""
 
 RAISED_PARTS = 4 / 3
-"""Bounds by rings have one part in so many of what is left of a given time limit behind the first climbs."""
+"""Bounds by rings get 1/`RAISED_PARTS` of what remains of a given time limit after the first climbs."""
 
 MIN_TRIED = 3
-"""So many naive plans are timed also if that takes more than its share of the time."""
+"""How many first plans are timed even if that takes more than its share of the time."""
 
 MAX_USELESS = 2
-"""Climbs end for good after so many rounds in a row that are of no use."""
+"""Climbs end for good after this many rounds in a row without a useful gain."""
 
 MAX_RUNNERS, NUM_CLIMBED = 12, 2
-"""Climbs begin from so many plans whose steps are estimated, and from so many others."""
+"""The maximum number of plans from which climbs begin: of those whose steps are estimated, and of others."""
 
 
 def has_many_devices(cluster: Cluster, schedules: Sequence[str], *, num_layers: int, minibatch_size: int) -> bool:
-    """Returns whether the devices are too many for tables of placements, and every stage has devices of its own."""
+    """Returns whether devices are too many for tables of placements, and every stage has devices of its own."""
     num_devices = len(cluster.devices)
     is_large = num_layers * min(num_devices, minibatch_size) > MAX_LAYER_REPLICAS
     return num_devices >= MIN_DEVICES and is_large and all(name in SCHEDULES for name in schedules)
@@ -111,13 +111,13 @@ class LineSearch:
         rival: Rival | None = None,
         is_last: bool = True,
     ) -> None:
-        """`bound_ns` is a time that no step beats; of a bound above that of a `rival` nothing is gained.
+        """`bound_ns` is a lower bound on every step; a bound above that of a `rival` need not be raised further.
 
-        The search ends before the deadline by the time that its result needs.
+        The search ends before the deadline by the time that building its result takes.
 
         Args:
             lines: the same devices in several orders.
-            is_last: whether no other search follows, so that what is left of a time limit is for this one.
+            is_last: whether no other search follows, so that this one may use all that remains of a time limit.
         """
         deadline = deadline.share(1)
         self.lines, self.schedules, self.sizes, self.rival, self.deadline = lines, schedules, sizes, rival, deadline
@@ -138,11 +138,11 @@ class LineSearch:
 
     @property
     def bound_ns(self) -> int:
-        """A time that no step beats."""
+        """A lower bound on every step."""
         return self._plans.bound_ns
 
     def run(self) -> None:
-        """Searches until the budget or the time is over, or the best plan attains the bound."""
+        """Searches until budget or time are used up, or the best plan attains the bound."""
         with suppress(OutOfTime):
             self._time_first_plans()
             problems = list(self._problems())
@@ -174,7 +174,7 @@ class LineSearch:
 
     @property
     def _has_exact_best(self) -> bool:
-        """Whether the best plan is as fast as its estimate, as then all plans of these schedules are, about."""
+        """Whether the best plan's step is close to its estimate; then the estimates of these schedules are trusted."""
         if self.best is None or not all(schedule in ESTIMATED for schedule in self.schedules):
             return False
         return self._climbs.is_exact(self.best)
@@ -196,7 +196,7 @@ class LineSearch:
         """Climbs, and raises the bound without rings: of other schedules, and of stages on single devices."""
         if self.rival is None:
             self._climb(self.deadline.share(3), may_simulate=False)
-        # Several orders have too many ranges for that.
+        # With several orders there are too many ranges for that.
         is_plain = self.rival is None and self._has_replicas and len(self.lines) == 1
         starts_with_cuts = is_plain and self._bisection.has_long_transfers(problems[0], LONG_TRANSFERS)
         enough_ns = INF if self.rival is None else self.rival.lower_bound_ns
@@ -217,9 +217,10 @@ class LineSearch:
             self._climb_on()
 
     def _climb(self, deadline: Deadline, *, may_simulate: bool = True) -> None:
-        """Changes the cuts and the devices of the best plans.
+        """Climbs from the best plans.
 
-        Those whose steps are estimated race. From others half of the time, then on from the best one.
+        First those whose steps are estimated race. Then, if simulation is allowed, plans without exact estimates get
+        half of the remaining time, and the best plan the rest.
         """
         runners, plans = self._runners(), self._plans
         self._climbs.race(runners, deadline.share(2), lambda: plans.is_over)
@@ -234,7 +235,7 @@ class LineSearch:
             self._climbs.from_plan(self.best, deadline, lambda: self._plans.is_over)
 
     def _runners(self) -> list[tuple[DeviceLine, LinePlan]]:
-        """The fastest plans by simulation or estimate that climbs walk from, of different shapes."""
+        """Returns the plans from which walks begin: the fastest of each shape, by simulation or estimate."""
         timed = [(each.step_ns, each.line, each.plan) for each in self._plans.that_fit()]
         of_shapes: dict[Shape, tuple[DeviceLine, LinePlan]] = {}
         for _, line, plan in sorted([*timed, *self._estimated], key=lambda each: each[0]):
@@ -243,7 +244,7 @@ class LineSearch:
         return list(of_shapes.values())[:MAX_RUNNERS]
 
     def _climb_on(self) -> None:
-        """Step 7: for as long as the time limit allows and that helps, climbs again, each time for twice as long."""
+        """Step 7: climbs again, each time for twice as long, while the time limit allows and it helps."""
         if self.best is None or self._plans.is_over or not self._may_climb_on:
             return
         if self._has_replicas:
@@ -259,7 +260,7 @@ class LineSearch:
             num_useless = num_useless + 1 if self.best.step_ns > before_ns * USEFUL else 0
 
     def _raise_by_cuts(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 6: of plans with each number of cuts by themselves the relaxation knows more transfers."""
+        """Step 6: bounds by ranges of the number of cuts, for which the relaxation counts more transfers."""
         if self.best is None or (self._has_replicas and not self._bisection.has_long_transfers(problems[0])):
             return
         asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))

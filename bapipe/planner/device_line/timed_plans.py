@@ -1,4 +1,4 @@
-"""The plans that a search has timed with the simulator, the fastest of them, and a time that no step beats."""
+"""The plans that a search has simulated, the fastest of them, and a lower bound on every step."""
 
 import time
 
@@ -10,7 +10,7 @@ from bapipe.planner.stages.intervals import INF
 from bapipe.progress import SearchProgress
 
 SLOW = 1.2
-"""Plans that take so many times as long as the fastest by their estimates are not timed."""
+"""Plans whose estimate is above this multiple of the fastest step are not simulated."""
 
 Shape = tuple[DeviceLine, str, int, int]
 """The order of the devices, schedule, micro-batch size and number of stages of plans."""
@@ -22,13 +22,13 @@ def shape_of(line: DeviceLine, plan: LinePlan) -> Shape:
 
 
 class TimedPlans:
-    """The plans timed, each once.
+    """The plans that have been simulated, each once.
 
     Attributes:
         best: the fastest plan that fits, None before there is one.
-        bound_ns: a time that no step beats.
-        num_actions: how many actions have been simulated, ...
-        max_actions: ... and may be.
+        bound_ns: a lower bound on every step.
+        num_actions: how many actions have been simulated.
+        max_actions: the budget of these.
         is_memory_tight: whether a plan did not fit.
     """
 
@@ -41,10 +41,10 @@ class TimedPlans:
         self._timed: dict[tuple[DeviceLine, LinePlan], TimedPlan | None] = {}
 
     def time(self, line: DeviceLine, plan: LinePlan) -> TimedPlan | None:
-        """Returns a plan with its step, None if it does not fit, or if too little of a given time is left for it.
+        """Simulates a plan; returns None if it does not fit, or if too little of a given time limit is left for it.
 
         Raises:
-            OutOfTime: the time is over.
+            OutOfTime: the deadline has passed.
         """
         key, num_actions = (line, plan), line.num_actions(plan)
         if key not in self._timed:
@@ -67,7 +67,7 @@ class TimedPlans:
         return self._timed[key]
 
     def time_unless_slow(self, line: DeviceLine, plan: LinePlan, climbs: Climbs) -> None:
-        """Times a plan unless its estimate is that of a slow one, or says that it does not fit."""
+        """Simulates a plan unless its estimate is above `SLOW` times the best step, or says that it does not fit."""
         if not climbs.is_slower(line, plan, INF if self.best is None else SLOW * self.best.step_ns):
             self.time(line, plan)
         elif self.best is None:
@@ -85,7 +85,7 @@ class TimedPlans:
         return list(of_shapes.values())
 
     def raise_bound(self, bound_ns: int) -> None:
-        """Notes that no step beats a time."""
+        """Records a lower bound on every step."""
         self.bound_ns = max(self.bound_ns, bound_ns)
 
     @property

@@ -23,13 +23,13 @@ def walk(
     temperature: float,
     max_actions: int,
 ) -> int:
-    """Walks from the first of some plans to ones like it, and returns the actions that this has cost.
+    """Walks from `plans[0]` by random moves, and returns the number of actions that this has cost.
 
     Args:
-        plans: where the walk is, the one with the shortest step so far, and one for drafts.
+        plans: the current plan, the one with the shortest step so far, and room for a draft.
         scores: the score of the first plan, and the step of the second. [2]
         temperature: the probability to keep a plan whose score is worse by x is exp(-x / temperature). In ns.
-        max_actions: ends the walk when about so many actions have been estimated.
+        max_actions: the walk ends once about this many actions have been estimated.
     """
     here, best, draft = plans
     num_actions = 0
