@@ -1,4 +1,4 @@
-"""Sums over layers, and transfers over cuts, that every plan on some devices has at least."""
+"""Sums over layers, and transfers over cuts: lower bounds for every plan on some devices."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from bapipe.simulator.stage_cost import BUCKET_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeSums:
-    """Prefix sums over the layers before each boundary, on the fastest of some kinds of devices for each. [boundaries]
+    """Prefix sums over the layers before each boundary, the minimum over some kinds of devices for each. [boundaries]
 
-    Times count at the speeds of `LayerSums`.
+    Times are scaled to the speeds of `LayerSums`.
 
     Attributes:
         critical: the part of a backward that earlier stages wait for.
-        work: forward and backward.
-        trip: forward and critical.
-        first_bucket: B until the first bucket of a stage that ends there is full. Of two ends the earlier one has the
-            minimum of both, so that a longer stage never seems shorter.
-        before_gradients: B of the layers before the first one, from there on, that has gradients: a bucket that is not
-            full waits for that layer, not for those before it.
-        least_shares: of forward and critical in the work of any layers.
+        work: forward plus backward.
+        trip: forward plus critical.
+        first_bucket: B until the first bucket of a stage that ends there is full; the minimum over this and all later
+            ends, so that a longer stage never seems shorter.
+        before_gradients: B of the layers before the first one at or after the boundary that has gradients: a bucket
+            that is not full waits for that layer, not for those before it.
+        least_shares: the minimum shares of forward and of critical in the work of any layers.
     """
 
     forward: FloatArray
@@ -46,25 +46,26 @@ class TimeSums:
 
 
 class LayerSums:
-    """What the layers and cuts of a line take at least, for one schedule and micro-batch size.
+    """Lower bounds on what the layers and cuts of a line take, for one schedule and micro-batch size.
 
     Attributes:
-        speeds: of the devices. That of a kind is relative: no layer takes less at speed 1 than on the fastest kind for
-            it, and one takes as long.
-        has_one_kind: whether they differ in speed at most.
-        has_one_speed: whether all are alike.
-        least: on all kinds of devices.
+        speeds: of the devices. That of a kind is its maximum, over the layers, of the time on the layer's fastest kind
+            divided by its own: so at speed 1 no layer takes less than on its fastest kind, and some layer as long.
+        has_one_kind: whether the devices differ in speed only.
+        has_one_speed: whether all devices are equal.
+        least: sums over all kinds of devices.
         state, stash: bytes of the layers before each boundary: parameters, gradients and states of the optimizer, and
             what one micro-batch leaves for its backward. [boundaries]
-        held: `stash`, and what comes back to a stage that ends there, so far as none that ends later has less.
+        held: `stash` plus what comes back to a stage that ends there; the minimum over this and all later ends.
         returned: bytes of a micro-batch that come back to a stage that ends there. [boundaries]
-        least_received: bytes of a micro-batch that every stage but the first receives.
-        min_bucket, max_bucket: bytes that the last bucket of every stage has at least, and that no bucket has.
-        hosts_before: how often the host changes before each device. [devices]
-        boundaries_before: how often before each device, if the devices of hosts follow each other. [devices]
+        least_received: the minimum bytes of a micro-batch that a stage other than the first receives.
+        min_bucket, max_bucket: lower bound on the bytes of the last bucket of any stage; bytes that no bucket reaches.
+        hosts_before: how many times the host changes before each device. [devices]
+        boundaries_before: the same if the devices of each host are consecutive and no pair has its own link; else 0.
+            [devices]
         send_ns, back_ns: what one micro-batch and its gradient take over each inner cut, on the fastest link. [cuts]
         between_hosts_ns: the same on a link between hosts. [2, cuts]
-        fastest_link: of the links the shortest latency and the highest rate, maybe of no two devices.
+        fastest_link: the minimum latency and the maximum rate of all links, maybe not of the same one.
     """
 
     def __init__(self, line: DeviceLine, schedule: str, size: int, num_devices: int) -> None:
@@ -78,7 +79,7 @@ class LayerSums:
         self._transfers()
 
     def _measure(self) -> None:
-        """Notes the speeds of the devices, and each layer's times on each kind of device, relative to its speed."""
+        """Computes the speeds of the devices, and each layer's times on each kind of device, scaled to its speed."""
         profiles = [self.line.profiles[kind] for kind in self._kinds]
         measured = [scalable_times(profile, self.size, self.line.cluster) for profile in profiles]
         times = np.array([[_times(layer) for layer in of_kind] for of_kind in measured], dtype=float)
@@ -95,20 +96,20 @@ class LayerSums:
         if not splits_backwards(self.schedule):
             scaled[:, :, 2] = scaled[:, :, 1]
         elif not gradient_crosses(profiles[0])[self.line.cuts[1:-1]].all():
-            # A stage that sends no gradient back has no I: the first one, whose W ends the way back instead, or any
+            # A stage that sends no gradient back has no I: the first one, whose W ends the way back instead, or one
             # that begins at such a cut.
             scaled[:, :, 2] = 0.0
         self._times = scaled  # forward, backward and critical. [kinds, layers, 3]
 
     def on_kinds(self, kinds: Iterable[str]) -> TimeSums:
-        """Returns the sums of layers on devices of some kinds, each on the one where it takes the least."""
+        """Returns the sums with each layer on the one of `kinds` where it takes the minimum."""
         chosen = frozenset(kinds)
         if chosen not in self._of_kinds:
             self._of_kinds[chosen] = self._sum_times(self._times[[kind in chosen for kind in self._kinds]].min(axis=0))
         return self._of_kinds[chosen]
 
     def _sum_times(self, times: FloatArray) -> TimeSums:
-        """The sums of times of layers: forward, backward and critical. [layers, 3]"""
+        """Sums the times of layers: forward, backward and critical. [layers, 3]"""
         ends = np.array(self.line.cuts)
         of_layers = np.concatenate([np.zeros((1, 3)), np.cumsum(times, axis=0)])
         forward, backward, critical = of_layers[ends].T
@@ -129,7 +130,7 @@ class LayerSums:
         )
 
     def _sum_bytes(self) -> None:
-        """Sums what layers hold and their gradients, each on the kind of device where it is the least. [boundaries]"""
+        """Sums what layers hold and their gradients, the minimum over the kinds of devices for each. [boundaries]"""
         cuts, profiles = self.line.cuts, [self.line.profiles[kind] for kind in self._kinds]
         layers = [profile.layers for profile in profiles]
 
@@ -148,9 +149,9 @@ class LayerSums:
         self._sum_buckets(np.array(gradients))
 
     def _sum_buckets(self, gradient_bytes: IntArray) -> None:
-        """Notes where the first bucket of a stage that ends at each boundary begins, and the bytes of any bucket.
+        """Finds where the first bucket of a stage that ends at each boundary begins, and the limits of bucket bytes.
 
-        The first bucket holds the last layers, from the last one whose gradients fill it: the largest of any kind.
+        The first bucket holds the last layers, back to the one whose gradients fill it, by each layer's maximum.
 
         Args:
             gradient_bytes: of each layer on each kind of device. [kinds, layers]
@@ -165,11 +166,11 @@ class LayerSums:
         self.max_bucket = BUCKET_BYTES + int(gradient_bytes.max())
 
     def round_trip_ns(self, num_cuts: int) -> float:
-        """Returns what one micro-batch's transfers over some cuts take at least, both ways."""
+        """Returns a lower bound on one micro-batch's transfers over `num_cuts` cuts, both ways."""
         return float(self._both_ways[min(num_cuts, self._both_ways.size - 1)])
 
     def _transfers(self) -> None:
-        """Lower bounds of the transfers of 0, 1, 2 ... cuts, one way and both ways; and host boundaries. [cuts]"""
+        """Computes lower bounds on transfers over 0, 1, 2 ... cuts, one and both ways [cuts]; and host boundaries."""
         cluster, interior = self.line.cluster, self.line.cuts[1:-1]
         sizes = [cut_bytes(self.line.profiles[kind], self.size) for kind in self._kinds]
         send = np.min([np.array(forward)[interior] for forward, _ in sizes], axis=0)
@@ -187,7 +188,7 @@ class LayerSums:
         self.least_received = int(send.min()) if send.size else 0
         self.returned = np.concatenate([zero, grad, zero])  # nothing to the last stage
         self.held = with_returned(self.stash, self.returned)
-        # Hosts in a row: the transfer over a boundary between two of them takes the slower link.
+        # If the devices of each host are consecutive, a transfer over a host boundary takes the slower link.
         hosts = [device.host for device in cluster.devices[: self.num_devices]]
         crossings = [a != b for a, b in pairwise(hosts)]
         in_a_row = sum(crossings) + 1 == len(set(hosts)) and not cluster.links
@@ -204,7 +205,7 @@ class LayerSums:
 
 
 def _times(layer: LayerMeasurement) -> tuple[int, ...]:
-    """The times of a layer that bounds add up: forward, backward, and of that what earlier stages wait for."""
+    """Returns a layer's times for bounds: forward, backward, and the part of it that earlier stages wait for."""
     split = layer.input_grad_ns + layer.weight_grad_ns
     return (
         layer.forward_ns,

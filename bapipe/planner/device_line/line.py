@@ -1,4 +1,4 @@
-"""The devices of a cluster in some order, and the step time and memory of plans whose stages take consecutive ones."""
+"""The devices of a cluster in one order, and the step time and memory of plans whose stages take consecutive ones."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -33,11 +33,11 @@ from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
 
 MAX_CACHED_TABLES = 4
-"""Compiled orders that are kept: plans that differ in their cuts alone share one."""
+"""How many compiled schedules are kept: plans that differ only in their cuts share one."""
 
 MAX_KEPT_ACTIONS = 2**21
-"""Actions of the schedules' own tables that are kept, of one device per stage: 200 MB. Plans with as many devices share
-one, whatever their stages."""
+"""How many actions of schedule tables with one device per stage are kept: 200 MB. Plans with equally many devices share
+a table, whatever their stages."""
 
 _NONE: tuple[frozenset[int], ...] = (frozenset(),)
 
@@ -47,8 +47,8 @@ class LinePlan:
     """Stages on the first devices of a cluster.
 
     Attributes:
-        cuts: stage s holds the layers cuts[s] to cuts[s + 1], the last one left out.
-        counts: how many devices each stage has; of a schedule with several stages per device, 1 for each device.
+        cuts: stage s holds the layers [cuts[s], cuts[s + 1]).
+        counts: the number of devices of each stage; for a schedule with several stages per device, 1 for each device.
     """
 
     cuts: tuple[int, ...]
@@ -72,9 +72,9 @@ class DeviceLine:
 
     Attributes:
         cluster: its devices in the order in which plans take them.
-        ranks: of these devices in the cluster as it was given.
-        cuts: where the layers may be cut, with the start and the end.
-        kinds: of its devices, each once, in alphabetical order.
+        ranks: the ranks of these devices in the cluster as it was given.
+        cuts: where the layers may be cut, including the start and the end.
+        kinds: the kinds of its devices, in alphabetical order.
     """
 
     def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
@@ -105,10 +105,10 @@ class DeviceLine:
         return other
 
     def _tell_devices_apart(self) -> None:
-        """Notes the memory limit and the class of each device, and their kinds.
+        """Stores the memory limit and the class of each device, and the kinds.
 
-        Classes have the numbers that they have in the cluster as it was given: of equally fast devices the same ones
-        come first in a stage, whatever the order.
+        Classes are numbered as in the cluster as it was given: so of equally fast devices the same ones come first in
+        a stage, whatever the order of the line.
         """
         given = self._given
         self.kinds = sorted({device.kind for device in given.devices})
@@ -135,8 +135,8 @@ class DeviceLine:
     def time(self, plan: LinePlan) -> TimedPlan | None:
         """Returns the step time of a plan, None if it does not fit or breaks a constraint.
 
-        Stages that do not fit without recompute layers, if the options allow it and each device has one stage: nearly
-        those of the least forward time, or all where the simulator says that they do not fit with these.
+        Stages that do not fit otherwise recompute layers, if the options allow it and each device has one stage: nearly
+        those of the minimum forward time, or all if the stage does not fit with these in the simulator.
         """
         order, compiled = self._order(plan)
         if not self._is_allowed(plan, order.devices):
@@ -159,11 +159,11 @@ class DeviceLine:
         return self.time_with(plan, some) or (self.time_with(plan, every) if some != every else None)
 
     def _recomputed(self, plan: LinePlan, s: int, room_bytes: int, left_bytes: int) -> frozenset[int]:
-        """The layers that a stage recomputes so that it fits.
+        """Returns the layers that a stage recomputes so that it fits.
 
         Args:
-            room_bytes: for the stashes of a replica, and what I leaves for W, ...
-            left_bytes: ... which is so much of a micro-batch.
+            room_bytes: the memory for the stashes of a replica and for what I leaves for W.
+            left_bytes: what I leaves for W, of one micro-batch.
         """
         first, size = sum(plan.counts[:s]), plan.microbatch_size
         num_behind, num_microbatches = sum(plan.counts[s:]), self.options.minibatch_size // size
@@ -189,9 +189,9 @@ class DeviceLine:
         return TimedPlan(line=self, plan=plan, recompute=tuple(recompute), step_ns=step_ns)
 
     def memory_limits(self, timed: TimedPlan) -> list[list[MemoryLimit]]:
-        """Returns the states of the replicas of each stage in which its stashes must fit, whichever layers recompute.
+        """Returns the memory limits that each stage's stashes must keep, whichever of its layers are recomputed.
 
-        Of stages that do not recompute there are none. [stages][states]
+        Empty for stages that do not recompute. [stages][limits]
         """
         order, compiled = self._order(timed.plan)
         stages = self._stages(timed.plan, order.devices, timed.recompute)
@@ -239,7 +239,7 @@ class DeviceLine:
         )
 
     def _order(self, plan: LinePlan) -> tuple[Schedule, CompiledSchedule]:
-        """The schedule on the cluster's ranks, and its compiled form."""
+        """Returns the schedule on the cluster's ranks, and its compiled form."""
         num_microbatches = self.options.minibatch_size // plan.microbatch_size
         key = plan.schedule, plan.counts, num_microbatches
         if key not in self._orders:
@@ -256,7 +256,7 @@ class DeviceLine:
         return self._orders[key]
 
     def _table(self, schedule: str, num_devices: int, num_microbatches: int) -> Schedule:
-        """A schedule with a stage on each of some devices."""
+        """Returns the table of a schedule with one stage on each of `num_devices` devices."""
         key = schedule, num_devices, num_microbatches
         if key not in self._tables:
             table = ALL[schedule](num_devices, num_microbatches)
@@ -273,7 +273,7 @@ class DeviceLine:
         return sum(len(actions) for table in self._tables.values() for actions in table.order)
 
     def _groups(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """The ranks of each stage, the fastest first."""
+        """Returns the ranks of each stage, the fastest first."""
         firsts = accumulate(counts, initial=0)
         return [self.group(first, count) for first, count in zip(firsts, counts, strict=False)]
 
@@ -295,24 +295,24 @@ class DeviceLine:
         )
 
     def _short_ranks(self, memory: Sequence[RankMemory]) -> set[int]:
-        """The ranks that need more memory than they may hold."""
+        """Returns the ranks that need more memory than their limit."""
         return {rank for rank, held in enumerate(memory) if held.peak.total > self.limits[rank]}
 
     @property
     def allows_all(self) -> bool:
-        """Whether every plan with one stage per device keeps the constraints."""
+        """Whether every plan with one stage per device meets the constraints."""
         has_rules = self.constraints.separate or self.constraints.on or self._without_replicas
         are_alike = len({device.num_members for device in self.cluster.devices}) == 1
         return self.options.num_stages is None and not has_rules and are_alike
 
     def allows(self, plan: LinePlan) -> bool:
-        """Returns whether a plan with one stage per device keeps the constraints; it may lack memory."""
+        """Returns whether a plan with one stage per device meets the constraints, memory aside."""
         return self._is_allowed(plan, self._groups(plan.counts))
 
     def _is_allowed(self, plan: LinePlan, devices: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the stages are as many as asked for, on devices that may run them, and layers apart that must be.
+        """Returns whether the number of stages, their devices and the layers to keep apart meet the constraints.
 
-        Each replica has a micro-batch.
+        Also, each replica must have a micro-batch.
         """
         if self.options.num_stages not in (None, len(plan.cuts) - 1):
             return False
@@ -325,7 +325,7 @@ class DeviceLine:
             return False
         rules = self.constraints
         if any(len({self.cluster.devices[rank].num_members for rank in ranks}) > 1 for ranks in devices):
-            return False  # replicas have as many members each
+            return False  # all replicas must have equally many members
         stage_of = (
             {name: s for s, (begin, end) in enumerate(pairwise(plan.cuts)) for name in self.names[begin:end]}
             if rules.separate or rules.on
