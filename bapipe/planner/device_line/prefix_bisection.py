@@ -1,4 +1,4 @@
-"""A lower bound by bisection over relaxations, and the plans of the stages that a relaxation chooses on the way."""
+"""Raises a lower bound by bisection over step times, and simulates the stages that relaxations choose on the way."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,45 +17,45 @@ MAX_BOUND_WORK = 25 * 512**2
 """Budget of the bisection, without a time limit, in squared devices for each limit that is decided."""
 
 BOUND_PRECISION = 200
-"""Bisection ends at one part in so many."""
+"""Bisection ends at a relative precision of 1/`BOUND_PRECISION`, ..."""
 
 COARSE_PRECISION = 60
-"""... or in so many where other bounds follow."""
+"""... or of 1/`COARSE_PRECISION` if other bounds follow."""
 
 MIN_TRANSFERS = 0.01
-"""Transfers of a micro-batch that take this part of the best step are long: bounds by numbers of cuts follow."""
+"""Transfers of a micro-batch above this part of the best step are long: bounds by numbers of cuts follow."""
 
 OTHER_GAP = 1.05
-"""The bisection is coarse if it can leave no smaller gap than this, and other bounds follow."""
+"""The bisection is coarse if the best step stays above this multiple of its bound, and other bounds follow."""
 
 MAX_SLOW_PATHS = 3
-"""So many plans of relaxations in a row are timed that take more than `SLOW` times as long as the best one."""
+"""After this many plans of relaxations in a row that take more than `SLOW` times the best step, no more are timed."""
 
 NUM_PATHS = 16
-"""The number of ranges of the number of cuts whose stages by the relaxation are timed, within ..."""
+"""How many ranges of the number of cuts have the stages of their relaxation timed, within ..."""
 
 PATH_PERCENTS = (101, 104, 110)
-"""... so many percent of their bounds."""
+"""... these percentages of their bounds."""
 
 SINGLE_PRECISION = 50
-"""Stages on single devices are those within one part in so many of what the relaxation allows."""
+"""The bisection over stages on single devices ends at a relative precision of one divided by this."""
 
 
 class PrefixBisection:
-    """Bisections whose plans and bounds go to `plans`."""
+    """Bisections that record their plans and bounds in `plans`."""
 
     def __init__(self, plans: TimedPlans, num_devices: int, deadline: Deadline) -> None:
         self._plans, self._num_devices, self._deadline = plans, num_devices, deadline
         self._num_slow_paths = 0
 
     def raise_bound(self, problems: list[Relaxation], enough_ns: int, deadline: Deadline) -> list[Relaxation]:
-        """The bound is the smallest over the problems, so the problem with the smallest is always the next.
+        """Raises the bound, which is the minimum over the problems: the problem with the lowest is always the next.
 
-        Returns the problems, some of them in parts. Invariant: no plan of a problem is faster than its `bound_ns`.
+        Returns the problems, some of them divided. Invariant: no plan of a problem is faster than its `bound_ns`.
 
         Args:
             problems: one for each order of the devices, schedule and micro-batch size.
-            enough_ns: nothing is gained by a bound above it.
+            enough_ns: the bound need not be raised above it.
         """
         plans, high_ns = self._plans, dict.fromkeys(problems, INF)
         lines = {problem.line for problem in problems}
@@ -65,16 +65,16 @@ class PrefixBisection:
                 deadline.check()
                 lowest = min(problems, key=lambda problem: problem.bound_ns)
                 low_ns, reached_ns = lowest.bound_ns, max(problem.bound_ns for problem in problems)
-                # The bound of all is no higher than a limit that any problem keeps.
+                # The joint bound cannot exceed a limit within which any relaxation has a plan.
                 high = min(*high_ns.values(), plans.best.step_ns)
-                # Where the relaxation leaves a large gap at best, other bounds go on.
+                # If the relaxation leaves a large gap even at best, other bounds take over.
                 is_coarse = self.has_long_transfers(lowest) and high * OTHER_GAP < plans.best.step_ns
                 precision = COARSE_PRECISION if is_coarse else BOUND_PRECISION
                 if high - low_ns <= low_ns // precision or low_ns >= enough_ns:
                     break
-                # What is proven of one problem often holds for the next; below the best plan most is infeasible.
+                # A bound of one problem often holds for the next; most limits below the best plan are infeasible.
                 is_behind = low_ns + low_ns // BOUND_PRECISION < reached_ns < high
-                # Of unlike devices a limit that is refuted takes the least time.
+                # With several orders of the devices, refuting a limit takes the least time, so limits are lower.
                 between_ns = (low_ns + 3 * high) // 4 if len(lines) == 1 else (low_ns + high) // 2
                 limit_ns = reached_ns - 1 if is_behind else between_ns
                 if low_ns < enough_ns <= min(high, limit_ns):
@@ -91,14 +91,14 @@ class PrefixBisection:
         return problems
 
     def has_long_transfers(self, problem: Relaxation, min_share: float = MIN_TRANSFERS) -> bool:
-        """Returns whether the transfers of one micro-batch are such a part of the best step, if there is any."""
+        """Returns whether a micro-batch's transfers exceed `min_share` of the best step; True for `SingleDevices`."""
         best = self._plans.best
         if best is None or not isinstance(problem, PrefixBound):
             return best is not None
         return problem.round_trip_ns(len(best.plan.counts) - 1) > min_share * best.step_ns
 
     def time_equal_groups(self, starts: Sequence[TimedPlan], deadline: Deadline) -> None:
-        """Bisects over plans with equal numbers of replicas, as those that some plans have, and times what it finds."""
+        """Bisects over plans with as many replicas of every stage as each of `starts` has, and times what it finds."""
         self._num_slow_paths = 0
         for timed in starts:
             plan, replicas = timed.plan, timed.plan.counts[0]
@@ -116,7 +116,7 @@ class PrefixBisection:
                     high_ns = middle_ns
 
     def time_paths(self, ranges: Sequence[Relaxation], climbs: Climbs, deadline: Deadline) -> None:
-        """Times the stages that the relaxation chooses near the lowest bounds of ranges."""
+        """Times the stages that relaxations choose just above the bounds of the ranges with the lowest bounds."""
         lowest = sorted(ranges, key=lambda each: each.bound_ns)[:NUM_PATHS]
         with suppress(OutOfTime):
             for each, percent in product(lowest, PATH_PERCENTS):
@@ -127,7 +127,7 @@ class PrefixBisection:
     def time_single_devices(
         self, kinds: Sequence[tuple[DeviceLine, str, int]], best: TimedPlan, climbs: Climbs, deadline: Deadline
     ) -> None:
-        """Times stages on single devices, by a relaxation of its own for each line, schedule and micro-batch size."""
+        """Times stages on single devices that a relaxation chooses for each line, schedule and micro-batch size."""
         ordered = sorted(
             kinds,
             key=lambda each: (
@@ -148,7 +148,7 @@ class PrefixBisection:
                 self._plans.time_unless_slow(line, path, climbs)
 
     def _path(self, problem: Relaxation, limit_ns: int, deadline: Deadline) -> LinePlan | None:
-        """The stages of the relaxation within a step time, which are timed; without any the bound rises."""
+        """Returns the relaxation's stages within a step time and times them; raises the bound if there are none."""
         path = problem.path(limit_ns, deadline)
         if path is None:
             problem.bound_ns = max(problem.bound_ns, limit_ns + 1)

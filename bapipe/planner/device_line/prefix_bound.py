@@ -37,25 +37,26 @@ from bapipe.planner.stages.intervals import IntArray
 from bapipe.schedules import splits_backwards
 
 LAST_STAGE_GROWTH = 4
-"""GPipe: the replicas of the last stage are told apart by powers of this."""
+"""GPipe: the replicas of the last stage are divided into ranges at powers of this."""
 
 ROUNDING_NS = 2.0
 """By how much the simulator's time of an action may be shorter than the sum over its layers, two halves each way."""
 
 MANY_DEVICES, FEW_MICROBATCHES = 128, 2
-"""Of more devices, GPipe's gradients are told apart only with so many micro-batches for each, or more; and turns of
-1F1B, which classes of numbers of devices blur of more only."""
+"""With more than `MANY_DEVICES` devices, GPipe's gradients are distinguished only if there are at least
+`FEW_MICROBATCHES` micro-batches per device. So are turns of 1F1B, which need it only with that many devices, where
+classes of numbers of devices blur them."""
 
 
 class PrefixBound(LayerSums):
     """The problem of one order of the devices, schedule and micro-batch size.
 
     Attributes:
-        num_cuts: the fewest and the most cuts between the stages of its plans.
-        bound_ns: what is proven of every plan.
-        tells_gradients: whether `trip_bound.py` tells apart when each gradient is back.
-        tells_turns: whether it tells apart better how many micro-batches are behind turns of early stages: 1F1B.
-        rounded_ns: what the rounding of times on devices of other speeds can add up to, in all stages.
+        num_cuts: the minimum and the maximum number of cuts between the stages of its plans.
+        bound_ns: a lower bound on the step time of every plan.
+        tells_gradients: whether `trip_bound.py` distinguishes when each gradient is back (GPipe).
+        tells_turns: whether it distinguishes more finely how many micro-batches follow turns of early stages (1F1B).
+        rounded_ns: what the rounding of times on devices of other speeds can add up to, over all stages.
     """
 
     def __init__(
@@ -96,9 +97,9 @@ class PrefixBound(LayerSums):
         self.limit_bytes = self._list_memory()
 
     def _may_tell_gradients(self, num_devices: int) -> bool:
-        """Whether bounds of GPipe by trips tell gradients apart, and of 1F1B turns: of many devices that takes long.
+        """Whether bounds by trips may distinguish gradients of GPipe or turns of 1F1B, which is slow for many devices.
 
-        It gains most where each has many micro-batches and transfers are short beside layers.
+        It gains the most if each device has many micro-batches, and transfers are short compared to layers.
         """
         if num_devices <= MANY_DEVICES:
             return True
@@ -107,13 +108,13 @@ class PrefixBound(LayerSums):
         return self.num_microbatches >= FEW_MICROBATCHES * num_devices and over_cut_ns <= layer_ns
 
     def with_num_cuts(self, fewest: int, most: int) -> "PrefixBound":
-        """Returns the problem of plans with so many cuts between their stages."""
+        """Returns the problem of the plans with `fewest` to `most` cuts between their stages."""
         other = copy(self)
         other.num_cuts = fewest, most
         return other
 
     def parts_by_last_stage(self) -> list["PrefixBound"]:
-        """Returns, of GPipe, problems for ranges of the replicas of the last stage, on which its bound depends."""
+        """Returns, for GPipe, problems for ranges of the last stage's replicas, on which its bound depends."""
         most = int(self.classes.most[-1])
         if not self.are_forwards_first or self.last_replicas != (1, most) or most < LAST_STAGE_GROWTH:
             return []
@@ -125,16 +126,16 @@ class PrefixBound(LayerSums):
 
     @property
     def has_many_alike(self) -> bool:
-        """Whether its devices are alike, and too many for `trip_bound.py` alone."""
+        """Whether its devices are equal, and too many for `trip_bound.py` alone."""
         return self.has_one_speed and self.num_devices > MAX_ALIKE
 
     @property
     def has_rings(self) -> bool:
-        """Whether `ring_bound.py` knows more: 1F1B or GPipe, with replicas."""
+        """Whether `ring_bound.py` gives stronger bounds: 1F1B or GPipe, with replicas."""
         return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas
 
     def _list_memory(self) -> FloatArray:
-        """The bytes that the devices of a stage may hold beside buffers. [positions, classes]"""
+        """Returns the bytes that the devices of a stage may hold besides buffers. [positions, classes]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
         limit_bytes = np.full((self.num_devices, self.classes.fewest.size), limits.max())
         if not self.has_one_speed:
@@ -142,7 +143,7 @@ class PrefixBound(LayerSums):
                 if number <= limits.size:
                     windows = np.lib.stride_tricks.sliding_window_view(limits, number).min(axis=1)
                     limit_bytes[: windows.size, g] = windows
-        # A stage behind the first one has a buffer for what each of its micro-batches receives.
+        # A stage after the first one has a buffer for what each of its micro-batches receives.
         most, have_same = self.classes.most, len(set(limits.tolist())) == 1
         num_received = -(-self.num_microbatches // most) if have_same else self.num_microbatches // most
         limit_bytes[1:] -= num_received * self.least_received
@@ -150,7 +151,7 @@ class PrefixBound(LayerSums):
 
     @property
     def kind(self) -> PlanKind:
-        """All its plans."""
+        """The limits of all its plans."""
         return PlanKind(*self.num_cuts, *self.last_replicas, int(self.classes.fewest[0]), int(self.classes.most[-1]))
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
@@ -196,7 +197,7 @@ class PrefixBound(LayerSums):
         return savings_of(profiles, self.size, self.line.cuts, self._times[:, :, 0].min(axis=0), self.returned)
 
     def _stages(self) -> NDArray[np.void]:
-        """What is known of stages by their first device and class. [positions, classes]"""
+        """Returns what is known of stages by their first device and class: `STAGE`. [positions, classes]"""
         weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts
         in_flight, last_in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n[0]), np.zeros_like(n)
@@ -236,7 +237,7 @@ class PrefixBound(LayerSums):
         stages = np.zeros(n.shape, dtype=STAGE)
         for name, values in columns.items():
             stages[name] = values
-        share = 0.5 if self.schedule in IN_PAIRS else 1.0  # of F + r, that from one F or r to the next one takes
+        share = 0.5 if self.schedule in IN_PAIRS else 1.0  # of F + r: from one F or r to the next
         for way, trips in enumerate((2 * np.ones_like(n), 1 + (n - 1) // np.maximum(in_flight, 1))):
             steps = np.minimum(n - 1 - (trips - 1) * in_flight, num_counted - trips)
             has_rounds = (in_flight > 0) & (trips >= 2) & (steps >= 0)
@@ -245,9 +246,9 @@ class PrefixBound(LayerSums):
         return stages
 
     def _num_counted(self) -> IntArray:
-        """How many r of a replica a chain of round trips may count at most. [positions, classes]
+        """Returns how many r of a replica a chain of round trips may count at most. [positions, classes]
 
-        The first stage has W for r: where all of these come behind the last F, those count that follow the last trip.
+        The first stage has W for r: if all of these come after the last F, only those after the last trip count.
         """
         num_counted = np.full_like(self.weights.counts, self.num_microbatches)
         if self.schedule in WEIGHTS_BEHIND_FORWARDS and self._depths is not None:
@@ -256,9 +257,9 @@ class PrefixBound(LayerSums):
         return num_counted
 
     def _num_stashes(self) -> IntArray | int:
-        """How many micro-batches some device of a stage holds at its end, at least. [classes]
+        """Returns a lower bound on the micro-batches whose stashes some device of a stage holds at once. [classes]
 
-        Where all F come first, those of a replica: one that has the most, or of devices with unlike limits any.
+        If all F come first, those of a replica: one with the maximum number, or any one if devices differ.
         """
         if not self.are_forwards_first:
             return 1
@@ -266,16 +267,16 @@ class PrefixBound(LayerSums):
         return -(-self.num_microbatches // most) if self.has_one_speed else self.num_microbatches // most
 
     def _slack(self, in_flight: IntArray) -> FloatArray:
-        """By how much a chain of actions may be shorter than the sums over its layers. [positions, classes]"""
+        """Returns by how much a chain of actions may be shorter than its layers' sums, in ns. [positions, classes]"""
         n, v = self.weights.counts, self.weights.speed
         trips = 1 + (n - 1) // np.maximum(in_flight, 1) * (in_flight > 0)
         slack: FloatArray = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
         return slack
 
     def _num_rounds(self, depth: int) -> IntArray:
-        """How many micro-batches make a round trip to the last stage one after another, at least. [classes]
+        """Returns a lower bound on the number of consecutive round trips to the last stage. [classes]
 
-        A stage has in flight a multiple of its devices, the largest of each class.
+        A stage has a multiple of its devices in flight: the maximum over the class counts.
         """
         if self._only_replicas is not None:
             most = self.classes.fewest * -(-depth // self.classes.fewest)
@@ -286,7 +287,7 @@ class PrefixBound(LayerSums):
         return rounds
 
     def _trace(self, furthest: Boundaries, before: Boundaries, position: int) -> LinePlan:
-        """The stages of a path; devices that it leaves idle, or without layers, join the stage before them."""
+        """Returns the stages of a path; devices that it leaves idle, or without layers, join the stage before them."""
         boundaries, begins = [len(self.line.cuts) - 1], []
         num_cuts = int(np.flatnonzero(furthest[position] == boundaries[0])[0])
         at = position

@@ -1,4 +1,4 @@
-"""Numbers of devices of a stage, in classes that a lower bound does not tell apart."""
+"""Numbers of devices of a stage, in classes that a lower bound does not distinguish."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,22 +9,24 @@ from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 from bapipe.planner.stages.intervals import IntArray
 
 MAX_ALIKE = 128
-"""More devices that are alike are told apart by the micro-batches of a replica alone."""
+"""With more equal devices than this, their numbers are distinguished only by the micro-batches of a replica."""
 
 MAX_SINGLE = 32
-"""Others: stages of every number of devices up to this one are told apart, larger ones by 3 %."""
+"""Otherwise all numbers of devices up to this one are distinguished, and larger ones in steps of `CLASS_GROWTH`."""
 
 MAX_FINE = 200
-"""The same where it matters more which replica has a micro-batch: of GPipe, if each gradient is told apart, and of
-1F1B, if turns are."""
+"""The same where it matters more which replica has a micro-batch: if gradients (GPipe) or turns (1F1B) are
+distinguished."""
 
 CLASS_GROWTH = 1.03
 
 MAX_SPLIT = 16
-"""GPipe: replicas with at most so many micro-batches each are told apart from slightly more replicas."""
+"""GPipe: numbers of replicas that divide the micro-batches, at most this many each, are distinguished from slightly
+larger numbers."""
 
 MAX_PARTED, PARTS, WHOLE = 16, (1, 2, 4, 8, 10**9), (10**9,)
-"""Replicas with at most so many micro-batches each are told apart at these parts of those that have as many."""
+"""With at most `MAX_PARTED` micro-batches on each replica, the numbers of replicas with equally many are divided into
+classes at 1/`PARTS` of their range; with more they are one class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +38,10 @@ class ReplicaClasses:
 
 
 def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: bool, fine: bool) -> ReplicaClasses:
-    """Returns classes of 1 to `every` devices; of many alike ones, by the number of micro-batches of a replica.
+    """Returns classes of 1 to `every` devices; of many equal devices by the number of micro-batches of a replica.
 
     Args:
-        fine: whether more numbers are told apart.
+        fine: whether more numbers are distinguished.
     """
     if alike and every > MAX_ALIKE:
         fewest = _fewest_of_alike(every, num_microbatches, schedule)
@@ -59,7 +61,7 @@ def replica_classes(every: int, num_microbatches: int, schedule: str, *, alike: 
 
 def _fewest_of_alike(every: int, num: int, schedule: str) -> list[int]:
     fewest = sorted({-(-num // -(-num // replicas)) for replicas in range(1, every + 1)})
-    if schedule in FORWARDS_FIRST:  # those that divide the micro-batches have more forwards first
+    if schedule in FORWARDS_FIRST:  # numbers that divide the micro-batches have more forwards first
         few_microbatches = [r for r in fewest if r * MAX_SPLIT >= num and r < every]
         fewest = sorted({*fewest, *(r + 1 for r in few_microbatches if num % r == 0)})
     # The more replicas, the fewer of them have the most micro-batches: classes of few micro-batches are cut finer.

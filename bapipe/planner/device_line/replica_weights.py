@@ -1,4 +1,4 @@
-"""How busy the replicas of stages are that take the devices from each position of a line on."""
+"""How busy the replicas of stages are, for stages that begin at each position of a line of devices."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,16 +18,16 @@ class ReplicaWeights:
     """Lower bounds for stages by their first device and class of numbers of devices. All [positions, classes].
 
     Attributes:
-        counts: micro-batches of one replica of the stage, that which takes the longest for its own, ...
-        speed: ... which is no faster than this.
-        forward_speed: of the replica whose F come before the first backward of that one, at most: of GPipe it may be
-            any, as a replica of the last stage runs all its F first.
+        counts: micro-batches of one replica of the stage, the one that takes the longest for its micro-batches.
+        speed: an upper bound on the speed of that replica.
+        forward_speed: an upper bound on the speed of the replica whose F precede the first backward of that one: in
+            GPipe that may be any replica, as one of the last stage runs all its F first.
         busiest: micro-batches per unit of speed of the busiest replica.
         fastest: the largest speed of any replica.
-        until: of the devices up to a stage's last one.
-        before, behind: time of the work of 1 ns on the devices before the stage, and behind it; no more than on these
-            replicas.
-        from_here: time of the work of 1 ns on any devices from a position on. [positions]
+        until: the largest speed of the devices up to the stage's last one.
+        before, behind: the time for 1 ns of work on the fastest device before the stage, or after it; at most the time
+            at `forward_speed`.
+        from_here: the time for 1 ns of work on the fastest device from a position on. [positions]
     """
 
     counts: IntArray
@@ -44,7 +44,7 @@ class ReplicaWeights:
 def replica_weights(
     speeds: FloatArray, schedule: str, num_microbatches: int, classes: ReplicaClasses
 ) -> ReplicaWeights:
-    """Returns the weights of stages of `classes` on devices of some speeds."""
+    """Returns the weights of stages of `classes` on devices of the given speeds."""
     fewest, most = tuple(classes.fewest.tolist()), tuple(classes.most.tolist())
     return _weights(tuple(speeds.tolist()), schedule in FORWARDS_FIRST, num_microbatches, fewest, most)
 
@@ -78,17 +78,17 @@ def _weights(
 
 
 def _largest_of_next(v: FloatArray, number: int) -> FloatArray:
-    """The largest of each value and those behind it, `number` in all. [positions]"""
+    """Returns the maximum of the `number` values from each position on. [positions]"""
     padded = np.append(v, np.zeros(number - 1))
     largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, number).max(axis=1)
     return largest
 
 
 def _replica(v: FloatArray, num: int, few: int, most: int) -> tuple[IntArray, FloatArray]:
-    """Micro-batches and the most speed of one replica of stages of `few` to `most` devices. [positions]
+    """Returns micro-batches and maximum speed of one replica of stages of `few` to `most` devices. [positions]
 
-    Every replica has M // R micro-batches, the slowest one, too; and the first M mod R of them, whichever they are, one
-    more: the slowest of these is no faster than the (M mod R)-th fastest of all.
+    Every replica, even the slowest, has at least M // R micro-batches, and M mod R replicas have one more: whichever
+    these are, the slowest of them is no faster than the (M mod R)-th fastest of all.
     """
     at_least, more = num // most, num % most
     if len(set(v.tolist())) == 1:

@@ -1,4 +1,4 @@
-"""What summing the gradients of a stage over its devices takes at least."""
+"""Lower bounds on the time to sum the gradients of a stage over its devices."""
 
 import numpy as np
 from msgspec import UNSET
@@ -12,12 +12,12 @@ class Rings:
     """The rings of stages by their first device and the class of their numbers of devices. [positions, classes]
 
     Attributes:
-        latency, rate: of each bucket, in ns, and of its bytes, in ns per byte.
-        last_ns: the ring of a stage's last bucket, that nothing hides.
+        latency, rate: the time for each bucket, in ns, and for its bytes, in ns per byte.
+        last_ns: the ring of a stage's last bucket, which nothing hides.
     """
 
     def __init__(self, sums: LayerSums, fewest: IntArray, *, may_be_idle: bool) -> None:
-        """`fewest` are the devices of the stages of each class; where some may be idle, no stage is on known hosts."""
+        """`fewest`: the minimum devices of each class. If devices may be idle, a stage's hosts are unknown."""
         cluster, num_devices = sums.line.cluster, sums.num_devices
         self._max_bucket = sums.max_bucket
         hosts = [device.host for device in cluster.devices[:num_devices]]
@@ -35,7 +35,7 @@ class Rings:
         self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [classes]
 
     def least_ns(self, group: int, gradient_bytes: FloatArray) -> FloatArray:
-        """Returns the least time of all rings of stages of a class, wherever they begin."""
+        """Returns a lower bound on the time of all rings of a stage of class `group`, wherever it begins."""
         num_buckets = np.ceil(gradient_bytes / self._max_bucket)
         rings: FloatArray = self._least_latency[group] * num_buckets + self._least_rate[group] * gradient_bytes
         return rings
