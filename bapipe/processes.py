@@ -10,6 +10,7 @@ devices were lost, so that it can plan again without them.
 """
 
 import ctypes
+import fcntl
 import io
 import multiprocessing
 import multiprocessing.spawn
@@ -125,9 +126,10 @@ def local_processes(
         with TemporaryFile(dir=folder) as job:
             job.write(_encoded_job(function, arguments))
             job.flush()
-            with blocked(signal.SIGINT):  # inherited: only this process reacts to Ctrl-C, and ends the others
+            # inherited: only this process reacts to Ctrl-C, and ends the others
+            with blocked(signal.SIGINT), _handle_for_child(job.fileno()) as job_fd:
                 for index in range(num_processes):
-                    processes.append(_start(index, job.fileno(), folder, dict(environment or {}), quiet))
+                    processes.append(_start(index, job_fd, folder, dict(environment or {}), quiet))
         yield tuple(processes)
     except BaseException:
         grace_s = 0.0
@@ -280,17 +282,30 @@ def _has_script() -> bool:
 def _start(index: int, job_fd: int, folder: Path, environment: dict[str, str], quiet: bool) -> LocalProcess:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log = folder / f"log{index}" if quiet else None
-    with open(log or os.devnull, "wb") as stderr:
+    with open(log or os.devnull, "wb") as stderr, _handle_for_child(sender.fileno()) as sender_fd:
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CHILD, *map(str, (index, job_fd, sender.fileno(), os.getpid()))],
+            [sys.executable, "-P", "-c", _CHILD, *map(str, (index, job_fd, sender_fd, os.getpid()))],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path_to_start_with())} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else None,
             stderr=stderr if quiet else None,
-            pass_fds=[job_fd, sender.fileno()],
+            pass_fds=[job_fd, sender_fd],
         )
     sender.close()  # so that the pipe ends with the process
     return LocalProcess(index, popen, receiver, log)
+
+
+@contextmanager
+def _handle_for_child(handle: int) -> Iterator[int]:
+    """Yields another handle of an open file: not 0 to 2, which a process has with its standard streams closed.
+
+    In the child those are its own standard streams.
+    """
+    other = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, 3)
+    try:
+        yield other
+    finally:
+        os.close(other)
 
 
 def _end_all(processes: Sequence[LocalProcess], grace_s: float) -> None:

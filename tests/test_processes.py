@@ -158,19 +158,25 @@ from tests.test_processes import collect, streams
 
 if sys.argv[1] == "command":
     open_closed_streams()
-else:
+elif sys.argv[1] == "other":
     taken = open("script.py")  # has the number of stdout, and is no stream of other processes
 with tempfile.TemporaryDirectory() as folder, local_processes(streams, 1, (), folder=Path(folder)) as processes:
     sys.stderr.write(f"{collect(processes)} {processes[0].exit_code(10)}")
 """
 
 
-@pytest.mark.parametrize(("program", "is_open"), [("command", True), ("other", False)])
-def test_a_program_with_a_closed_stdout_starts_processes(program: str, is_open: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "closed", "is_open"),
+    [("command", ">&-", True), ("other", ">&-", False), ("daemon", "<&-", True), ("daemon", "<&- >&-", False)],
+)
+def test_a_program_with_closed_streams_starts_processes(
+    program: str, closed: str, is_open: bool, tmp_path: Path
+) -> None:
+    """What is opened for the processes must not have the numbers of these streams, as it has with them closed."""
     (tmp_path / "script.py").write_text(CLOSED_STREAMS)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    closed = ["sh", "-c", f'exec "$0" script.py {program} >&-', sys.executable]
-    done = subprocess.run(closed, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    command = ["sh", "-c", f'exec "$0" script.py {program} {closed}', sys.executable]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.stderr == f"[(0, {is_open})] 0"
 
 

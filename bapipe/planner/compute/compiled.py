@@ -119,8 +119,11 @@ class _CheckedFile(IndexDataCacheFile):
     def save(self, key: object, data: object) -> None:
         try:
             super().save(key, data)  # type: ignore[no-untyped-call]
-        except OSError as error:  # such as a full disk: the function is compiled all the same
-            _warn_that_nothing_is_kept(error.strerror or str(error))
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a full disk, also one on which a damaged index stays
+            _warn_that_nothing_is_kept(getattr(error, "strerror", None) or str(error))
 
     def _load_index(self) -> Any:
         with suppress(FileNotFoundError):
@@ -167,11 +170,13 @@ def _code_folder() -> str:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # used now
-        _remove_old(folder.parent)
+        _remove_old(folder)
     return str(folder)
 
 
-def _remove_old(parent: Path) -> None:
-    folders = sorted(parent.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True)
-    for old in folders[MAX_VERSIONS:]:
+def _remove_old(own: Path) -> None:
+    """Removes the oldest folders beside one, which stays whatever the clocks say that wrote the others."""
+    others = [each for each in own.parent.iterdir() if each != own]
+    others.sort(key=lambda each: each.stat().st_mtime_ns, reverse=True)
+    for old in others[MAX_VERSIONS - 1 :]:
         shutil.rmtree(old, ignore_errors=True)

@@ -105,13 +105,15 @@ def test_code_is_kept_for_one_version_of_the_sources(tmp_path: Path, monkeypatch
         copy.write_text(path.read_text())
 
 
-def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("newest_s", [1000, 2**33])
+def test_code_of_old_versions_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_s: int) -> None:
+    """Also where a clock that was ahead wrote them: those of this version stay."""
     monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
     for age in range(6):
         old = tmp_path / "compiled" / f"version{age}"
         old.mkdir(parents=True)
         (old / "code.nbc").write_bytes(b"x")
-        os.utime(old, (1000 - age, 1000 - age))
+        os.utime(old, (newest_s - age, newest_s - age))
     folder = Path(compiled._code_folder.__wrapped__())
     left = {path.name for path in (tmp_path / "compiled").iterdir()}
     assert left == {folder.name, "version0", "version1"}
