@@ -34,6 +34,9 @@ MAX_GAP = 0.005
 MAX_NODES = 300
 """Node budget of the search of a point."""
 
+MAX_LAYERS = 1_000
+"""Of more layers, tables of all stages that a point may have take more time and memory than its plan."""
+
 MAX_MOVES = 100
 """Maximum number of plans with moved cuts that are timed per point."""
 
@@ -52,7 +55,7 @@ class Point:
 def can_plan_nearby(profiles: Mapping[str, ModelProfile], points: Sequence[Point]) -> bool:
     """Returns whether the branch and bound is the search for all these points."""
     num_layers = len(next(iter(profiles.values())).layers)
-    return all(
+    return num_layers <= MAX_LAYERS and all(
         all(name in SCHEDULES for name in point.options.schedules)
         and not has_many_devices(
             point.cluster,
