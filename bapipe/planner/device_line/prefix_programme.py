@@ -1,8 +1,8 @@
 """The dynamic programme of `prefix_bound.py` and `ring_bound.py`, compiled.
 
-A state is a number of devices and of cuts, and with delays the level of the longest delay so far; of each the furthest
-boundary is known that the layers before it reach. A stage is tried only where it would end further than what is known:
-most are not within the limits even then, and one look says so.
+A state is a number of devices and of cuts, and with delays the level of the longest delay so far; its value is the
+furthest boundary that such prefixes reach. A stage is tried only if it would end further than the known value: most
+stages exceed the limits even then, and one test says so.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ def extend(
         first: from `suffix_programme.py`. [devices + 1, cuts + 2]
         furthest: -1 where nothing is known. If cuts are not counted, it has one column. [levels, devices + 1, cuts + 2]
         origin: the devices before the last stage, of the first level. [devices + 1, cuts + 2]
-        num_tried: counts classes of stages behind prefixes. [1]
+        num_tried: counts (prefix, class of stages) pairs. [1]
     """
     num, last = problem.stages.shape[0], problem.layers.shape[1] - 1
     num_levels, num_columns = furthest.shape[0], furthest.shape[2]
@@ -55,14 +55,14 @@ def extend(
             break
         of_fewer = -1
         for c in range(num_cuts + 1):
-            reached = by_one_less = -1  # with less delay, with a device less
+            reached = by_one_less = -1  # with less delay; with one device less
             forced = forced_host_cuts(problem, p, c)
             for level in range(num_levels):
                 i = furthest[level, p, c]
-                # Fewer devices with as many cuts may have more of them between hosts for certain.
+                # With one device less and as many cuts, more of these may have to be between hosts.
                 if problem.is_alike and p > 0 and forced == forced_host_cuts(problem, p - 1, c):
                     by_one_less = max(by_one_less, furthest[level, p - 1, c])
-                # Or without delays with fewer cuts; from delays more cuts take more transfers.
+                # Without delays also by prefixes with fewer cuts; from a delay, more cuts deduct more transfers.
                 if i >= first[p, c] and i > reached and not (num_levels == 1 and i <= of_fewer):
                     is_known = i <= by_one_less
                     num_tried[0] += _add_stages(
@@ -92,15 +92,15 @@ def _add_stages(
     """Adds a stage of each class of devices to one prefix; returns the number of classes.
 
     Args:
-        is_known: whether a prefix with a device less reaches as far: more devices only matter to cycles.
+        is_known: whether a prefix with one device less reaches as far: then another device only matters for cycles.
     """
     if is_known and waits.num_left == 0:
         return 0
     (num, num_classes), last = problem.stages.shape, problem.layers.shape[1] - 1
     has_delays, counts_cuts = furthest.shape[0] > 1, furthest.shape[2] > 1
-    i = int(np.int64(furthest[level, p, c]))  # with 32 bits all that it goes to would be compiled once more
+    i = int(np.int64(furthest[level, p, c]))  # 32 bits would make numba compile all callees once more
     following = c + 1 if counts_cuts else 0
-    # Or none: the layers of a plan's stage may lie before, if the devices before it can do more than theirs.
+    # Or none: earlier devices may be able to hold all layers of a plan's stage in addition to theirs.
     may_be_empty = (counts_cuts and c < kind.fewest_cuts) or not problem.is_alike
     for g in range(num_classes):
         stage = problem.stages[p, g]

@@ -1,10 +1,11 @@
-"""Compiled: which layers of a stage are recomputed so that it fits, in microseconds: nearly those of the least F.
+"""Compiled: chooses in microseconds layers that a stage recomputes so that it fits, nearly those with the minimum F.
 
-Recomputed layers lie in runs, at whose ends the tensors that pass from or to other layers are kept. At a price for a
-byte, the set that is worth the most is found from layer to layer. The line from one set to another that saves more has
-a price: as long as a set is worth more at it, that takes the place of one of the two, so that one saves less than what
-must be saved and the other one no less (the Lagrange dual of a knapsack). Between them may be sets on neither side of
-the line, of which the cheapest single run is tried. `stages/recomputation.py` makes the exact choice.
+Recomputed layers form runs, at whose ends the tensors that pass from or to other layers are kept. Given a price of a
+byte, a dynamic programme from layer to layer finds the set of layers that is worth the most. The search keeps two sets,
+one that saves too little and one that saves enough. The line between them, in bytes and F, has a price; as long as some
+set is worth more at that price, it replaces one of the two (the Lagrange dual of a knapsack). Sets off that line may
+still be cheaper than the second one; of these the cheapest single run is tried. `stages/recomputation.py` makes the
+exact choice.
 """
 
 from math import inf
@@ -17,7 +18,7 @@ from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import LayerItems
 
 MAX_PRICES = 40
-"""So many are tried at most; of 90 layers it is two to eight."""
+"""The maximum number of prices that are tried; for 90 layers it takes two to eight."""
 
 
 class Need(NamedTuple):
@@ -25,9 +26,9 @@ class Need(NamedTuple):
 
     Attributes:
         begin, end: its layers.
-        kind: of the devices whose F counts.
-        kept, in_backward: micro-batches that it holds at once, and those of them whose layers run again by then.
-        num_bytes: by which they exceed what it may hold, more than 0.
+        kind: the kind of devices whose F counts.
+        kept, in_backward: how many micro-batches it holds at once, and how many of these have run their layers again.
+        num_bytes: by how much they exceed what it may hold, more than 0.
     """
 
     begin: int
@@ -42,9 +43,9 @@ class Chosen(NamedTuple):
     """A choice of layers.
 
     Attributes:
-        forward_ns: their F; infinite if the stage does not fit, whichever are recomputed.
-        first, last: they are [first, last), if it is a single run.
-        price: what they are the best set at, in ns for a byte; infinite if it is a single run.
+        forward_ns: their F; infinite if the stage does not fit, whichever layers are recomputed.
+        first, last: the layers are [first, last) if the choice is a single run.
+        price: the price at which they are the best set, in ns per byte; infinite if the choice is a single run.
     """
 
     forward_ns: float
@@ -58,13 +59,13 @@ def choose_recomputed(items: LayerItems, need: Need, came: NDArray[np.int8]) -> 
     """Chooses the layers that are recomputed.
 
     Args:
-        came: of no use afterwards. [layers of the stage or more, 2]
+        came: scratch. [at least the layers of the stage, 2]
     """
     begin, end, forward = need.begin, need.end, items.forward[need.kind]
     chosen = Chosen(forward[end] - forward[begin], begin, end, inf)
     more = _saved(items, need, begin, end)
     if more < need.num_bytes:  # all layers keep what the stage receives, which may be more than a part of them keeps
-        price = chosen.forward_ns + 1.0  # no F is worth a byte
+        price = chosen.forward_ns + 1.0  # a byte is worth more than any F
         more, forward_ns, _ = _best_at(items, need, price, came)
         chosen = Chosen(forward_ns, begin, end, price)
     if more < need.num_bytes:
@@ -87,7 +88,7 @@ def choose_recomputed(items: LayerItems, need: Need, came: NDArray[np.int8]) -> 
 def note_recomputed(
     items: LayerItems, need: Need, chosen: Chosen, came: NDArray[np.int8], recomputed: NDArray[np.bool_]
 ) -> None:
-    """Notes the layers of a choice.
+    """Stores in `recomputed` the layers of a choice.
 
     Args:
         came: see `choose_recomputed`.
@@ -106,7 +107,7 @@ def note_recomputed(
 
 @inlined
 def _saved(items: LayerItems, need: Need, first: int, last: int) -> float:
-    """The bytes that the run of layers [first, last) saves."""
+    """Returns the bytes that recomputing the run of layers [first, last) saves."""
     kept = items.sent[first] + (items.sent[last] if last < need.end else 0)
     stash = items.stash[last] - items.stash[first]
     return float((need.kept - need.in_backward) * stash - need.kept * kept)
@@ -117,7 +118,7 @@ def _best_at(items: LayerItems, need: Need, price: float, came: NDArray[np.int8]
     """Returns what the best set at a price saves, its F, and whether the last layer is in it.
 
     Args:
-        came: for each layer whether the one before it is in the best set, if it is not, and if it is.
+        came: for each layer, whether the one before it is in the best set: if the layer is not in it, and if it is.
     """
     forward, num_saved = items.forward[need.kind], float(need.kept - need.in_backward)
     out_saved = out_ns = out_worth = 0.0  # of the best set without the last layer,
@@ -142,7 +143,7 @@ def _best_at(items: LayerItems, need: Need, price: float, came: NDArray[np.int8]
 
 @inlined
 def _best_run(items: LayerItems, need: Need, chosen: Chosen) -> Chosen:
-    """Returns the cheapest single run that saves enough, if it is cheaper than a choice; else that."""
+    """Returns the cheapest single run that saves enough if it is cheaper than `chosen`, else `chosen`."""
     forward, end = items.forward[need.kind], min(need.end, items.num_alone)
     last = need.begin + 1
     for first in range(need.begin, end):

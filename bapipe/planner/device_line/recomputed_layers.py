@@ -1,4 +1,4 @@
-"""Which layers stages recompute that do not fit, where many plans are tried: nearly the best ones, in microseconds.
+"""Chooses the layers to recompute in stages that do not fit, while many plans are tried: nearly the best, but fast.
 
 The best plan of all gets the best ones at the end (`fewer_recomputed.py`).
 """
@@ -14,7 +14,7 @@ from bapipe.simulator.interval_costs import cut_bytes, prefix_sums
 
 
 def layer_items(profiles: Sequence[ModelProfile], microbatch_size: int) -> LayerItems:
-    """Returns what layers take on each kind of device, and keep on the first one."""
+    """Returns the times of layers on each kind of device, and the bytes that they keep on the first kind."""
     measured = [profile.at(microbatch_size) for profile in profiles]
     layers = profiles[0].layers
     return LayerItems(
@@ -28,12 +28,12 @@ def layer_items(profiles: Sequence[ModelProfile], microbatch_size: int) -> Layer
 def recomputed_layers(
     items: LayerItems, begin: int, end: int, kind: int, held: InFlight, room_bytes: int
 ) -> frozenset[int]:
-    """Returns layers of a stage with which it fits if they are recomputed: all of them if no others are found.
+    """Returns layers of a stage that make it fit if they are recomputed; all of them if no such choice is found.
 
     Args:
-        kind: of the device whose times count, by its place in `items`.
-        held: the micro-batches of a replica, at most; ...
-        room_bytes: ... their stashes must fit in so much.
+        kind: the kind of device whose times count, as an index into `items`.
+        held: the maximum numbers of micro-batches that a replica holds.
+        room_bytes: the bytes in which their stashes must fit.
     """
     from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed, note_recomputed
 

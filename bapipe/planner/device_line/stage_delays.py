@@ -1,4 +1,4 @@
-"""Compiled: the delays of `ring_bound.py`, behind the way back of later stages."""
+"""Compiled: the delays of `ring_bound.py`, which follow the way back of later stages."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,16 @@ from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 
 
 class Delays(NamedTuple):
-    """What follows behind the way back of later stages, by level; see `ring_bound.py`. In ns.
+    """What follows the way back of later stages, by level; see `ring_bound.py`. In ns.
 
     Attributes:
         from_ns: the lower end of each level. [levels]
         least_ns, level_ns: the lower end of the first level, and the width of each.
-        left: what the micro-batches that end with the last one of a stage count, by density. [classes]
-        rounds: how many of the most such micro-batches each replica of an earlier stage has. [classes]
-        filler: the backwards of none, all but one, and all of the rounds count for so much less. [classes, 3]
-        back: the transfers back over so many cuts, at most. [cuts]
+        left: what the micro-batches that end together with the last one of a stage count for, by density. [classes]
+        rounds: how many of the maximum number of such micro-batches each replica of an earlier stage runs. [classes]
+        filler: what the micro-batches count for, negative, besides the backwards of no round, all rounds but one, and
+            all rounds. [classes, 3]
+        back: an upper bound on the transfers back over each number of cuts. [cuts]
     """
 
     from_ns: Floats
@@ -32,7 +33,7 @@ class Delays(NamedTuple):
 
 
 def without_delays() -> Delays:
-    """Delays of one level, in which nothing follows behind the way back of a stage."""
+    """Returns delays of a single level, in which nothing follows the way back of a stage."""
     return Delays(np.zeros(1), 0.0, 1.0, np.zeros(0), np.zeros(0), np.zeros((0, 0)), np.zeros(0))
 
 
@@ -51,14 +52,14 @@ def place(
     lowest: int,
     end: int,
 ) -> None:
-    """Notes the ends of a stage from `lowest` to `end`, of each level of the longest delay so far the last one.
+    """Stores in `furthest` the last end of a stage in [lowest, end] for each level of the longest delay so far.
 
     Args:
-        num_cuts: before the stage, at most.
+        num_cuts: the maximum number of cuts before the stage.
     """
     num, num_levels, stage = problem.stages.shape[0], furthest.shape[0], problem.stages[p, g]
     most = stage.few if problem.is_alike else min(stage.most, num - p)
-    # How much shorter the rings of a stage with one boundary less are at most, but for one bucket's latency.
+    # By how much one boundary less can shorten the rings of a stage at most, apart from one bucket's latency.
     drop = problem.max_gradients * (stage.ring_latency / problem.max_bucket + stage.ring_rate)
     shortest = _filler(problem.layers, stage, delays, g, i, lowest) - stage.ring_latency
     above, j = num_levels, end
@@ -68,7 +69,7 @@ def place(
             first_full, others = _delay(problem.layers, stage, problem.max_bucket, delays, num_cuts, i, j)
             ns = max(0.0, first_full + others) + _filler(problem.layers, stage, delays, g, i, j)
             at = max(level, min(num_levels - 1, int(max(0.0, (ns - delays.least_ns) / delays.level_ns))))
-            # Of no use are levels in which others reach as far. Shorter stages stay above a level for a while.
+            # Levels in which others reach as far are of no use. Shorter stages stay above a level for some boundaries.
             below = min(at, above)
             while problem.is_alike and below > level + 1 and furthest[below - 1, p + most, column] >= j - 1:
                 below -= 1
@@ -88,9 +89,9 @@ def place(
 def _delay(
     layers: NDArray[Any], stage: Any, max_bucket: float, delays: Delays, num_cuts: int, i: int, j: int
 ) -> tuple[float, float]:
-    """What follows behind a backward before the stage of the layers [i, j) is done, less the way back from its end.
+    """Returns a lower bound, in ns, on what follows a stage's last backward, less the way back from the stage's end.
 
-    In ns at least: until the first bucket is full, and the rest.
+    For the stage of the layers [i, j): the time until the first bucket is full, and the rest.
     """
     begin, end = layers[stage.own, i], layers[stage.own, j]
     ring = rings_ns(stage, max_bucket, end.gradients - begin.gradients)
@@ -101,7 +102,7 @@ def _delay(
 
 @inlined
 def _filler(layers: NDArray[Any], stage: Any, delays: Delays, g: int, i: int, j: int) -> float:
-    """The backwards of a stage in front of that, less what the micro-batches count for; it rises with the stage."""
+    """Returns a stage's backwards before that, less what the micro-batches count for; it rises with the stage."""
     b = (layers[stage.own, j].backward - layers[stage.own, i].backward) * stage.fastest
     rounds, filler = delays.rounds[g], delays.filler[g]
     if rounds < 1:

@@ -1,4 +1,4 @@
-"""The kinds of devices that the stages of a line have, and those before and behind them."""
+"""The kinds of devices of the stages of a line, and of the devices before and after them."""
 
 from itertools import product
 
@@ -9,21 +9,22 @@ from bapipe.planner.stages.intervals import IntArray
 
 
 class StageKinds:
-    """The kinds of devices of stages by their first device and the most devices of their class.
+    """The kinds of devices of stages, by their first device and the maximum devices of their class.
 
-    With more devices a stage has the same kinds, in the order in which they come, and maybe one more: so numbers say
-    which they are. A stage that begins later gains no more time for the layers before it than it loses, as its kinds
-    are among those that they count on.
+    As a stage gets more devices, its kinds are added in the order in which they occur, so the number of kinds says
+    which they are. A stage that begins later does not gain more time for the layers before it than it loses, as its
+    kinds are among those that these layers count on.
 
     Attributes:
-        sums: sums over layers on each set of kinds that is needed, first on all.
-        own, before: the set of the kinds of a stage, and of those with the devices before it. [positions, classes]
-        behind: that of the kinds from a position on. [positions]
-        of_device: the set of its kind alone. [positions]
+        sums: sums over layers on each set of kinds that is needed; the first set is all kinds.
+        own, before: the index of the set of a stage's kinds; and of that with the kinds of all devices before it.
+            [positions, classes]
+        behind: the index of the set of the kinds from a position on. [positions]
+        of_device: the index of the set of only this device's kind. [positions]
     """
 
     def __init__(self, sums: LayerSums, most: IntArray) -> None:
-        """`most` are the devices of stages of each class, at most. [classes]"""
+        """`most` are the maximum devices of stages of each class. [classes]"""
         num = sums.num_devices
         kind_of = [device.kind for device in sums.line.cluster.devices[:num]]
         kinds = sorted(set(kind_of))

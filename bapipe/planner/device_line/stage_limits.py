@@ -11,24 +11,24 @@ from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.stage_arrays import Problem, Savings
 
 FLOAT_ROUNDING = 1e-12
-"""Of sums of floats, as a part of them."""
+"""The relative rounding error of sums of floats."""
 
 
 class Start(NamedTuple):
-    """What is known of a stage before its end is.
+    """What is known of a stage before its end is chosen.
 
     Attributes:
-        room: the step time and the slack.
-        apart: F of a replica that do not run during the round trip of its micro-batch whose backward is first.
+        room: the step time plus the slack.
+        apart: F of a replica that do not run during the round trip of the micro-batch whose backward comes first.
         one_way, both_ways: the transfers before the stage, in ns.
-        behind: the transfers behind it, both ways.
-        once_one_way, once: transfers before it or behind it, where the cuts are not counted.
-        delay: what follows behind the way back of the stage's last micro-batch.
-        num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
-            first stage.
-        around_cycles: the round trips before and after that, and what follows.
-        num_turns: how often a replica runs F and B by turns between those round trips.
-        around_turns: the same of that, with what the first stage runs between them besides.
+        behind: the transfers after it, both ways.
+        once_one_way, once: the transfers before it or after it, one way and both ways, if cuts are not counted.
+        delay: what follows the way back of the stage's last micro-batch.
+        num_cycles: how many times B of a micro-batch follows F of a later one here, and F of a still later one follows
+            that B on the first stage.
+        around_cycles: the round trips before and after these cycles, and what follows.
+        num_turns: how many times a replica alternates F and B between those round trips.
+        around_turns: the round trips before and after these turns, with the first stage's further turns between them.
     """
 
     room: float
@@ -58,12 +58,12 @@ def start_behind(
     level: float,
     left: float,
 ) -> Start:
-    """What is known of a stage of class `g` behind `p` devices and `c` cuts.
+    """Returns what is known of a stage of class `g` after `p` devices and `c` cuts.
 
     Args:
-        counts_cuts: whether prefixes with different numbers of cuts are told apart; if not, `c` is 0.
-        level: what follows behind the way back of any micro-batch, without hosts that no stage spans, ...
-        left: ... and more of that behind the stage's last one.
+        counts_cuts: whether prefixes with different numbers of cuts are distinguished; if not, `c` is 0.
+        level: what follows the way back of any micro-batch, not counting hosts that no stage spans.
+        left: what follows the way back of the stage's last micro-batch in addition.
     """
     forced = forced_host_cuts(problem, p, c)
     behind, once_one_way, once = problem.both_ways[max(0, kind.fewest_cuts - c)], 0.0, 0.0
@@ -97,7 +97,7 @@ def start_behind(
 
 @inlined
 def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
-    """Boundaries between hosts among the first `p` devices that are cuts for certain, if `c` cuts are between them."""
+    """Returns how many host boundaries among the first `p` devices must be cuts if there are `c` cuts between them."""
     return int(max(0, problem.boundaries_before[p] - (p - c)))
 
 
@@ -105,7 +105,7 @@ def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
 def is_passed(
     problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
 ) -> bool:
-    """Whether enough micro-batches can make their round trips one after another behind the first `i` boundaries."""
+    """Returns whether enough micro-batches can make consecutive round trips through the layers after boundary `i`."""
     stage, num_rounds = problem.stages[p, g], problem.stages[p, g].num_rounds
     if num_rounds == 0:
         return True
@@ -117,10 +117,10 @@ def is_passed(
 
 @inlined
 def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
-    """F of a replica that do not run during the round trip of its micro-batch whose backward is first."""
+    """Returns how many F of a replica do not run during the round trip of the micro-batch whose B comes first."""
     stage = problem.stages[p, g]
     if problem.are_forwards_first:
-        # The last stage is this one, or has devices behind it.
+        # The last stage is this one, or has devices after it.
         num_behind = problem.stages.shape[0] - p - stage.few
         last = min(max(last_most, stage.few), max(stage.most, num_behind))
         return int(max(0, (problem.num_microbatches - last) // stage.most))
@@ -131,26 +131,26 @@ def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
 
 @inlined
 def rings_ns(stage: Any, max_bucket: float, gradients: float) -> float:
-    """Returns what the rings of a stage with so many bytes of gradients take at least, in ns."""
+    """Returns a lower bound on the rings of a stage with `gradients` bytes of gradients, in ns."""
     return float(stage.ring_latency * np.ceil(gradients / max_bucket) + stage.ring_rate * gradients)
 
 
 @inlined
 def until_first_bucket(begin: Any, end: Any) -> float:
-    """B of the layers between two boundaries until their first bucket is full, in ns of work."""
+    """Returns the B of the layers between two boundaries until their first bucket is full, in ns of work."""
     return float(min(max(end.backward - begin.before_gradients, 0.0), end.first_bucket))
 
 
 @inlined
 def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: int) -> float:
-    """F of one micro-batch that the stage of the layers [i, j) runs again so that it fits, at least.
+    """Returns a lower bound on the F that the stage of the layers [i, j) runs again per micro-batch so that it fits.
 
-    If each byte is worth a rate, the F that are saved are worth no more than all that are worth their F: the Lagrange
-    dual of a knapsack, whose items are runs of layers, each with what is kept at its ends.
+    The Lagrange dual of a knapsack, whose items are runs of layers, each with what is kept at its ends: at any price
+    of a byte, the saved bytes less their F are worth no more than the sum over all runs that are worth their F.
 
     Returns:
-        ns of work, 0 if it fits with all stashes, infinite if it does not fit with one. It rises with j and falls as i
-        rises: a layer adds no less to the bytes beyond the limit than to those that are worth more than their F.
+        ns of work; 0 if it fits with all stashes, infinite if it does not even fit with one. It rises with j and falls
+        as i rises: a layer adds at least as much to the bytes beyond the limit as to those that are worth their F.
     """
     begin, end = layers[stage.own, i], layers[stage.own, j]
     state, held = end.state - begin.state, end.held - begin.stash
@@ -159,7 +159,7 @@ def least_again(layers: NDArray[Any], savings: Savings, stage: Any, i: int, j: i
         return np.inf
     if not is_beyond:
         return 0.0
-    # One micro-batch is in its B. What `reached` takes off counts the buffers for what comes back.
+    # One micro-batch is in its B. The buffers for what comes back are deducted in `reached`.
     beyond = state + stage.num_stashes * (end.stash - begin.stash) - stage.limit_bytes
     saved, again = beyond / (stage.num_stashes - 1), 0.0
     for k in range(savings.rates.size):
@@ -178,13 +178,13 @@ def _excess(
     i: int,
     j: int,
 ) -> float:
-    """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all."""
+    """Returns by how much the stage of the layers [i, j) exceeds the limits; at most 0 if it keeps them all."""
     begin, end, before, rest = layers[stage.own, i], layers[stage.own, j], layers[stage.before, i], layers[stage.behind]
-    again = least_again(layers, savings, stage, i, j)  # in front of each backward
+    again = least_again(layers, savings, stage, i, j)  # before each backward
     if again == np.inf:
         return np.inf
     n = stage.count
-    # F and r of one micro-batch, and B, on the replica.
+    # F, r and B of one micro-batch, on the replica.
     f, r = (end.forward - begin.forward) * stage.forward, (end.critical - begin.critical) * stage.backward
     b = (end.backward - begin.backward) * stage.backward
     own_f = (end.forward - begin.forward) * stage.backward
@@ -222,7 +222,7 @@ def _excess(
 
 @inlined
 def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
-    """The last end from `low` to `high` with which a stage keeps the limits, -1 if none is. Excess rises with it."""
+    """Returns the last end in [low, high] with which a stage keeps the limits, else -1. Excess rises with the end."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
     if low > high or _excess(layers, savings, stage, max_bucket, is_whole, start, i, low) > 0:
@@ -240,7 +240,7 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
 
 @inlined
 def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
-    """The first begin up to `high` with which a stage keeps the limits, -1 if none is. Excess falls as it rises."""
+    """Returns the first begin up to `high` with which a stage keeps the limits, else -1. Excess falls as it rises."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
     if high < 0 or _excess(layers, savings, stage, max_bucket, is_whole, start, high, j) > 0:

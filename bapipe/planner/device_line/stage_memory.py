@@ -1,4 +1,4 @@
-"""What the layers of a line hold on devices, and what stages have room for, without a table of actions."""
+"""The memory that layers of a line take on devices, and the room of stages, without a table of actions."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StageMemory:
-    """What stages hold, for one micro-batch size. Tied weights and kinds with other sizes are left out.
+    """What stages hold, for one micro-batch size. Ignores tied weights, and that sizes may differ between kinds.
 
     Attributes:
         state, stash, left: sums over the layers before each one: of parameters, gradients and states of the optimizer,
@@ -37,7 +37,7 @@ class StageMemory:
 
     @cached_property
     def at_boundaries(self) -> "FittingLayers":
-        """What the layers hold, by the boundaries of the line, which are those of all orders of its devices."""
+        """Returns what the layers hold, by the boundaries of the line: the same for all orders of its devices."""
         from bapipe.planner.device_line.fitting_programme import FittingLayers
 
         cuts = self._cuts
@@ -56,8 +56,8 @@ class StageMemory:
         """Returns what stages have to fit in.
 
         Args:
-            num_devices: of all stages.
-            groups: the first device of each stage, and their number.
+            num_devices: the number of devices of all stages together.
+            groups: the first device and the number of devices of each stage.
         """
         from bapipe.planner.device_line.fitting_programme import FittingStages
 

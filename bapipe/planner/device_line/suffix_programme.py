@@ -1,7 +1,7 @@
 """The dynamic programme of `prefix_programme.py` backwards and without delays, compiled.
 
-A state is a number of devices and of cuts; of each the first boundary is known behind which the other devices can do
-all work. Prefixes that do not reach it are of no use.
+A state is a number of devices and of cuts; its value is the first boundary after which the other devices can do all
+work. Prefixes that do not reach it are pruned.
 """
 
 from bapipe.planner.compute.compiled import compiled
@@ -22,12 +22,12 @@ def extend_backwards(
     end: int,
     num_tried: Ints,
 ) -> None:
-    """Adds a stage in front of all suffixes behind `begin` to `end` devices, the last ones first.
+    """Adds a stage before all suffixes that begin after `begin` to `end` devices, the last ones first.
 
     Args:
         first: the last boundary where nothing is known. If cuts are not counted, it has one column.
             [devices + 1, cuts + 2]
-        num_tried: counts classes of stages in front of suffixes. [1]
+        num_tried: counts (class of stages, suffix) pairs. [1]
     """
     (num, num_classes), last = problem.stages.shape, problem.layers.shape[1] - 1
     counts_cuts = first.shape[1] > 1
