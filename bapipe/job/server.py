@@ -14,7 +14,7 @@ import msgspec
 from bapipe.job.interfaces import is_loopback, plain_address
 from bapipe.job.messages import Channel, greet_client
 
-_GREETING_S = 5.0
+GREETING_S = 5.0
 """How long a connection may take to prove that it belongs to the job."""
 
 _MAX_GREETINGS = 64
@@ -52,7 +52,7 @@ class StoreServer:
         self._listener, self._secret = listener, secret
         self._values: dict[str, bytes] = {}
         self._joined: dict[int, _Joined] = {}
-        self._ever_joined: set[int] = set()
+        self._is_complete = False  # whether all ranks have been there at a time
         self._lock = threading.Lock()
         self._greeted: OrderedDict[socket.socket, None] = OrderedDict()  # being greeted, the oldest first
         threading.Thread(target=self._accept, daemon=True).start()
@@ -118,7 +118,7 @@ class StoreServer:
                     del self._joined[one]
 
     def _greet(self, connection: socket.socket) -> Channel:
-        timer = threading.Timer(_GREETING_S, _shut_down, (connection,))  # in all: a byte now and then is no excuse
+        timer = threading.Timer(GREETING_S, _shut_down, (connection,))  # in all: a byte now and then is no excuse
         timer.daemon = True
         timer.start()
         try:
@@ -137,10 +137,10 @@ class StoreServer:
                 number, size = arguments
                 if number in self._joined:
                     return TAKEN
-                if len(self._ever_joined) == size:
+                if self._is_complete:
                     return COMPLETE
-                self._ever_joined.add(number)
                 self._joined[number] = _Joined(address, time.monotonic())
+                self._is_complete = len(self._joined) == size
                 rank.append(number)
                 return JOINED
             if name == "joined":

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from bapipe.job.interfaces import plain_address
 from bapipe.job.messages import Channel, greet_server
-from bapipe.job.server import StoreServer
+from bapipe.job.server import GREETING_S, StoreServer
 
 _ASK_AGAIN_S = 0.02
 
@@ -44,11 +44,12 @@ class JobStore(Store):
         self._rank: int | None = None
         self._lock = threading.Lock()
         connection = socket.create_connection(address, timeout=timeout_s if connect_s is None else connect_s)
-        connection.settimeout(timeout_s)
+        connection.settimeout(min(timeout_s, GREETING_S))  # who says nothing there is no store
         self.own_address: str = plain_address(connection.getsockname()[0])
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._channel: Channel = greet_server(connection, secret)
+        connection.settimeout(timeout_s)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()

@@ -6,7 +6,9 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from platform import python_version_tuple
@@ -18,12 +20,18 @@ from torch import nn
 
 from bapipe.errors import BapipeError
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.randomness import names_in
 from bapipe.tracing.reached_state import is_installed
 
 _log = logging.getLogger(__name__)
 
 _OF_A_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=cuda):\d+|(?<='cuda'), index=\d+")
 """What texts of the same thing differ in: addresses, and the number of a GPU."""
+
+_MAX_DEPTH = 8
+"""Of lists in lists that are looked at: one may hold itself."""
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 _LIBRARIES = {"torch", "bapipe", *sys.stdlib_module_names} - {"__main__"}
 """Their code is not looked at, nor that of other installed packages: ranks of a job compare the versions of torch and
@@ -34,23 +42,31 @@ def check_same_model(model: TracedModel, loss: Callable[..., object], group: dis
     """Raises BapipeError if processes have another version of a model or of its loss; warns of other settings.
 
     Every process of the group calls it together. A version is what the traced layers compute, the shapes of parameters,
-    the settings of torch's modules, and, where all run the same Python, the code of the user's classes and of functions
-    that these and the loss name, without comments, docstrings and annotations. Settings are numbers and texts that
-    modules of the user's and the loss keep: they may be of a process, such as its rank.
+    the settings of torch's modules, and, where all run the same Python, the code of the user's classes, of the loss and
+    of functions that these name in all processes, without comments, docstrings and annotations. Numbers and texts that
+    modules of the user's and the loss keep or name are a warning: they may be of a process, such as its rank.
     """
     size = dist.get_world_size(group)
     if size == 1:
         return
+    code = _Code()
     own = (
         python_version_tuple()[:2],
         {name: _digest(_OF_A_PROCESS.sub("", text)) for name, text in _computed(model)},
-        _Code().of(model.root, loss),
+        code.of(model.root, loss),
         {name: _digest(text) for name, text in _settings(model.root, loss)},
+        code.named_by(model.root, loss),
     )
     of_all = [own] * size
     dist.all_gather_object(of_all, own, group=group)
-    versions, computed, code, settings = zip(*of_all, strict=True)
-    if unlike := _first_unlike(computed) or (_first_unlike(code) if len({*versions}) == 1 else None):
+    versions, computed, code_of_all, settings, named = zip(*of_all, strict=True)
+    has_one_python = len({*versions}) == 1
+    unlike = _first_unlike(computed)
+    if unlike is None and has_one_python:
+        both = {*named[0]}.intersection(*named)  # others may be of a process, as what logs for the first one alone
+        shared = [{name: digests[name] for name in sorted(both)} for digests in named]
+        unlike = _first_unlike(code_of_all) or _first_unlike(shared)
+    if unlike:
         raise BapipeError(
             f"process {unlike[1]} has another version of {unlike[0]} than process 0, so they would train another model "
             "together: give their hosts the same files, and build the model with the same arguments"
@@ -96,10 +112,11 @@ def _computed(model: TracedModel) -> Iterator[tuple[str, str]]:
 
 
 def _settings_of_torch(module: nn.Module) -> list[str]:
-    if not _is_of_a_library(type(module)):
+    if type(module).__module__.partition(".")[0] != "torch":
         return []
     constants = [name for name in getattr(type(module), "__constants__", ()) if hasattr(module, name)]
-    return [module.extra_repr(), *(f"{name} {getattr(module, name)}" for name in constants)]
+    settings = [module.extra_repr(), *(f"{name} {getattr(module, name)}" for name in constants)]
+    return [text for text in settings if "tensor(" not in text]  # what a module has observed in this process
 
 
 def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
@@ -113,19 +130,18 @@ def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
         of_modules = [_plain(vars(module)) for module in loss.modules()]
         yield "attributes of the loss", "\n".join([*of_modules, *map(str, map(_settings_of_torch, loss.modules()))])
     elif isinstance(loss, FunctionType):
-        yield "variables that the loss names", _plain(_closure(loss) | dict(enumerate(loss.__defaults__ or ())))
+        defaults = dict(enumerate(loss.__defaults__ or ())) | (loss.__kwdefaults__ or {})
+        yield "variables that the loss names", _plain(_named(loss) | defaults)
     elif not isinstance(loss, MethodType) and hasattr(loss, "__dict__"):  # that of a method is often a trainer
         yield "attributes of the loss", _plain(vars(loss))
 
 
-def _closure(function: FunctionType) -> dict[Any, Any]:
-    """Returns what a function finds in those around it, as far as that is set by now."""
-    found = {}
+def _named(function: FunctionType) -> dict[Any, Any]:
+    """Returns what a function names of its module, and of functions around it, as far as that is set by now."""
+    found = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):
             found[name] = cell.cell_contents
-        except ValueError:
-            continue
     return found
 
 
@@ -135,10 +151,10 @@ def _plain(values: dict[Any, Any]) -> str:
     return str(sorted((name, repr(kept[name])) for name in kept if not name.startswith("_") and name != "training"))
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+        return depth < _MAX_DEPTH and all(_is_plain(each, depth + 1) for each in value)
+    return isinstance(value, bool | int | float | str)
 
 
 def _is_of_a_library(definition: Any) -> bool:
@@ -147,86 +163,111 @@ def _is_of_a_library(definition: Any) -> bool:
 
 
 class _Code:
-    """Digests of the user's code: of classes and functions, and of functions that those name, each once."""
+    """Digests of the user's code."""
 
     def __init__(self) -> None:
         self._of_files: dict[str, dict[str, bytes]] = {}
-        self._of_classes: dict[type, bytes] = {}
+        self._of_definitions: dict[int, bytes] = {}
 
     def of(self, root: nn.Module, loss: Any) -> dict[str, bytes]:
-        """Returns the digest of each module's class, and of the loss, by name."""
-        found = {}
-        for path, module in root.named_modules():
-            kind = type(module)
-            if kind not in self._of_classes:
-                self._of_classes[kind] = self._digest(kind)
-            found[_in_words(path, module)] = self._of_classes[kind]
-        found["the loss"] = self._digest(loss)
+        """Returns the digest of each module's class with its bases, and of the loss, by name."""
+        found = {_in_words(path, module): self._digest(type(module).__mro__) for path, module in root.named_modules()}
+        return found | {"the loss": self._digest(_own(loss))}
+
+    def named_by(self, root: nn.Module, loss: Any) -> dict[str, bytes]:
+        """Returns the digest of each function and class that the code of the model and of the loss names."""
+        kinds = dict.fromkeys(kind for module in root.modules() for kind in type(module).__mro__)
+        reached = self._reached([*kinds, *_own(loss)])
+        return {f"'{one.__qualname__}', which the model or its loss uses": self._digest([one]) for one in reached}
+
+    def _reached(self, start: Iterable[Any]) -> list[Any]:
+        known, left = {id(one) for one in start}, deque(one for one in start if not _is_of_a_library(one))
+        found = []
+        while left:
+            one = left.popleft()
+            functions = [one] if isinstance(one, FunctionType) else list(vars(one).values())
+            for function in functions:
+                for value in _named(function).values() if isinstance(function, FunctionType) else ():
+                    if (
+                        isinstance(value, FunctionType | type)
+                        and id(value) not in known
+                        and not _is_of_a_library(value)
+                    ):
+                        known.add(id(value))
+                        found.append(value)
+                        left.append(value)
         return found
 
-    def _digest(self, start: Any) -> bytes:
-        left, seen, digests = [start], set[int](), list[bytes]()
-        while left:
-            one = inspect.unwrap(left.pop()) if isinstance(left[-1], FunctionType) else left.pop()
-            if id(one) in seen or (_is_of_a_library(one) and not isinstance(one, partial | MethodType)):
-                continue
-            seen.add(id(one))
-            if isinstance(one, partial):
-                left.append(one.func)
-            elif isinstance(one, MethodType):
-                left.append(one.__func__)
-            elif isinstance(one, FunctionType):
-                digests.append(self._written(one, one.__code__.co_firstlineno))
-                named = {name: one.__globals__.get(name) for name in one.__code__.co_names} | _closure(one)
-                left += [value for value in named.values() if isinstance(value, FunctionType)]
-            elif isinstance(one, type):
-                digests.append(self._written(one, 0))
-                left += [*one.__bases__, *(value for value in vars(one).values() if isinstance(value, FunctionType))]
-            elif isinstance(one, nn.Module):
-                left += [type(module) for module in one.modules()]
-            else:
-                left.append(type(one))
-        return hashlib.sha256(b"".join(digests)).digest()[:8]
+    def _digest(self, definitions: Iterable[Any]) -> bytes:
+        for one in definitions:
+            if id(one) not in self._of_definitions:
+                self._of_definitions[id(one)] = self._written(one)
+        return hashlib.sha256(b"".join(self._of_definitions[id(one)] for one in definitions)).digest()[:8]
 
-    def _written(self, definition: Any, line: int) -> bytes:
-        """Returns the digest of a class, a function or the lambdas on its line; nothing where no source can be read."""
+    def _written(self, definition: Any) -> bytes:
+        """Returns the digest of a class, a function or the lambdas on its line; its name where it is of a library."""
+        name = str(getattr(definition, "__qualname__", type(definition)))
+        if _is_of_a_library(definition):
+            return f"{definition.__module__}.{name}".encode()
         try:
-            file = inspect.getsourcefile(definition)
-            if file is not None and file not in self._of_files:
+            file = inspect.getsourcefile(definition) or ""
+        except TypeError:  # made by C
+            return name.encode()
+        if file not in self._of_files:
+            self._of_files[file] = {}
+            with suppress(OSError, SyntaxError, ValueError, RecursionError):
                 self._of_files[file] = _definitions(Path(file).read_bytes())
-        except (OSError, TypeError, SyntaxError):
-            return b""
-        name = definition.__qualname__
-        is_lambda = name.endswith("<lambda>")
-        return b"" if file is None else self._of_files[file].get(f"<lambda>{line}" if is_lambda else name, b"")
+        if name.endswith("<lambda>"):
+            name = f"<lambda>{definition.__code__.co_firstlineno}"
+        return self._of_files[file].get(name, b"")
+
+
+def _own(loss: Any) -> list[Any]:
+    """Returns the functions and classes that a loss is made of."""
+    while isinstance(loss, partial | MethodType):
+        loss = loss.func if isinstance(loss, partial) else loss.__func__
+    if isinstance(loss, nn.Module):
+        return list(dict.fromkeys(kind for module in loss.modules() for kind in type(module).__mro__))
+    if not callable(loss) or not hasattr(loss, "__qualname__"):
+        return list(type(loss).__mro__)
+    found = [loss]
+    while (wrapped := getattr(found[-1], "__wrapped__", None)) is not None and wrapped not in found:
+        found.append(wrapped)
+    return found
 
 
 def _definitions(source: bytes) -> dict[str, bytes]:
     """Returns the digest of each class, function and line with lambdas of a file, by its qualified name."""
-    found: dict[str, bytes] = {}
+    tree, lines, found = ast.parse(source), source.splitlines(), dict[str, bytes]()
+    for node in ast.walk(tree):
+        _strip(node)
 
-    def add(parent: ast.AST, prefix: str) -> None:
+    def add(node: Definition | ast.Lambda, name: str) -> None:
+        try:
+            text = ast.dump(node)
+        except RecursionError:  # a deep expression, which Python compiles all the same
+            text = str(lines[node.lineno - 1 : node.end_lineno])
+        found[name] = found.get(name, b"") + _digest(text)
+
+    def add_all(parent: ast.AST, prefix: str) -> None:
         for node in ast.iter_child_nodes(parent):
-            inner = prefix
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                name = f"<lambda>{node.lineno}" if isinstance(node, ast.Lambda) else prefix + node.name
-                found[name] = found.get(name, b"") + _digest(ast.dump(node))
-                if not isinstance(node, ast.Lambda):
-                    inner = f"{name}." + "<locals>." * (not isinstance(node, ast.ClassDef))
-            add(node, inner)
+            if isinstance(node, Definition):
+                add(node, prefix + node.name)
+                is_class = isinstance(node, ast.ClassDef)
+                add_all(node, f"{prefix}{node.name}." if is_class else f"{prefix}{node.name}.<locals>.")
+            elif not isinstance(node, ast.expr):
+                add_all(node, prefix)
 
-    add(_Bare().visit(ast.parse(source)), "")
+    add_all(tree, "")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            add(node, f"<lambda>{node.lineno}")
     return found
 
 
-class _Bare(ast.NodeTransformer):
+def _strip(node: ast.AST) -> None:
     """Leaves out docstrings and annotations, which do not change what code does."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        match node:
-            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                if ast.get_docstring(node, clean=False) is not None:
-                    node.body = node.body[1:]
-        for name in {"annotation", "returns"} & {*node._fields}:
-            setattr(node, name, None)
-        return super().generic_visit(node)
+    if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None:
+        node.body = node.body[1:]
+    for name in {"annotation", "returns"} & {*node._fields}:
+        setattr(node, name, None)

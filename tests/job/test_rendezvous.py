@@ -235,6 +235,17 @@ def test_a_rank_of_another_start_of_the_job_is_told_so(server: StoreServer, monk
         open_store(1, NAMES[:2], 1.0)
 
 
+def test_a_rank_that_dies_while_others_join_may_come_back(server: StoreServer) -> None:
+    stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(4)]
+    assert [stores[rank].join(rank, 3) for rank in (0, 1)] == [JOINED, JOINED]
+    stores[1].leave()
+    until = time.monotonic() + 10
+    while stores[0].joined() != {0} and time.monotonic() < until:
+        time.sleep(0.01)
+    assert stores[2].join(2, 3) == JOINED
+    assert stores[3].join(1, 3) == JOINED
+
+
 def test_every_run_of_a_job_finds_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -411,7 +422,7 @@ def test_too_many_strangers_and_too_slow_ones_are_sent_away(
 ) -> None:
     """Each defence without the other; the first stranger, who says nothing, finds the connection closed."""
     monkeypatch.setattr("bapipe.job.server._MAX_GREETINGS", max_greetings)
-    monkeypatch.setattr("bapipe.job.server._GREETING_S", greeting_s)
+    monkeypatch.setattr("bapipe.job.server.GREETING_S", greeting_s)
     address = ("127.0.0.1", server.port)
     strangers = [socket.create_connection(address, timeout=10) for _ in range(num_strangers)]
     received = b"".join(iter(lambda: strangers[0].recv(64), b""))

@@ -72,10 +72,22 @@ class Trainer:
         return plain(output, target)
 
 RANK = 0
+WEIGHT = 2.0
+WORDS = "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w" + "w"  # too deep to be compared, not to be imported
+
+def log(text):
+    print(text)
+
+log = log if RANK == 0 else None
+
+def noting(output, target):
+    if log:
+        log("loss")
+    return sum(plain(output, target) * weight for weight in [WEIGHT])
 
 losses = [
     nn.CrossEntropyLoss(label_smoothing=0.1), OwnLoss(0.5), plain, made_with(0.25), partial(plain),
-    lambda output, target: (output - target).abs().mean(), Trainer().loss, torch.no_grad()(plain),
+    lambda output, target: (output - target).abs().mean(), Trainer().loss, torch.no_grad()(plain), noting,
 ]
 """
 
@@ -104,7 +116,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return check
 
 
-@pytest.mark.parametrize("loss", range(8))
+@pytest.mark.parametrize("loss", range(9))
 def test_the_same_source_with_other_values_and_comments_is_fine(
     check: Any, loss: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,12 +136,13 @@ def test_the_same_source_with_other_values_and_comments_is_fine(
         ("nn.Dropout(SHARE)", "nn.Tanh()", 0, "the module 'drop'"),
         ("x.sum() > 0", "x.sum() > 1", 0, "the module 'own'"),
         (".square().mean() *", ".abs().mean() *", 1, "the loss"),
-        ("x * 0.9", "x * 0.8", 2, "the loss"),  # in a function that the loss calls
-        ("x * 0.9", "x * 0.8", 3, "the loss"),
-        ("x * 0.9", "x * 0.8", 4, "the loss"),
+        ("x * 0.9", "x * 0.8", 2, "'softened', which the model or its loss uses"),  # in a function that the loss calls
+        ("x * 0.9", "x * 0.8", 3, "'softened', which the model or its loss uses"),
+        ("x * 0.9", "x * 0.8", 4, "'softened', which the model or its loss uses"),
         (".abs().mean(), Tr", ".square().mean(), Tr", 5, "the loss"),
-        ("x * 0.9", "x * 0.8", 6, "the loss"),
-        ("x * 0.9", "x * 0.8", 7, "the loss"),
+        ("[\n    nn.CrossEntropyLoss(label_smoothing=0.1)", "[\n    nn.MSELoss()", 0, "the loss"),
+        ("x * 0.9", "x * 0.8", 6, "'softened', which the model or its loss uses"),
+        ("x * 0.9", "x * 0.8", 7, "'softened', which the model or its loss uses"),
     ],
 )
 def test_another_version_is_refused_by_its_first_part(check: Any, old: str, new: str, loss: int, part: str) -> None:
@@ -146,6 +159,7 @@ def test_another_version_is_refused_by_its_first_part(check: Any, old: str, new:
         ("OwnLoss(0.5)", "OwnLoss(0.6)", 1, "attributes of the loss"),
         ("made_with(0.25)", "made_with(0.5)", 3, "variables that the loss names"),
         ("partial(plain)", "partial(plain, target=1)", 4, "arguments of the loss"),
+        ("WEIGHT = 2.0", "WEIGHT = 3.0", 8, "variables that the loss names"),
     ],
 )
 def test_other_settings_of_ones_own_are_told(
