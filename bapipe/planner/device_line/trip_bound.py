@@ -1,16 +1,17 @@
-"""Decides whether any plan can be within a step time, by what comes before and behind every stage.
+"""Decides whether any plan can be within a step time, by lower bounds on what precedes and what follows every stage.
 
-A stage of some devices and layers is within a step time only if what comes before it, its own work and what comes
-behind it are. So two tables are filled by turns: for every number of first devices and every boundary, what a
-micro-batch takes at least through the layers before it on those devices, in stages that may be within the step time
-(`trips_before.py`), and through the layers behind it on the others (`trips_behind.py`). Both rise, as fewer and fewer
-stages may be, until no plan is left, or nothing changes (docs/many_devices.md).
+A stage of some devices and layers is within a step time only if what precedes it, its own work and what follows it
+together are. So two tables are filled alternately: for every number of first devices and every boundary, a lower bound
+on what a micro-batch takes through the layers before the boundary on those devices, in stages that may be within the
+step time (`trips_before.py`), and through the layers after it on the other devices (`trips_behind.py`). As more and
+more stages are ruled out, both rise, until no plan is left or nothing changes (docs/many_devices.md).
 
-Before a stage more counts than the trip of a micro-batch. When the last one of the stage is on its way back, others are
-behind it: an earlier stage runs several of them on one replica, and then sums its gradients. So there is a table for
-each of some numbers of others behind a micro-batch. And behind it: the first B of a stage is behind F of several
-micro-batches, which arrive no faster than earlier stages run them. So there are tables of when micro-batches from some
-numbers on arrive, and of when gradients do: the first ones, and of GPipe those of each micro-batch.
+More than the trip of a micro-batch counts before a stage. When the stage's last micro-batch is on its way back, others
+follow it: an earlier stage runs several of them on one replica, and then sums its gradients. So there is a row of the
+table for each of several numbers of micro-batches that follow. More counts after a stage, too: its first B comes after
+F of several micro-batches, which arrive no faster than earlier stages run them. So there are rows of when the
+micro-batches from some numbers on arrive, and of when gradients do: the first ones, and for GPipe those of each
+micro-batch.
 """
 
 import threading
@@ -37,57 +38,56 @@ if TYPE_CHECKING:
     from bapipe.planner.device_line.trip_tables import Scratch, Tables
 
 NUM_STEPS = (3, 8, 16, 40)
-"""Into how many equal steps the micro-batches before and behind another one are divided, which are told apart. The
-first tables have few of them, which rules out most stages in less time."""
+"""Into how many equal steps the numbers of micro-batches before and after another one are divided. The first tables
+have few steps, which rules out most stages in less time."""
 
 FINE_STEPS = 160
-"""The same where all else of 1F1B is told apart."""
+"""The same where 1F1B has been divided by everything else."""
 
 COARSE, COARSE_COUNTED, COARSE_OF_GPIPE = (0, 2), (0, 1), (2,)
-"""Which of them come before the last: also where cuts are counted next, and of GPipe, of which more rows rule out much
-more."""
+"""Indices into `NUM_STEPS` of the tables before the last one: normally, if cuts are counted, and in GPipe with
+gradients distinguished, where more rows rule out much more."""
 
 FIRST_COUNTED = (1, 24), (2, 48)
-"""Where cuts are counted, with which numbers of steps the first tables are filled, and how many there are. Stages
-behind so many others are not told apart, which takes less time and rules out most plans with many cuts. Where turns are
-told apart all rows have ruled out before what fewer would, without cuts."""
+"""(Index into `NUM_STEPS`, number of tables) for the first passes with cuts counted. The last table is for all stages
+after that many others or more, which takes less time and rules out most plans with many cuts. These passes are left out
+if turns are distinguished, as all rows without cuts have then ruled out what fewer rows would."""
 
 BY_TRIPS, BY_COARSE = -1, 0
-"""Instead of how often the tables are filled with all that they have: looks by the first of them alone, or by all that
-take less time."""
+"""Values of `num_rounds` for looks: by trips alone, or by all tables but the last, which take less time."""
 
 LEFT = 0.75
-"""The tables are filled as long as no more than this part of the boundaries before is left."""
+"""The tables are filled again as long as at most this part of the boundaries of the pass before is left."""
 
 MAX_TABLES, MAX_BYTES = 128, 5 * 2**27
-"""Stages behind so many others are never told apart, nor those whose tables would take more. Four problems are asked
-about at once."""
+"""The maximum number of tables by the number of stages before, and of their bytes. Four problems are asked about at
+once."""
 
 WORK_BEFORE, ROWS_OF_WORK, WORK_BEHIND, LATE_OF_WORK = 4, 12, 3, 8
-"""A stage that is tried with all its limits takes so many times as long as by trips alone, about: where tables before
-are filled, and once more for so many of their rows; and where those behind are, with rows of gradients likewise."""
+"""About how many times as long as by trips alone it takes to try a stage with all limits: for tables before, plus one
+per `ROWS_OF_WORK` of their rows; and for tables behind, plus one per `LATE_OF_WORK` of the rows of gradients."""
 
 WIDE, NUM_ROUGH = 128, 1
-"""Where more boundaries than so many are left behind each number of devices, sums are taken apart (`trips_apart.py`) in
-the first passes, up to so many."""
+"""With more than `WIDE` boundaries left per number of devices, passes whose index into `NUM_STEPS` is less than
+`NUM_ROUGH` minimize sums separately (`trips_apart.py`)."""
 
 TRIED_EACH = 3
-"""Ends and begins of stages tried by trips alone, for each boundary that prefixes reach and each class: of 512 devices
-2.6 to 3.2, of 100 to 2,000 layers."""
+"""How many begins and ends of stages are tried by trips alone, for each boundary that prefixes reach and each class:
+2.6 to 3.2 with 512 devices and 100 to 2,000 layers."""
 
 POSITIONS_AT_ONCE = 16
-"""Devices between two looks at the deadline."""
+"""How many devices are handled between two checks of the deadline."""
 
 
 class _Asked(NamedTuple):
     """A question.
 
     Attributes:
-        limit: the step time, in ns, and what rounding may add to it.
-        steps: into how many steps micro-batches are divided, by `NUM_STEPS`; None if nothing but trips is asked for.
-        is_rough: whether sums are taken apart: `trips_apart.py`.
-        most_tables: from how many stages before on they are not told apart; 1 if they are not at all.
-        max_threads: how many may be used now.
+        limit: the step time in ns, plus what rounding may add to it.
+        steps: the index into `NUM_STEPS` of the steps of micro-batches; None for trips alone.
+        is_rough: whether sums are minimized separately: `trips_apart.py`.
+        most_tables: the maximum number of tables by the number of stages before; 1 if that is not distinguished.
+        max_threads: returns how many threads may be used now.
     """
 
     kind: PlanKind
@@ -99,11 +99,11 @@ class _Asked(NamedTuple):
     is_rough: bool = False
 
     def cuts_of(self, known: Behind) -> tuple[int, int]:
-        """Returns the fewest and the most cuts of its plans among those of which something is known."""
+        """Returns the minimum and maximum number of cuts of its plans that are not ruled out by `known`."""
         return max(self.kind.fewest_cuts, known.cuts[0]), min(self.kind.most_cuts, known.cuts[1])
 
     def max_tables(self, shape: tuple[int, ...]) -> int:
-        """Returns how many tables of a shape there are before; the last one is of all stages behind so many."""
+        """Returns the maximum number of tables of this shape; the last one is for that many stages or more."""
         return max(1, min(self.most_tables, MAX_BYTES // (8 * prod(shape))))
 
 
@@ -111,9 +111,9 @@ class _Filling(NamedTuple):
     """What fills a table.
 
     Attributes:
-        fill: compiled, for the stages on the devices from one on.
-        work: of a stage that is tried with all limits, see `num_tried`.
-        waits: of early stages for each other.
+        fill: the compiled function for the stages that begin at one device.
+        work: what trying a stage with all limits adds to `num_tried`.
+        waits: how early and later stages wait for each other.
         may_be_last: whether stages may end at the last layer.
         positions: the devices before the stages, in the order in which they are added.
     """
@@ -131,7 +131,7 @@ class TripBound:
     """The problem of a prefix bound with replicas, and 1F1B or GPipe.
 
     Attributes:
-        num_tried: ends and begins of stages so far, by trips alone, or what takes as long: the work.
+        num_tried: the work so far: begins and ends of stages that were tried by trips alone, or what takes as long.
     """
 
     def __init__(self, prefix: PrefixBound) -> None:
@@ -142,7 +142,7 @@ class TripBound:
         self._tracked = tuple(tracked_microbatches(prefix, num_steps) for num_steps in steps)
 
     def look_work(self, kind: PlanKind, limit_ns: int, deadline: Deadline) -> int:
-        """Returns about how much work it is to look at the plans of a kind within a step time by trips alone."""
+        """Estimates the work of a look at the plans of a kind within a step time by trips alone."""
         known = self._at_first(_Asked(kind, limit_ns * (1 + 1e-12), deadline, None, 1, lambda: 1))
         num_reached = 0 if known is None else known.num_left(1)
         return TRIED_EACH * num_reached * self.prefix.classes.fewest.size
@@ -163,13 +163,13 @@ class TripBound:
         """Returns what is known of plans of a kind within a step time; None if there are none.
 
         Args:
-            num_rounds: how often the tables are filled, at most, with all that they have; or `BY_TRIPS`, `BY_COARSE`.
-            earlier: what is known of plans among which these are.
-            counts_cuts: whether stages are told apart by the cuts before them.
-            is_fine: whether micro-batches are in `FINE_STEPS`, where a prefix bound tells turns apart.
-            max_threads: how many may be used now; what is known is the same.
-            keep: called with what is known each time that the tables have been filled, as the next time may take too
-                long.
+            num_rounds: how many times at most the full tables are filled; or `BY_TRIPS`, `BY_COARSE`.
+            earlier: what is known of a set of plans that includes these.
+            counts_cuts: whether stages are distinguished by the number of cuts before them.
+            is_fine: whether to use `FINE_STEPS`, if the prefix bound distinguishes turns.
+            max_threads: returns how many threads may be used now; the result does not depend on it.
+            keep: called with what is known after each time that the tables have been filled, as the next time may take
+                too long.
         """
         finest = len(NUM_STEPS) - 1 + (is_fine and self.prefix.tells_turns)
         asked = _Asked(kind, limit_ns * (1 + 1e-12), deadline, finest, 1, max_threads)
@@ -177,7 +177,7 @@ class TripBound:
         if known is not None and known.limit > asked.limit:
             known = known._replace(num_passes=0)
         if known is not None and len(known.tables) == 1:
-            # What takes less time rules out most stages first.
+            # First tables that take less time, which rule out most stages.
             coarse: tuple[int, ...] = COARSE_COUNTED if counts_cuts else COARSE
             coarse = COARSE_OF_GPIPE if self.prefix.tells_gradients else coarse
             passes = (None, *coarse) if num_rounds != BY_TRIPS else (None,)
@@ -212,19 +212,19 @@ class TripBound:
     def _fill_by_turns(
         self, known: Behind | None, questions: Iterable[_Asked], keep: Callable[[Behind], None]
     ) -> Behind | None:
-        """Fills the tables until no plan is left, or little changes."""
+        """Fills the tables once for each question until no plan is left, or little changes."""
         for asked in questions:
             before_it, known = known, self._fill_each(known, [asked], keep)
             if known is None or before_it is None:
                 return None
-            # The last table is of more stages where there are fewer tables.
+            # The last table stands for more stages if there are fewer tables.
             num_tables = max(1, min(len(known.tables), len(before_it.tables)) - 1)
             if known.num_left(num_tables) > LEFT * before_it.num_left(num_tables):
                 break
         return known
 
     def _at_first(self, asked: _Asked) -> Behind | None:
-        """What is known by the furthest prefixes and the fastest devices behind."""
+        """Returns what is known from the furthest prefixes, and from the fastest devices after each position."""
         prefix = self.prefix
         prefixes = FurthestPrefixes(prefix.programme, asked.kind, int(asked.limit), counts_cuts=False)
         position = prefixes.find(asked.deadline)
@@ -241,7 +241,7 @@ class TripBound:
         return in_band(Behind(asked.limit, asked.kind[:2], lows, tables, (none,), np.arange(0)))
 
     def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
-        """Fills the tables before; returns them by the stages before, None if no plan is left."""
+        """Fills the tables before; returns them by the number of stages before, None if no plan is left."""
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_before import fill_before
 
@@ -264,7 +264,7 @@ class TripBound:
             may_be_last = is_rest or c >= fewest
             filling = _Filling(fill_before, work, asked, waits, tables, may_be_last, range(self.prefix.num_devices + 1))
             if is_rest:
-                begin(len(filling.positions))  # the table before is added to until its end
+                begin(len(filling.positions))  # the row before adds to this table until it has ended
                 parts = self._parts(asked)
                 self._run_parts(filling, parts, deadline, np.full(shape, np.inf) if len(parts) > 1 else None)
             else:
@@ -325,11 +325,11 @@ class TripBound:
         deadline: Deadline,
         far_ends: FloatArray | None = None,
     ) -> None:
-        """Fills a table of stages behind one another, with the stages of some classes at the same time.
+        """Fills a table in which stages follow one another, with each part of the classes in a thread of its own.
 
         Args:
-            far_ends: what the second part adds to at the ends of stages, where that is not the table at the begins: two
-                threads must not add to one number at a time.
+            far_ends: the table to which the second part adds at the ends of stages, if that is not the table of the
+                begins: two threads must not write to one number at the same time.
         """
 
         def run(part: int, begin: Callable[[int], None], deadline: Deadline) -> bool:
@@ -349,10 +349,10 @@ class TripBound:
         deadline: Deadline,
         far_ends: FloatArray | None = None,
     ) -> None:
-        """Fills a table with the stages of some classes, each part of the devices when it may begin.
+        """Fills a table with the stages of some classes, each part of the devices once `begin` allows it.
 
         Args:
-            far_ends: what ends behind each device besides, by the time that stages begin there.
+            far_ends: a second table of ends, which is merged in before stages begin at a device.
         """
         fill, work, asked, waits, tables, may_be_last, positions = filling
         kind, limit, is_full = asked.kind, asked.limit, asked.steps is not None
@@ -376,9 +376,9 @@ class TripBound:
             self.num_tried += num_tried * (1 if asked.steps is None else work)
 
     def _parts(self, asked: _Asked) -> list[tuple[int, int]]:
-        """The classes of stages with which a table is filled at the same time: those of many devices end far away.
+        """Divides the classes into parts that fill a table at the same time: stages of few and of many devices.
 
-        No stage of those ends where one of the others begins at that time.
+        The latter end so far away that none ends where a stage of the former begins at that time.
         """
         fewest = self.prefix.classes.fewest
         many = max(int(np.searchsorted(fewest, 2 * POSITIONS_AT_ONCE)), fewest.size // 2)
@@ -392,7 +392,7 @@ class TripBound:
         return early_waits(self.prefix.programme, asked.kind, known.first_ends(self._end))
 
     def _numbers(self, asked: _Asked) -> IntArray:
-        """The micro-batches from each of which up to the next gradients are not told apart."""
+        """Returns the first micro-batch of each range whose gradients are not distinguished."""
         tracked = self._tracked[asked.steps or 0]
         return tracked.before[: tracked.num_gradients * (asked.steps is not None)]
 

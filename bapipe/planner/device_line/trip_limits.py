@@ -1,4 +1,4 @@
-"""Compiled: whether a stage is within a step time, by what is known of the layers before it and behind it."""
+"""Compiled: whether a stage is within a step time, by what is known of the layers before and after it."""
 
 from typing import Any, NamedTuple
 
@@ -14,25 +14,25 @@ from bapipe.planner.device_line.tracked_arrays import MAX_GRADIENTS, MAX_KINDS, 
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
 
 ARRIVAL, RETURN, FLAT_RETURN, FOLLOW, FOLLOW_LATE, FOLLOW_TURNS, BEFORE_FIRST, BEFORE_ANY, REPLICAS = range(9)
-"""The rows of what is before the begins of the stages of a class, see `excess`; from `REPLICAS` on three of each."""
+"""The rows of what precedes the begins of the stages of a class, see `excess`; from `REPLICAS` on three per replica."""
 
 FIRST_THERE, LAST_THERE, FOLLOW_LAST, ROWS_OF_REPLICA = range(4)
-"""The rows of a replica, from its first one on."""
+"""The rows of one replica, counted from its first row."""
 
 ROUNDS = REPLICAS + ROWS_OF_REPLICA * MAX_REPLICAS
-"""The rows of what follows behind those rounds."""
+"""The first of the rows of what follows the rounds of `Tracked`."""
 
 OF_KINDS = ROUNDS + MAX_ROUNDS
-"""The first of the rows, as of a replica, of replicas of which nothing but the kind is known."""
+"""The first of the three rows, as of a replica, for replicas of which only the kind is known."""
 
 NUM_KNOWN = OF_KINDS + ROWS_OF_REPLICA
 
 
 class OfClass(NamedTuple):
-    """The replicas and rounds that are looked at in the stages of one class behind some devices: see `Tracked`.
+    """The replicas and rounds that are considered in the stages of one class after some devices: see `Tracked`.
 
     Attributes:
-        late: when gradients are there, in levels, as those in `rest`: see `excess`. [boundaries, levels of rows]
+        late: when gradients arrive, by row, as a sparse table; see `excess`. [boundaries, levels of rows]
     """
 
     replicas: NDArray[Any]
@@ -45,7 +45,7 @@ class OfClass(NamedTuple):
 
 @inlined
 def of_class_behind(tracked: Tracked, late: Floats, p: int, g: int) -> OfClass:
-    """What is looked at in the stages of class `g` behind `p` devices, with what is to be known of gradients."""
+    """Returns what is considered in the stages of class `g` after `p` devices, with the array for gradients."""
     return OfClass(
         tracked.replicas[g],
         tracked.replica_ns[p, g],
@@ -57,27 +57,27 @@ def of_class_behind(tracked: Tracked, late: Floats, p: int, g: int) -> OfClass:
 
 
 class Stage(NamedTuple):
-    """What is known of a stage of one class behind some devices before its layers are.
+    """What is known of a stage of one class after some devices, before its layers are chosen.
 
     Attributes:
-        room: the step time and the slack.
-        apart, late_apart: F of a replica that do not run during the round trip of the micro-batch whose B is first: of
-            the replica with `count`, and of that of the very first micro-batch.
-        is_in_turn: whether F and B take turns.
+        room: the step time plus the slack.
+        apart, late_apart: F of a replica that do not run during the round trip of the micro-batch whose B comes first:
+            of the replica with `count`, and of that with the very first micro-batch.
+        is_in_turn: whether F and B alternate.
         late_count: micro-batches of the replica with the very first one.
-        slope: the tables grow by no more than that for each ns of a layer, ...
-        back_slope: ... and what follows behind B by no more than that for each ns of B.
-        num_cycles: how often B of a micro-batch follows F of a later one here, and F of a yet later one that B on the
-            first stage.
-        cycle_slack: by how much those actions may be shorter than the sums.
-        num_turns: how often a replica runs F and B by turns between two round trips of all stages.
-        turns_slack: the same of these.
-        turns_left: the micro-batches that these turns leave, for turns of the first stage or to come back behind all.
-        first_ns: what turns of the first stage take if they have all of these.
-        waits: whether it is known when gradients are there.
+        slope: the maximum growth of the tables for each ns of a layer.
+        back_slope: the maximum growth of what follows B for each ns of B.
+        num_cycles: how many times B of a micro-batch follows F of a later one here, and F of a still later one follows
+            that B on the first stage.
+        cycle_slack: by how much these actions may be shorter than the sums over their layers.
+        num_turns: how many times a replica alternates F and B between two round trips of all stages.
+        turns_slack: by how much these actions may be shorter than the sums.
+        turns_left: the micro-batches that these turns leave, for turns of the first stage or to come back at the end.
+        first_ns: what the turns of the first stage take if they get all of these.
+        waits: whether it is known when gradients arrive.
         num_first, num_any: F before the first B, see `WAIT`.
-        num_replicas, num_rounds, num_kinds: how many are looked at.
-        rounding: ns by which an action may be shorter than the sum.
+        num_replicas, num_rounds, num_kinds: how many are considered.
+        rounding: by how much an action may be shorter than the sum over its layers, in ns.
     """
 
     room: float
@@ -106,7 +106,7 @@ class Stage(NamedTuple):
 def stage_of(
     problem: Problem, tracked: Tracked, kind: PlanKind, waits: Waits, limit: float, is_full: bool, p: int, g: int
 ) -> Stage:
-    """What is known of the stages of class `g` behind `p` devices."""
+    """Returns what is known of the stages of class `g` after `p` devices."""
     own, num, wait = problem.stages[p, g], problem.num_microbatches, tracked.waits[g]
     late_count = -(-num // own.most)
     apart = float(forwards_apart(problem, kind.last_most, p, g))
@@ -163,36 +163,39 @@ def excess(
     i: int,
     j: int,
 ) -> float:
-    """By how much the stage of the layers [i, j) exceeds the limits, at most 0 if it keeps them all.
+    """Returns by how much the stage of the layers [i, j) exceeds the limits; at most 0 if it keeps them all.
 
     Args:
-        known: by boundary, when the first micro-batch is there; what B takes from there to the first stage; that, where
-            it grows no more than a stage of one micro-batch, and what follows behind; what follows behind B, no more
-            than twice as steep; that if others are behind it as behind the stage's last one; what turns of the first
-            stage take, and what follows behind turns; when the micro-batches are there whose F the first B waits for:
-            of the very first one, and of any; then the rows from `REPLICAS`, `ROUNDS` and `OF_KINDS` on.
-            [NUM_KNOWN, boundaries]
-        rest: by boundary, the trip from there on, where it grows no more than a stage of one micro-batch; the same, no
-            more than `slope`; and when the gradients of the very first micro-batch, and of any, are there.
-            [4, boundaries]
+        known: rows by boundary. [NUM_KNOWN, boundaries]
+            `ARRIVAL`: when the first micro-batch arrives. `RETURN`: what B takes from there to the first stage.
+            `FLAT_RETURN`: `RETURN` and what follows it, growing no faster than a stage with one micro-batch.
+            `FOLLOW`: the same, growing up to twice as fast. `FOLLOW_LATE`: the same if as many others follow as after
+            the last micro-batch of the replica with the very first one. `FOLLOW_TURNS`: the turns of the first stage,
+            and what follows turns. `BEFORE_FIRST`, `BEFORE_ANY`: when the last of the micro-batches arrives whose F the
+            first B waits for, for the very first micro-batch and for any. Then the rows from `REPLICAS`, `ROUNDS` and
+            `OF_KINDS` on.
+        rest: rows by boundary. [4, boundaries]
+            `FLAT_AROUND`: the trip from there on, growing no faster than a stage with one micro-batch. `STEEP_AROUND`:
+            the same, growing by up to `slope`. `FIRST_BACK`, `ANY_BACK`: when the gradients of the very first
+            micro-batch, and of any, arrive.
     """
     begin, end = layers[own.own, i], layers[own.own, j]
     replicas, replica_ns, rounds, of_kinds, gradients, late = of_class
-    again = least_again(layers, savings, own, i, j)  # in front of each backward
+    again = least_again(layers, savings, own, i, j)  # before each backward
     if again == np.inf:
         return np.inf
     n, late_n, apart, late_apart = own.count, stage.late_count, stage.apart, stage.late_apart
     if stage.is_in_turn and j == layers.shape[1] - 1:
         apart, late_apart = max(apart, n - own.last_in_flight), max(late_apart, late_n - own.last_in_flight)
     forward, trip = end.forward - begin.forward, end.trip - begin.trip
-    # F and r of one micro-batch, and B, on the replica.
+    # F, r and B of one micro-batch, on the replica.
     f, own_f = forward * own.forward, forward * own.backward
     r = (end.critical - begin.critical + again) * own.backward
     b = (end.backward - begin.backward + again) * own.backward
     update = end.update - begin.update
     arrival = known[ARRIVAL, i]
     first_around, around = f + r + rest[FLAT_AROUND, j], f + r + rest[STEEP_AROUND, j]
-    # Of the micro-batches that are first and last on the replica.
+    # For the first and the last micro-batch of the replica.
     returned = arrival + max(own.busiest * (trip + again), around + (n - 1) * r + apart * f)
     ring = rings_ns(own, max_bucket, end.gradients - begin.gradients)
     first_full = until_first_bucket(begin, end) * own.backward
@@ -208,7 +211,7 @@ def excess(
             returned = max(returned, arrival + passed)
             if own.steps[way] > 0:
                 work = max(work, arrival + after - b + passed)
-    # Of the very first micro-batch, and the last one of its replica, which may be the fastest.
+    # For the very first micro-batch, and the last one of its replica, which may be the fastest.
     late_r = (end.critical - begin.critical + again) * own.fastest
     late_f = forward * own.fastest
     late_returned = arrival + rest[STEEP_AROUND, j] + late_f + late_n * late_r + late_apart * late_f
@@ -248,7 +251,7 @@ def excess(
             longest = max(longest, ends)
     for number in range(stage.num_kinds):
         one = of_kinds[number]
-        row, num, ns = int(np.int64(OF_KINDS)), one.count, one.ns  # a constant would compile it once more
+        row, num, ns = int(np.int64(OF_KINDS)), one.count, one.ns  # a constant would make numba compile it once more
         ends = _longest_of(layers, one.own, own, stage, num, ns, again, ring + update, known, row, rest, i, j)
         longest = max(longest, ends)
     if stage.num_cycles > 0:
@@ -278,13 +281,13 @@ def _longest_of(
     i: int,
     j: int,
 ) -> float:
-    """What follows from one replica of a stage: when its last gradient is back at the first stage, or all is updated.
+    """Returns when the last gradient of one replica of a stage is back at the first stage, or its update is done.
 
     Args:
-        kinds: the set of kinds with whose times the layers count.
-        num: its micro-batches.
-        ns: of the work of 1 ns on it.
-        again: what runs in front of each backward, in ns of work.
+        kinds: the set of kinds whose times of the layers count.
+        num: the replica's micro-batches.
+        ns: the time that 1 ns of work takes on it.
+        again: what is recomputed before each backward, in ns of work.
         rings: the rings and the update of the stage.
         row: its first one in `known`.
     """
@@ -292,8 +295,8 @@ def _longest_of(
     f, r = (end.forward - begin.forward) * ns, (end.critical - begin.critical + again) * ns
     b = (end.backward - begin.backward + again) * ns
     first_there, is_last = known[row + FIRST_THERE, i], j == layers.shape[1] - 1
-    around = flat_around = first_there + f  # the start of the first B behind its round trip
-    own_forwards = first_there + num * f  # and behind all F of the replica, of the last B
+    around = flat_around = first_there + f  # the start of the first B after its round trip
+    own_forwards = first_there + num * f  # the start of the last B after all F of the replica
     if stage.is_in_turn:
         others = max(0, num - (own.last_in_flight if is_last else own.in_flight)) * f
         around, flat_around, first_b = around + others, flat_around + others, 0.0
@@ -327,7 +330,7 @@ def _longest_of_late(
     i: int,
     j: int,
 ) -> float:
-    """What follows from one replica of a stage behind the gradients of some of its micro-batches, as `_longest_of`.
+    """Returns the same as `_longest_of`, but after the gradients of some of the replica's micro-batches.
 
     Args:
         gradients: `GRADIENT`. [MAX_GRADIENTS]

@@ -1,4 +1,4 @@
-"""Compiled: the least of some costs in windows of boundaries that move one way, in constant time for each boundary."""
+"""Compiled: sliding-window minima of costs over boundaries, in amortized constant time per boundary."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from bapipe.planner.device_line.trip_tables import Scratch, Window
 
 @inlined
 def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
-    """Finds for each end of stages the least of `costs` at the begins of those, infinite if there are none."""
+    """Finds for each end the minimum of `costs` over the begins of the stages that end there, infinite if none."""
     starts, values, positions = scratch.starts, scratch.values, scratch.positions
     head, tail, pushed = 0, 0, window.first_begin - 1
     for j in range(window.first_end, window.last_end + 1):
@@ -26,7 +26,7 @@ def least_of_begins(scratch: Scratch, window: Window, found: Floats) -> None:
 
 @inlined
 def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
-    """Finds for each begin of stages the least of `costs` at the ends of those, infinite if there are none."""
+    """Finds for each begin the minimum of `costs` over the ends of the stages that begin there, infinite if none."""
     starts, values = scratch.starts, scratch.values
     head = tail = 0
     pushed = window.last_end + 1
@@ -40,11 +40,11 @@ def least_of_ends(scratch: Scratch, window: Window, found: Floats) -> None:
 
 @inlined
 def move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: int, i: int) -> tuple[int, int, int]:
-    """Moves the queue of `costs` back to the ends of the stages that begin at i; those before are behind it.
+    """Moves the window, which slides backwards, to the ends of the stages that begin at i; returns the new queue.
 
     Args:
-        head, tail: the begin and the end of the queue, in which `values` rise.
-        pushed: the last one of the ends that it has had.
+        head, tail: the begin and the end of the monotonic queue of `costs`, in which `values` rise.
+        pushed: the end that was added last.
     """
     start, positions = scratch.starts[i], scratch.positions
     pushed = min(pushed, start + 1)
@@ -56,7 +56,7 @@ def move_back(scratch: Scratch, window: Window, head: int, tail: int, pushed: in
 
 @inlined
 def _push(values: Floats, positions: Ints, head: int, tail: int, position: int, value: float) -> int:
-    """Adds a value to a queue in which values rise, and returns its end; those that are no less are left out."""
+    """Adds a value to a queue in which values rise, dropping those that are no smaller; returns the queue's end."""
     while tail > head and values[tail - 1] >= value:
         tail -= 1
     values[tail], positions[tail] = value, position
@@ -65,7 +65,7 @@ def _push(values: Floats, positions: Ints, head: int, tail: int, position: int, 
 
 @inlined
 def _drop(positions: Ints, head: int, tail: int, edge: int, sign: int) -> int:
-    """Drops what the window has left behind, and returns the begin of the queue."""
+    """Drops the positions that the window has left; returns the begin of the queue."""
     while head < tail and (positions[head] - edge) * sign < 0:
         head += 1
     return head

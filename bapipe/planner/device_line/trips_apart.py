@@ -1,8 +1,8 @@
-"""Compiled: what rows say behind stages where the least of each sum counts by itself, which takes less time.
+"""Compiled: the rows after stages with each sum minimized separately, which takes less time.
 
-Each row behind a stage is the longest of three sums (docs/many_devices.md), and of all begins the least
-counts: `trips_before.py`. The longest of what each sum is at least is no more. And the least of one sum in a window of
-begins needs no more than a look or two at each of them, however many ends it has.
+Each row after a stage is the maximum of three sums (docs/many_devices.md), minimized over all begins: see
+`trips_before.py`. The maximum of the three minima is a lower bound on that. And the minimum of one sum over a sliding
+window of begins takes one or two steps for each begin, however many ends there are.
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ def note_apart(
     most: int,
     window: Window,
 ) -> None:
-    """Notes what each row says behind the stages of class `g`, on up to `most` devices, at least.
+    """Stores lower bounds on each row after the stages of class `g`, on up to `most` devices.
 
-    The begins of a window are those up to some middle, of which the least is known from each one on, and those behind
-    it, of which it is known of all. When the window has left the middle behind, that moves to its end.
+    The window of begins is divided at a middle: suffix minima are known of the begins before it, and the minimum over
+    all begins after it. Once the window has passed the middle, that moves to the window's end.
 
     Args:
-        num_behind: how many rows are of micro-batches behind others.
+        num_behind: how many rows are for numbers of micro-batches that follow.
     """
     own, in_front = problem.stages[p, g], AFTER + num_behind
     columns, apart, least_behind, found = problem.columns[own.own], scratch.apart, scratch.least_behind, scratch.found
@@ -72,7 +72,7 @@ def note_apart(
 def _note_sums(
     columns: Floats, tracked: Tracked, own: Any, g: int, in_front: int, i: int, here: Floats, sums: Floats
 ) -> None:
-    """Notes what each row says at a begin, less what the layers before it take on the stage; and what is there then."""
+    """Stores each row at a begin, and the minimum that `Tracked` gives for it, less the stage's layers before."""
     f, r, b = own.fastest * columns[FORWARD, i], own.fastest * columns[CRITICAL, i], own.fastest * columns[BACKWARD, i]
     num_rows, more_behind, more_before = sums.size // 2, tracked.more_behind[g], tracked.more_before[g]
     sums[ARRIVED], sums[BACK] = here[ARRIVED] - f, here[BACK] - r
@@ -97,11 +97,10 @@ def _join_behind(
     shortest: tuple[float, float],
     found: Floats,
 ) -> None:
-    """Notes the longest of the sums of micro-batches behind others.
+    """Stores the maximum of the sums, for the rows of micro-batches that follow.
 
     Args:
-        here, there: the least that rows say at the first begins and at those behind them, and of what is there then,
-            less what the layers before take.
+        here, there: the minima of the two sums of `_note_sums`, each over the begins before and after the middle.
         r, b: what earlier stages wait for in B, and B, of the layers before the end.
         shortest: the rings of the shortest stage, and its B.
     """
@@ -118,7 +117,7 @@ def _join_behind(
 def _join_before(
     here: tuple[Floats, Floats], there: tuple[Floats, Floats], more: Floats, f: float, found: Floats
 ) -> None:
-    """Notes the longest of the sums of micro-batches from a number on, with F of the layers before the end."""
+    """Stores the maximum of the sums, for the rows of micro-batches before; `f`: of the layers before the end."""
     first, behind = here
     first_then, behind_then = there
     for row in range(found.size):
@@ -130,10 +129,10 @@ def _join_before(
 def note_found(
     tracked: Tracked, tables: Tables, own: Any, p: int, most: int, j: int, in_front: int, found: Floats
 ) -> None:
-    """Notes what each row says at the end `j` of stages, behind the cut there, where something is left behind them.
+    """Lowers the rows after the end `j` of stages to `found` plus the transfers over that cut, if some plan can follow.
 
     Args:
-        in_front: the first row of micro-batches before others.
+        in_front: the first of the rows for numbers of micro-batches before.
     """
     for to in range(p + own.few, p + most + 1):
         x, link = j - tables.lows[to], tracked.at_host[to]
@@ -146,13 +145,13 @@ def note_found(
 
 @inlined
 def rings_of(own: Any, max_bucket: float, begin: Any, end: Any) -> float:
-    """From the arrival of a gradient until the rings of a stage are done."""
+    """Returns the time from the arrival of a gradient until the rings and the update of a stage are done."""
     rings = rings_ns(own, max_bucket, end.gradients - begin.gradients) + end.update - begin.update
     return float(until_first_bucket(begin, end) * own.fastest + rings)
 
 
 @inlined
 def note_later(times: Floats, ns: float, noted: Floats) -> None:
-    """Notes times, so much later, where they are less than known before."""
+    """Lowers `noted` to `times + ns` where that is less."""
     for row in range(noted.size):
         noted[row] = least(times[row] + ns, noted[row])

@@ -1,9 +1,8 @@
-"""Compiled: what comes at least before each boundary, by a dynamic programme over devices and boundaries.
+"""Compiled: lower bounds on what precedes each boundary, by a dynamic programme over devices and boundaries.
 
-A stage may begin at some boundaries and end at some. The further its end, the later the first begin with which it is
-within the limits; so of all stages that end at a boundary those that begin in a window are tried, and windows move one
-way. What the rows of a table say behind a stage is found for all of them at once: they lie one after the other in
-memory, so that the compiler turns sums over them into vectors.
+The further the end of a stage, the later the first begin with which it keeps the limits. So of all stages that end at
+a boundary only those that begin in a window are tried, and the window slides one way. All rows of a table are computed
+at once for each stage: they are contiguous in memory, so the compiler vectorizes sums over them.
 """
 
 from typing import Any
@@ -48,10 +47,10 @@ def fill_before(
     end_class: int,
     p: int,
 ) -> int:
-    """Adds stages behind the first `p` devices; returns how many ends and begins of stages were tried.
+    """Adds the stages that follow the first `p` devices; returns how many begins and ends were tried.
 
     Args:
-        is_full: whether more is asked for than trips.
+        is_full: whether to compute more than trips.
         may_be_last: whether the stages may end at the last layer.
         first_class, end_class: the classes of the stages.
     """
@@ -102,7 +101,7 @@ def fill_before(
 def _note_trips(
     columns: Floats, tracked: Tracked, own: Any, tables: Tables, scratch: Scratch, p: int, most: int, window: Window
 ) -> None:
-    """Notes the trips before the ends of stages on up to `most` devices behind `p` others: of their begins the least.
+    """Stores the trips before the ends of stages on up to `most` devices after `p` others: the minimum over begins.
 
     Args:
         columns: see `limit_rest`.
@@ -126,7 +125,7 @@ def _note_trips(
 
 @inlined
 def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> None:
-    """Notes times, each so much later, where they are less than known before and something is left behind them."""
+    """Lowers `noted` to `times + more` where that is less, if some plan can follow (`around` is finite)."""
     for x in range(noted.size):
         later_ns = times[x] + more[x]
         noted[x] = least(later_ns if around[x] < np.inf else np.inf, noted[x])
@@ -134,7 +133,7 @@ def _note_left(times: Floats, more: Floats, around: Floats, noted: Floats) -> No
 
 @inlined
 def _note_then(tracked: Tracked, levels: Floats, g: int, first: int, last: int, then: Floats) -> None:
-    """Notes what is there then by each row, see `Tracked`, at some begins of the stages of class `g`.
+    """Stores for each row the minimum over the rows that `Tracked` gives for it, at some begins of class `g`.
 
     Args:
         levels: see `Scratch`.
@@ -162,10 +161,10 @@ def _note_stages(
     most: int,
     window: Window,
 ) -> None:
-    """Notes what each row says behind the stages of class `g`, on up to `most` devices: of their begins the least.
+    """Stores each row after the stages of class `g`, on up to `most` devices: the minimum over their begins.
 
     Args:
-        num_behind: how many rows are of micro-batches behind others.
+        num_behind: how many rows are for numbers of micro-batches that follow.
     """
     own, before, max_bucket = problem.stages[p, g], tables.before_begins[p], problem.max_bucket
     layers, lowest, in_front = problem.layers[own.own], tables.lows[p], AFTER + num_behind
@@ -183,7 +182,7 @@ def _note_stages(
         end, last = layers[j], min(j - 1, window.last_begin)
         found[:] = np.inf
         arrived = returned = np.inf
-        for i in range(starts[j], last + 1, 2):  # two begins at a time, which takes hardly longer than one
+        for i in range(starts[j], last + 1, 2):  # two begins at once take hardly longer than one
             i2 = min(i + 1, last)
             begin, begin2, here, here2 = layers[i], layers[i2], before[i - lowest], before[i2 - lowest]
             f, f2 = end.forward - begin.forward, end.forward - begin2.forward
@@ -211,7 +210,7 @@ def _note_behind(
     of_rows: tuple[Floats, Floats],
     found: Floats,
 ) -> None:
-    """Notes what follows behind one of two stages if others are behind a micro-batch there, by their rows.
+    """Lowers `found` to what follows a micro-batch after one of two stages, by rows of how many others follow it.
 
     Args:
         here, here2: the rows at their begins.
@@ -240,7 +239,7 @@ def _note_before(
     f2: float,
     found: Floats,
 ) -> None:
-    """Notes when micro-batches leave one of two stages, by their rows.
+    """Lowers `found` to when micro-batches leave one of two stages, by row.
 
     Args:
         here, here2, then, then2: as above.

@@ -1,4 +1,4 @@
-"""Compiled: what comes at least behind each boundary, as `trips_before.py` has it before them."""
+"""Compiled: lower bounds on what follows each boundary; the counterpart of `trips_before.py`."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def fill_behind(
     end_class: int,
     p: int,
 ) -> int:
-    """Adds stages on the devices from `p` on, in front of what is known; returns how many begins and ends it tried."""
+    """Adds stages on the devices from `p` on, before what is known; returns how many begins and ends were tried."""
     num, end = problem.stages.shape[0], problem.layers.shape[1] - 1
     lows, before, behind = tables.lows, tables.before_begins, tables.behind_begins
     width, num_tried = behind.shape[2], 0
@@ -116,7 +116,7 @@ def fill_behind(
 
 @inlined
 def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float, noted: Floats) -> None:
-    """Notes the later ones of times and of round trips, by boundary, where they are less than known before."""
+    """Lowers `noted` to the maximum of `times` and `arrived + around`, by boundary, where that is less."""
     for x in range(noted.size):
         ns = arrived[x] + around[x]
         noted[x] = least((ns if ns > times[x] else times[x]) - rounding, noted[x])
@@ -126,9 +126,10 @@ def _note_later(times: Floats, arrived: Floats, around: Floats, rounding: float,
 def _least_gradient(
     columns: Floats, own: Any, stage: Stage, row: int, known: Floats, scratch: Scratch, window: Window, found: Floats
 ) -> None:
-    """Finds when a gradient leaves the stages that begin at each boundary, at least; of all ends.
+    """Finds a lower bound on when a gradient leaves the stages that begin at each boundary: the minimum over ends.
 
-    The sooner such a stage ends, the later the gradient is there, and the shorter are the F that its B waits for.
+    The sooner such a stage ends, the later the gradient arrives, and the shorter are the F that its B waits for; so
+    the best end is found by bisection.
     """
     starts, values, positions = scratch.starts, scratch.values, scratch.positions
     head = tail = 0
@@ -154,7 +155,7 @@ def _least_gradient(
 
 @inlined
 def _behind_forwards(columns: Floats, own: Any, stage: Stage, known: Floats, row: int, i: int, j: int) -> float:
-    """When the first B of the stage of layers [i, j) is done behind the F before it, at least."""
+    """Returns a lower bound on when the first B of the stage of layers [i, j) ends, after the F before it."""
     f = (columns[FORWARD, j] - columns[FORWARD, i]) * own.fastest - stage.rounding
     there, num = (known[BEFORE_FIRST, i], stage.num_first) if row == FIRST else (known[BEFORE_ANY, i], stage.num_any)
     b = (columns[CRITICAL, j] - columns[CRITICAL, i]) * own.fastest
@@ -171,10 +172,10 @@ def _note_late(
     window: Window,
     noted: Floats,
 ) -> None:
-    """Notes when the gradients of each row leave the stages of class `g`, at least: of their ends the least.
+    """Stores lower bounds on when the gradients of each row leave the stages of class `g`: the minimum over ends.
 
     Args:
-        noted: by the begins. [begins, num_gradients]
+        noted: by begin. [begins, num_gradients]
     """
     starts, late, then, found = scratch.starts, scratch.late, scratch.then_late, scratch.found_late
     in_front, more = AFTER + tracked.behind.size, tracked.more_before[g]
@@ -199,7 +200,7 @@ def _note_late(
             f, r = columns[FORWARD, j] - columns[FORWARD, i], columns[CRITICAL, j] - columns[CRITICAL, i]
             own_late, first_late = late[j], then[j]
             for row in range(found.size):
-                # Behind the F that the first B of its replica waits for, or behind the gradient of that.
+                # After the F that the first B of its replica waits for, or after the gradient of that one.
                 own_f = f * row_ns[row] - stage.rounding
                 first_b = max(first_there[row] + stage.num_any * own_f, last_there[row] + own_f)
                 others = r * rows_ns[row] - more[row] * stage.rounding
