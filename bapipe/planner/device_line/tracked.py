@@ -1,8 +1,8 @@
-"""Which micro-batches and replicas `trip_bound.py` looks at one by one.
+"""Which micro-batches and replicas `trip_bound.py` considers individually.
 
-Replica number q of a stage with R of them runs the micro-batches q, q + R and so on, and is the (q + 1)-th fastest: so
-it is known when its first one can be there, and how many others are behind its last one. The tables have a row for all
-numbers of micro-batches, before one or behind one, from some number up to the next.
+Replica q of a stage with R replicas runs the micro-batches q, q + R and so on, and is the (q + 1)-th fastest: so it is
+known when its first one can arrive, and how many others follow its last one. The tables have one row for each range of
+numbers of micro-batches before or after another one.
 """
 
 from collections.abc import Iterator
@@ -32,33 +32,33 @@ SMALLEST = (1, 2, 4)
 """Numbers of micro-batches that have rows besides those in equal steps."""
 
 SMALL_PART, SMALL_STEPS = 1 / 4, 3 / 4
-"""1F1B, where turns are told apart: this part of the numbers has that part of the steps."""
+"""1F1B with turns distinguished: the first `SMALL_PART` of the numbers gets `SMALL_STEPS` of the steps."""
 
 VECTOR = 4
-"""So many rows are one vector of a processor."""
+"""The number of rows in one vector of a processor."""
 
 FINE = 4
-"""If there are no more micro-batches than so many times the steps, each number has a row."""
+"""If there are at most this many times as many micro-batches as steps, each number has its own row."""
 
 FEW_ROUNDS = 2
-"""1F1B: with so many micro-batches for each device only the last round is looked at."""
+"""1F1B: with at least this many micro-batches per device only the last round is considered."""
 
 LAST_PARTS = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
-"""GPipe, where replicas run all their F first: the micro-batches so much before the last one have rows, too."""
+"""GPipe, where replicas run all their F first: micro-batches at these parts before the last one have rows, too."""
 
 BEFORE_GRADIENTS = (0, 1, 4)
-"""GPipe: the B of a replica behind the gradient of one of its micro-batches are looked at, with so many before it."""
+"""GPipe: the B after the gradient of a replica's micro-batch are considered, for one with this many before it."""
 
 PARTS, PARTS_OF_FEWER = (0.25, 0.5, 0.75, 1.0), (0.0, 0.5)
-"""Where the replicas are that are looked at, among all that have the most micro-batches, and among those with one less;
-and the last one of all, which is the slowest."""
+"""Which replicas are considered: those at these parts of all with the maximum number of micro-batches, and of those
+with one less; and the last one of all, which is the slowest."""
 
 
 def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
-    """Returns what the compiled programme needs to know of micro-batches before and behind others, and of the cuts.
+    """Returns what the compiled programme needs to know of micro-batches before and after others, and of the cuts.
 
     Args:
-        num_steps: into how many equal steps the numbers before and behind are divided.
+        num_steps: into how many equal steps the numbers before and after are divided.
     """
     num, most = prefix.num_microbatches, prefix.classes.most
     left = num - 1 - (-(-num // most) - 1) * most
@@ -67,7 +67,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
     most_left = int(left.max())
     spread = _spread_small if prefix.tells_turns else _spread
     behind, before = spread(0, most_left, num_steps), spread(0, int(most.max()) - 1, num_steps)
-    if _has_rounds(prefix):  # what is behind those before the last one makes less of a difference
+    if _has_rounds(prefix):  # numbers after earlier rounds than the last one matter less
         behind = np.unique([*behind, *_spread(most_left, num - 1, num if num_steps == num else num_steps // 3)])
     if prefix.are_forwards_first:
         last = [num - int(np.ceil(num * part)) for part in LAST_PARTS]
@@ -84,7 +84,7 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
     looked_at = _looked_at(prefix, left)
     replicas, replica_ns = _replicas(prefix, looked_at, of_before, of_behind)
     at_host = np.zeros(prefix.num_devices + 1, dtype=np.int64)
-    if not prefix.has_one_speed:  # of alike devices some may be idle, wherever
+    if not prefix.has_one_speed:  # of equal devices any may be idle, so hosts are unknown
         at_host[1:-1] = np.diff(prefix.boundaries_before) > 0
     send, back = (
         np.pad(np.stack(both), ((0, 0), (1, 1)))
@@ -120,18 +120,18 @@ def tracked_microbatches(prefix: PrefixBound, num_steps: int) -> Tracked:
         both=send + back,
         at_host=at_host,
     )
-    # Known only now: which levels are needed shows in what has been asked of the rows.
+    # Only known now: `_Rows` counts the levels that the calls above need.
     return tracked._replace(num_levels=max(each.num_levels for each in rows))
 
 
 def _spread(fewest: int, most: int, num_steps: int) -> IntArray:
-    """Numbers between two in equal steps, and these; and the smallest ones."""
+    """Returns numbers from `fewest` to `most` in equal steps, and those of `SMALLEST` between them."""
     steps = np.linspace(fewest, most, min(num_steps, most - fewest) + 1).astype(np.int64)
     return np.unique([*(number for number in SMALLEST if fewest < number < most), *steps])
 
 
 def _spread_small(fewest: int, most: int, num_steps: int) -> IntArray:
-    """The same with most of the steps between the smallest numbers: few stages have as many devices as the largest."""
+    """Returns the same with most steps among the small numbers: few stages have as many devices as the largest."""
     if most - fewest <= num_steps:
         return _spread(fewest, most, num_steps)
     num_small, last_small = round(num_steps * SMALL_STEPS), fewest + int((most - fewest) * SMALL_PART)
@@ -139,7 +139,7 @@ def _spread_small(fewest: int, most: int, num_steps: int) -> IntArray:
 
 
 def _in_vectors(numbers: IntArray) -> IntArray:
-    """More of them, each in the middle of the widest gap, so that compiled loops over their rows have no odd ends."""
+    """Adds numbers in the middle of the widest gaps, so that the number of rows is a multiple of `VECTOR`."""
     while numbers.size % VECTOR and np.diff(numbers).max(initial=1) > 1:
         widest = int(np.argmax(np.diff(numbers)))
         numbers = np.insert(numbers, widest + 1, (numbers[widest] + numbers[widest + 1]) // 2)
@@ -147,22 +147,23 @@ def _in_vectors(numbers: IntArray) -> IntArray:
 
 
 class _Rows:
-    """The rows of some micro-batches, from each number up to the next one, and where the least of several ones is.
+    """The rows of a table, one for each range of numbers of micro-batches, and where minima over several rows are.
 
-    The least of 2, 4 and so on rows from each one on are known, each a *level*: any others are the least of two.
+    The table is extended to a sparse table: level k holds the minima of 2^k rows from each one on, so the minimum of
+    any range of rows is the lesser of two entries, whose places are given.
 
     Attributes:
-        numbers: of micro-batches before, or behind. [rows]
-        num_levels: how many are needed.
+        numbers: the first number of micro-batches, before or after another one, of each row. [rows]
+        num_levels: how many levels are needed.
     """
 
     def __init__(self, numbers: IntArray, num_rows: int, first: int) -> None:
-        """A level has `num_rows` rows, these from `first` on."""
+        """A level has `num_rows` rows, of which these begin at `first`."""
         self.numbers, self.num_levels = numbers, 1
         self._num_rows, self._first = num_rows, first
 
     def least(self, first: IntArray, last: IntArray) -> IntArray:
-        """Returns two places: the lesser one is the least of the rows from one micro-batch to another. [..., 2]"""
+        """Returns two places whose lesser value is the minimum over the rows of numbers `first` to `last`. [..., 2]"""
         first, last = (np.searchsorted(self.numbers, those, side="right") - 1 for those in (first, last))
         level = np.log2(last - first + 1).astype(np.int64)
         self.num_levels = max(self.num_levels, int(level.max(initial=0)) + 1)
@@ -171,7 +172,7 @@ class _Rows:
         return found
 
     def between(self, first: IntArray, last: IntArray, firsts: IntArray) -> IntArray:
-        """Returns the same of stages of classes, by what is known of each number of replicas. [classes, ..., 2]
+        """Returns the same for classes, as the union of the ranges of their numbers of replicas. [classes, ..., 2]
 
         Args:
             firsts: the first number of each class, less 1.
@@ -179,11 +180,11 @@ class _Rows:
         return self.least(np.minimum.reduceat(first, firsts), np.maximum.reduceat(last, firsts))
 
     def earlier(self, sizes: IntArray, firsts: IntArray, num: int) -> tuple[FloatArray, IntArray]:
-        """Returns how many others its replica has had before a micro-batch of each row at least, and the first ones.
+        """Returns how many micro-batches at least a replica had before one of each row, and the rows of its first ones.
 
         Args:
             sizes: numbers of replicas, 1, 2 and so on.
-            num: micro-batches.
+            num: the number of micro-batches.
         """
         most = np.append(firsts[1:], sizes[-1])[np.searchsorted(firsts, sizes - 1, side="right") - 1]
         more = self.numbers // most[:, None]
@@ -191,7 +192,7 @@ class _Rows:
         return more[firsts].astype(float), then
 
     def last(self, sizes: IntArray, firsts: IntArray, num: int) -> IntArray:
-        """Returns the last micro-batches of the replicas that have those of each row."""
+        """Returns the rows of the last micro-batches of the replicas that run those of each row."""
         replicas, both = sizes[:, None], np.stack([self.numbers, self._ends(num)])[:, None]
         turns, last = (both - num) // replicas, num - replicas + (both - num) % replicas
         has_every = turns[0] < turns[1]
@@ -199,7 +200,7 @@ class _Rows:
         return self.between(first, np.where(has_every, num - 1, last[1]), firsts)
 
     def places(self, sizes: IntArray, firsts: IntArray, num: int, *, is_behind: bool = False) -> IntArray:
-        """Returns the first replica that may have a micro-batch of each row."""
+        """Returns the number of the first replica that may run a micro-batch of each row. [classes, rows]"""
         first, last = self.numbers, self._ends(num)
         if is_behind:
             first, last = num - 1 - last, num - 1 - first
@@ -213,10 +214,10 @@ class _Rows:
 
 
 def _waits(prefix: PrefixBound, before: _Rows) -> NDArray[np.void]:
-    """What the first B of a stage waits for: `WAIT`. [classes]
+    """Returns what the first B of a stage waits for: `WAIT`. [classes]
 
-    A replica runs all its F first in GPipe; in 1F1B as many as there are devices from the stage on for each replica,
-    which is little where plans use few devices.
+    In GPipe a replica runs all its F first; in 1F1B as many as there are devices from the stage on per replica, which
+    are few if plans use few devices.
     """
     num = prefix.num_microbatches
     waits = np.zeros(prefix.classes.fewest.size, dtype=WAIT)
@@ -234,7 +235,7 @@ def _waits(prefix: PrefixBound, before: _Rows) -> NDArray[np.void]:
 def _replicas(
     prefix: PrefixBound, looked_at: IntArray, before: _Rows, behind: _Rows
 ) -> tuple[NDArray[np.void], FloatArray]:
-    """Which replicas of each class are looked at, and ns of the work of 1 ns on them, at least: see `Tracked`.
+    """Returns considered replicas of each class, and lower bounds on the time of 1 ns of work on them; see `Tracked`.
 
     Args:
         looked_at: see `_looked_at`.
@@ -262,10 +263,10 @@ def _replicas(
 
 
 def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
-    """Returns which are looked at: their class and number there, its fewest and most devices, and `_places`.
+    """Returns the considered replicas: class and index within it, the class's fewest and most devices, and `_places`.
 
     Args:
-        left: micro-batches behind the last one of the replica with the very first one, at least. [classes]
+        left: minimum of micro-batches after the last one of the replica with the very first one. [classes]
 
     Returns:
         [replicas, 7]
@@ -278,9 +279,9 @@ def _looked_at(prefix: PrefixBound, left: IntArray) -> IntArray:
 
 
 def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> NDArray[np.void]:
-    """From the gradients of which micro-batches on the B of those replicas are looked at: `GRADIENT`, of GPipe.
+    """Returns the micro-batches from whose gradients on the B of those replicas are considered: `GRADIENT`, for GPipe.
 
-    At least two B are left, or all: with one the sums do not rise as a stage gets longer.
+    At least two B are left, or all: with one, the sums would not rise as a stage gets longer.
     """
     gradients = np.zeros((prefix.classes.fewest.size, MAX_REPLICAS, MAX_GRADIENTS), dtype=GRADIENT)
     if not prefix.tells_gradients:
@@ -299,12 +300,12 @@ def _gradients(prefix: PrefixBound, looked_at: IntArray, late: _Rows) -> NDArray
 
 
 def _has_rounds(prefix: PrefixBound) -> bool:
-    """Whether rounds before the last one matter: in GPipe, and in 1F1B with few micro-batches for each device."""
+    """Returns whether rounds before the last matter: in GPipe, and in 1F1B with few micro-batches per device."""
     return prefix.are_forwards_first or prefix.num_microbatches < FEW_ROUNDS * prefix.num_devices
 
 
 def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> NDArray[np.void]:
-    """Which rounds of the replica with the very first micro-batch are looked at. [classes, MAX_ROUNDS]"""
+    """Returns the considered rounds of the replica with the very first micro-batch. [classes, MAX_ROUNDS]"""
     num = prefix.num_microbatches
     rounds = np.zeros((prefix.classes.fewest.size, MAX_ROUNDS), dtype=ROUND)
     for g, (few, most) in enumerate(zip(prefix.classes.fewest.tolist(), prefix.classes.most.tolist(), strict=True)):
@@ -317,9 +318,9 @@ def _rounds(prefix: PrefixBound, behind: _Rows, num_rounds: int) -> NDArray[np.v
 
 
 def _of_kinds(prefix: PrefixBound) -> NDArray[np.void]:
-    """The slowest replica of each kind of stages on devices of several ones. [positions, classes, MAX_KINDS]
+    """Returns the slowest replica of each kind, for stages on devices of several kinds. [positions, classes, MAX_KINDS]
 
-    Of stages of any number of devices in a class, so among the fewest; the order of the devices in a stage is known.
+    For all numbers of devices of a class, so among the fewest; the order of the devices in a stage is known.
     """
     num_devices = prefix.num_devices
     found = np.zeros((num_devices, prefix.classes.fewest.size, MAX_KINDS), dtype=OF_KIND)
@@ -338,12 +339,12 @@ def _of_kinds(prefix: PrefixBound) -> NDArray[np.void]:
 def _slowest_of_kinds(
     speeds: tuple[float, ...], own: tuple[int, ...], class_of: tuple[int, ...], num: int, few: int, most: int
 ) -> list[tuple[int, int, int, int, float]]:
-    """The first device of stages on `few` to `most` devices of several kinds, the number and the set of a kind, and of
-    its replica that takes longest for its micro-batches how many these are, and ns of the work of 1 ns.
+    """Returns, for stages on `few` to `most` devices of several kinds and for each kind: the first device, the kind's
+    number and set, and the micro-batches and the time of 1 ns of work of its replica that takes longest for these.
 
     Args:
         speeds, own, class_of: of the devices, see `LayerSums`, `StageKinds` and `DeviceLine`.
-        num: micro-batches.
+        num: the number of micro-batches.
     """
     v, kinds, found = np.array(speeds), np.array(own), []
     for p in range(len(speeds) - few + 1):
@@ -357,9 +358,9 @@ def _slowest_of_kinds(
 
 
 def _places(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tuple[int, int, int]]:
-    """The replicas that are looked at in stages of a class: their least and highest number, and their micro-batches.
+    """Yields the considered replicas of stages of a class: lowest and highest number, and minimum of micro-batches.
 
-    For all numbers R of the class they have so many at least: up to M mod R have one more than the others.
+    The minimum is over all numbers R of replicas of the class; the first M mod R have one more than the others.
     """
     num = prefix.num_microbatches
     count, least = -(-num // most), num // most
@@ -374,21 +375,21 @@ def _places(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tup
 def _speeds(
     speeds: tuple[float, ...], is_sorted: bool, few: int, most: int, numbers: tuple[tuple[int, bool], ...]
 ) -> FloatArray:
-    """The speeds of some replicas of the stages of `few` to `most` devices from each one on, at most.
+    """Returns upper bounds on the speeds of some replicas of the stages of `few` to `most` devices from each one on.
 
     Args:
         is_sorted: whether the replicas are in the order of these speeds; if not, each may be the fastest one.
-        numbers: of the replicas, and whether they are the last ones of stages of any size.
+        numbers: the number of each replica, and whether it is the last one of stages of any size.
 
     Returns:
-        [positions, numbers]; behind the last stages of a class anything.
+        [positions, numbers]; arbitrary where no stage of the class can begin.
     """
     v = np.array(speeds)
     padded = np.append(v, np.full(most - 1, v.min()))
     windows = np.lib.stride_tricks.sliding_window_view(padded, most)
     if not is_sorted:
         return np.repeat(windows.max(axis=1)[:, None], len(numbers), axis=1)
-    # Among more devices the one with a number is no slower, and the last one no faster.
+    # With more devices, the replica with a given number is no slower, and the last one no faster.
     places = [q for q, _ in numbers]
     found: FloatArray = -np.partition(-windows, places, axis=1)[:, places]
     padded = np.append(v, np.full(few - 1, v.max()))

@@ -8,21 +8,21 @@ from numpy.typing import NDArray
 from bapipe.planner.device_line.stage_arrays import Floats, Ints
 
 MAX_REPLICAS = 8
-"""Replicas of a stage that are looked at one by one."""
+"""The maximum number of replicas of a stage that are considered individually."""
 
 MAX_ROUNDS = 6
-"""Rounds of the replica with the very first micro-batch that are looked at, besides its last one."""
+"""The maximum number of considered rounds of the replica with the very first micro-batch, besides its last one."""
 
 MAX_GRADIENTS = 3
-"""Micro-batches of such a replica, from whose gradient on its B are looked at: GPipe."""
+"""GPipe: the maximum number of micro-batches of such a replica from whose gradients on its B are considered."""
 
 MAX_KINDS = 4
-"""Kinds of devices of a stage of which the slowest replica is looked at."""
+"""The maximum number of kinds of devices of a stage whose slowest replica is considered."""
 
 ROUND = np.dtype(
     [
         ("count", np.int64),  # micro-batches that the replica has run; 0 if there is no round
-        ("behind", np.int64, 2),  # the rows of how many are behind the last of them
+        ("behind", np.int64, 2),  # the rows of how many follow the last of them
     ]
 )
 """A part of the micro-batches of the replica with the very first one, in stages of a class."""
@@ -30,16 +30,16 @@ ROUND = np.dtype(
 OF_KIND = np.dtype(
     [
         ("own", np.int64),  # the set of the kind
-        ("count", np.int64),  # micro-batches, at least; 0 if there is no replica
-        ("ns", np.float64),  # of the work of 1 ns
+        ("count", np.int64),  # minimum of micro-batches; 0 if there is no replica
+        ("ns", np.float64),  # the time of 1 ns of work
     ]
 )
 """The slowest replica of one kind of stages on devices of several kinds, by their first device and class."""
 
 WAIT = np.dtype(
     [
-        ("num_first", np.int64),  # F of the replica of the very first micro-batch before its B, at least
-        ("num_any", np.int64),  # and of any replica before its first B,
+        ("num_first", np.int64),  # minimum of F that the replica of the very first micro-batch runs before its B
+        ("num_any", np.int64),  # and of F that any replica runs before its first B
         ("before_first", np.int64, 2),  # the rows of the last one of them
         ("before_any", np.int64, 2),
     ]
@@ -51,14 +51,14 @@ REPLICA = np.dtype(
         ("count", np.int64),  # micro-batches, at least; 0 if there is no replica
         ("first", np.int64, 2),  # the rows of its first one,
         ("last", np.int64, 2),  # and of its last one
-        ("behind", np.int64, 2),  # the rows of how many are behind that
+        ("behind", np.int64, 2),  # the rows of how many follow that
     ]
 )
 """A replica of the stages of a class."""
 
 GRADIENT = np.dtype(
     [
-        ("count", np.int64),  # B that its replica has left with its own, at least; 0 if there is none
+        ("count", np.int64),  # minimum of B left to its replica, with its own; 0 if there is none
         ("rows", np.int64, 2),  # of its gradient
     ]
 )
@@ -66,39 +66,40 @@ GRADIENT = np.dtype(
 
 
 class Tracked(NamedTuple):
-    """The micro-batches and replicas that are told apart; see `tracked.py`.
+    """The micro-batches and replicas that are distinguished; see `tracked.py`.
 
     Attributes:
-        behind: numbers of micro-batches behind one, from each up to the next one a row of what follows; the first is 0.
-            [behind]
-        more_behind, then_behind: of each row, how many the replica of the one before them has at least, and the rows
-            of how many are behind the last of these then, the first and the last one. [classes, behind], [..., 2]
-        of_class, of_any, of_all: the rows of how many are behind the last one of the replica with the very first one,
-            and of any replica; and all rows. [classes, 2], [classes, 2], [2]
-        of_more: of each number the rows of as many behind, or more. [micro-batches, 2]
-        before: numbers of micro-batches before one, from each up to the next one a row of when they are there; the
-            first is 0. [before]
-        more_before, then_before: of each row, how many F its replica has run with its own at least, and the rows of
-            the first of them. [classes, before], [..., 2]
-        last_before: and the rows of the last one that its replica runs. [classes, before, 2]
-        then_late: the same as `then_before` of gradients. [classes, before, 2]
-        num_levels: see `note_levels`; of rows two places are given, of which the lesser is their least.
-        places: of the replicas of each row of a table, behind and then before, the first one; the fastest come first.
+        behind: the first number of each range of numbers of micro-batches that follow another one; each range has a row
+            of what follows. The first is 0. [behind]
+        more_behind, then_behind: for each row, the minimum of these that run on the replica of the one that they
+            follow, and the rows of how many follow the last of these. [classes, behind], [..., 2]
+        of_class, of_any, of_all: the rows of how many follow the last micro-batch of the replica with the very first
+            one, and of any replica; and all rows. [classes, 2], [classes, 2], [2]
+        of_more: for each number, the rows of that many that follow, or more. [micro-batches, 2]
+        before: the first number of each range of numbers of micro-batches before another one; each range has a row of
+            when that one arrives. The first is 0. [before]
+        more_before, then_before: for each row, the minimum of F that its replica has run, its own included, and the
+            rows of the first of them. [classes, before], [..., 2]
+        last_before: for each row, the rows of the last micro-batch that its replica runs. [classes, before, 2]
+        then_late: the same as `then_before` for gradients. [classes, before, 2]
+        num_levels: of the sparse table, see `note_levels`; *rows* above are two places in it, the lesser of which is
+            the minimum over a range of rows.
+        places: the first (fastest) replica of each row, of those behind and then of those before.
             [classes, behind + before]
-        speeds: of the devices; nothing where the order of the replicas is not theirs. [positions]
+        speeds: of the devices; empty if the replicas are not in the order of their speeds. [positions]
         waits: `WAIT`. [classes]
         replicas: `REPLICA`. [classes, MAX_REPLICAS]
-        replica_ns: ns of the work of 1 ns on them, at least. [positions, classes, MAX_REPLICAS]
+        replica_ns: lower bounds on the time of 1 ns of work on them. [positions, classes, MAX_REPLICAS]
         rounds: `ROUND`. [classes, MAX_ROUNDS]
         of_kinds: `OF_KIND`. [positions, classes, MAX_KINDS]
         gradients: `GRADIENT`. [classes, MAX_REPLICAS, MAX_GRADIENTS]
-        num_gradients: rows of when gradients are there, of the micro-batches that `before` says: GPipe.
-        is_rough: whether sums are taken apart, see `trips_apart.py`.
-        critical_share: of what earlier stages wait for in the trip through any layers, at least.
-        send, back: of one micro-batch and its gradient over the cut at each boundary: on any link, and from host to
-            host. [2, boundaries]
+        num_gradients: the number of rows of when gradients arrive, by the ranges of `before`; GPipe only, else 0.
+        is_rough: whether sums are minimized separately, see `trips_apart.py`.
+        critical_share: the minimum share, in the work of any layers, of what earlier stages wait for.
+        send, back: lower bounds on the transfers of a micro-batch and of its gradient over the cut at each boundary: on
+            any link, and from host to host. [2, boundaries]
         both: the sum of these.
-        at_host: whether a cut behind so many devices is one from host to host. [devices + 1]
+        at_host: whether a cut after this many devices is one between hosts. [devices + 1]
     """
 
     behind: Ints
