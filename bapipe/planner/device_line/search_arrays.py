@@ -1,4 +1,4 @@
-"""The arrays that compiled code works on: what layers take on the devices of a line, plans, and notes on estimates.
+"""The arrays of compiled code: what layers take on the devices of a line, plans, and the state of estimates.
 
 Below, S are the stages of a plan, M the micro-batches, D the devices, L the layers and K the kinds of devices. Times
 are in ns.
@@ -13,7 +13,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Records = Any
-"""An array with several named values for each index, as in a table."""
+"""A numpy record array: several named values for each index."""
 
 Random = NDArray[np.uint64]
 """The state of a generator of random numbers. [1]"""
@@ -32,15 +32,14 @@ LAYER = np.dtype(
         ("returned_between", "f8"),
     ]
 )
-"""Of the layers before each one: sums of updates, of parameters, gradients and states of the optimizer, and of
-gradients; and the first layer of the full bucket of gradients that ends there, -1 without one. The first layer from
-each one on with gradients. Of the cut before each layer: bytes backwards, and the transfers both ways within a host and
-between hosts."""
+"""By layer. Sums over the layers before it: updates; parameters, gradients and states of the optimizer; gradients. The
+first layer of the full bucket of gradients that ends before it, -1 if there is none. The first layer from it on with
+gradients. For the cut before it: the bytes sent back, and the transfers both ways within a host and between hosts."""
 
 DEVICE = np.dtype(
     [("kind", "i8"), ("speed", "f8"), ("host", "i8"), ("same_host", "i8"), ("class_of", "i8"), ("limit_bytes", "i8")]
 )
-"""`same_host` is the device before on the same host, -1 without one. Replicas take micro-batches by class."""
+"""`same_host` is the previous device on the same host, -1 if none. Replicas take micro-batches in order of class."""
 
 STAGE = np.dtype(
     [
@@ -51,23 +50,23 @@ STAGE = np.dtype(
         ("num_others", "i8"),
     ]
 )
-"""The layers and devices of a stage, and the forwards of a replica before its first backward; of how many micro-batches
-F and B have run, and how many later one is that goes over the same link to the next stage. What each replica takes at
-least for F, for B and after its last B; what the busiest one takes in all; when its last B ends and when it is done at
-the earliest. `back` and `num_others` belong to `_least_ns` and not to this stage."""
+"""A stage: its layers and devices, and the forwards of a replica before its first backward; how many micro-batches have
+run F and B; after how many micro-batches the same link to the next stage is used again. The minima over replicas of
+the times for F, for B, and after the last B; the total time of the busiest one; the earliest times at which the last B
+ends and the stage is done. `back` and `num_others` belong to `_least_ns` and not to this stage."""
 
 RECOMPUTED = np.dtype([*((name, "i8") for name in ("begin", "end", "kind", "kept", "num_bytes")), ("forward_ns", "f8")])
-"""F of the layers that a stage recomputes, and what it must save, see `Need` of `recompute_programme.py`."""
+"""F of the layers that a stage recomputes, and what it must save: see `Need` of `recompute_programme.py`."""
 
 
 class LayerItems(NamedTuple):
-    """What layers take and keep, of which a stage may recompute some.
+    """The times and bytes of layers by which a stage chooses those that it recomputes.
 
     Attributes:
         forward: sums of F over the layers before each one. [K, L + 1]
-        stash: the same of stashes, in bytes. [L + 1]
+        stash: the same for stashes, in bytes. [L + 1]
         sent: the bytes that pass each cut; none pass the first. [L + 1]
-        num_alone: so many first layers may be recomputed without all of their stage: the loss may not.
+        num_alone: how many of the first layers may be recomputed without the rest of their stage; the loss may not.
     """
 
     forward: Floats
@@ -80,7 +79,7 @@ class Costs(NamedTuple):
     """What layers take and need on the devices of a line.
 
     Attributes:
-        boundaries: the layer behind each boundary at which layers may be cut.
+        boundaries: the layer after each boundary at which layers may be cut.
         layers: see `LAYER`. [L + 1]
         items: F, stashes and what is sent.
         backward: sums over the layers before each one. [K, L + 1]
@@ -106,9 +105,9 @@ class Plan(NamedTuple):
     """A plan that is changed in place.
 
     Attributes:
-        num_stages: so many are in use. [1]
+        num_stages: how many entries are in use. [1]
         cuts: the boundaries at the start and the end of the stages. [most stages + 1]
-        counts: their devices. [most stages]
+        counts: the numbers of devices of the stages. [most stages]
     """
 
     num_stages: Ints
@@ -117,12 +116,12 @@ class Plan(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """The replicas of all stages: where the devices of each are, in the order of their micro-batches. All [D]
+    """The replicas of all stages, in those of a stage in the order of their micro-batches. All [D]
 
     Attributes:
         rank: the device.
-        forward, backward: what F and B of one micro-batch take.
-        after: what follows the last B.
+        forward, backward: the times of F and B of one micro-batch.
+        after: the time from the last B until the replica is done.
         time: when the last action so far ended.
     """
 
@@ -134,13 +133,13 @@ class Replicas(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """What is known of a plan while its step is estimated.
+    """The state of an estimate of a plan's step.
 
     Attributes:
         stages: see `STAGE`. [S]
         sent, returned: when the outputs arrive at each stage, and the gradients at the one before it. [S + 1, M]
-        hosts: of the replicas of each micro-batch; stage s has row s + 1. [S + 2, M]
-        recomputed: see `RECOMPUTED`; what was chosen last for stages of each remainder of a number. [remainders]
+        hosts: the host of each micro-batch's replica; stage s has row s + 1. [S + 2, M]
+        recomputed: see `RECOMPUTED`; a cache of choices, by a hash of the stage. [entries]
         came: see `choose_recomputed`. [L, 2]
     """
 
@@ -154,12 +153,12 @@ class Notes(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What moves look at.
+    """The inputs of moves.
 
     Attributes:
-        weights: how often each is made, in the order of `_move`. [moves]
-        devices_before: the devices that the layers before each boundary are worth, if all layers share the devices
-            equally. [boundaries]
+        weights: the weight of each move, in the order of `_move`. [moves]
+        devices_before: the devices that the layers before each boundary are worth, if devices are divided in proportion
+            to work. [boundaries]
     """
 
     num_devices: int

@@ -1,4 +1,4 @@
-"""Compiled: what the stages of a plan take on a line of devices: forwards, backwards, and what follows the last one."""
+"""Compiled: the times of the stages of a plan on a line of devices: F, B, and what follows the last B."""
 
 from math import inf
 
@@ -7,14 +7,14 @@ from bapipe.planner.device_line.recompute_programme import Need, choose_recomput
 from bapipe.planner.device_line.search_arrays import Costs, Ints, Notes, Plan, Records, Replicas
 
 PRIME = 1_000_003
-"""Spreads the begins of stages over the remainders of which choices are known."""
+"""Multiplier of the hash by which choices of recomputed layers are cached."""
 
 
 @inlined
 def fill_stages(costs: Costs, plan: Plan, notes: Notes) -> bool:
-    """Notes what each stage takes; returns whether all fit.
+    """Stores the times of each stage; returns whether all fit.
 
-    Most stages are those of the plan before, with the same layers on the same devices: what they take is known.
+    Most stages have the same layers on the same devices as in the previous plan: their times are kept.
     """
     num_stages = plan.num_stages[0]
     num_devices = plan.counts[:num_stages].sum()
@@ -40,7 +40,7 @@ def fill_stages(costs: Costs, plan: Plan, notes: Notes) -> bool:
 
 @inlined
 def _forget(notes: Notes, num_stages: int) -> None:
-    """Forgets the stages behind so many: others may have had their devices since."""
+    """Forgets the stages after the first `num_stages`: their devices may have been used by others since."""
     for stage in notes.stages[num_stages:]:
         if stage.count == 0:
             break
@@ -49,9 +49,9 @@ def _forget(notes: Notes, num_stages: int) -> None:
 
 @inlined
 def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
-    """Returns F that a stage runs again on its first device's kind, infinite if it does not fit even with all layers.
+    """Returns F that a stage runs again, on its first device's kind; infinite if it does not fit even with all layers.
 
-    On the device with the least memory, as in `stage_memory.py`.
+    Memory is that of the device with the lowest limit, as in `stage_memory.py`.
     """
     limit, workspace = costs.devices[stage.first].limit_bytes, costs.workspace_bytes[stage.begin]
     for p in range(stage.first + 1, stage.first + stage.count):
@@ -80,10 +80,10 @@ def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
 
 @inlined
 def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: float) -> None:
-    """Notes what each replica of a stage takes, and what all take at least.
+    """Stores the times of each replica of a stage, and their minima.
 
     Args:
-        again_ns: F that is recomputed on the kind of its first device; of others it is the same part of all F.
+        again_ns: the F that is recomputed, on the kind of its first device; on other kinds it is the same part of F.
     """
     first, count = stage.first, stage.count
     _sort_replicas(costs, replicas.rank, first, count)
@@ -107,7 +107,7 @@ def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: f
     stage.busiest = 0.0
     least_each, num_more = costs.num_microbatches // count, costs.num_microbatches % count
     for p in range(first, first + count):
-        # All update when the last ring is done.
+        # All replicas update when the last ring is done.
         after = max(replicas.after[p] + update / slowest, update / costs.devices[replicas.rank[p]].speed)
         replicas.after[p] = after
         num_each = least_each + 1 if p - first < num_more else least_each
@@ -119,7 +119,7 @@ def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: f
 
 @inlined
 def _sort_replicas(costs: Costs, rank: Ints, first: int, count: int) -> None:
-    """Orders the devices of a stage by class, as `DeviceLine.group` does; mostly they are in order."""
+    """Sorts the devices of a stage by class, as `DeviceLine.group` does; they mostly are in order already."""
     for p in range(first, first + count):
         at, class_of = p, costs.devices[p].class_of
         while at > first and costs.devices[rank[at - 1]].class_of > class_of:
@@ -141,9 +141,9 @@ def _slowest_link(costs: Costs, first: int, count: int) -> tuple[float, float, f
 
 @inlined
 def _summed_ns(costs: Costs, stage: Records, kind: int, speed: float, link: tuple[float, float, float, float]) -> float:
-    """Returns how long the rings of a stage end after the last B of a replica of some speed, if all are like it.
+    """Returns the time from the last B to the end of the rings, if all replicas have the given kind and speed.
 
-    -inf without rings. Buckets fill from the last layer to the first, and each is summed behind the one before it.
+    -inf without rings. Buckets fill from the last layer to the first, and each ring follows the previous one.
     """
     summed, to = -inf, stage.end
     begin, count, backward = stage.begin, stage.count, costs.backward[kind]

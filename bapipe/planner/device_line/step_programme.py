@@ -2,8 +2,8 @@
 
 A replica with n micro-batches of which w are in flight runs F of the first w, then B and F in turn, then B. Both orders
 that are estimated are of this form: 1F1B with w = ceil(devices from here on / replicas), and GPipe with w = n. Stages
-are visited there and back, and each replica runs for as long as what it waits for has arrived: the longest path, as in
-the simulator (`longest_path.py`), action by action.
+are visited forwards and backwards in turn, and each replica runs as long as its inputs have arrived: a longest path,
+action by action, as in the simulator (`longest_path.py`).
 """
 
 from math import inf
@@ -13,19 +13,19 @@ from bapipe.planner.device_line.search_arrays import Costs, Floats, Notes, Plan,
 from bapipe.planner.device_line.stage_programme import fill_stages
 
 SMOOTHING = 0.03
-"""The part of the mean end of the stages in a score."""
+"""The weight of the mean end of the stages in a score."""
 
 STAGE_ACTIONS = 20
-"""What a stage costs before its first action, in actions."""
+"""The cost of a stage before its first action, in actions."""
 
 
 @compiled
 def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tuple[float, float, int]:
-    """Returns the score of a plan, its step, and the actions that this has cost.
+    """Returns the score of a plan, its step in ns, and the cost of this estimate in actions.
 
-    The score is the step and a small part of the mean end of the stages: of two plans with equal steps the one in which
-    other stages have more time left is nearer to a faster one. Both are infinite if the plan does not fit, or if its
-    score is above `highest_ns`.
+    The score is the step plus a small part of the mean end of the stages: of two plans with equal steps, the one whose
+    other stages have more slack is closer to a faster plan. Score and step are infinite if the plan does not fit, or if
+    its score is above `highest_ns`.
     """
     num_stages = plan.num_stages[0]
     num_actions = STAGE_ACTIONS * num_stages
@@ -48,14 +48,14 @@ def estimate_ns(costs: Costs, plan: Plan, notes: Notes, highest_ns: float) -> tu
 
 @inlined
 def _least_ns(costs: Costs, notes: Notes, num_stages: int) -> float:
-    """Returns a score that a plan does not beat, by the bounds of stages and what follows in the stages before them.
+    """Returns a lower bound on the score, by the bounds of stages and what follows in the stages before them.
 
-    The last B of a stage comes no earlier than its work, or the round trip of its first micro-batch, says. Then that
-    micro-batch goes back through the stages before it, as `ring_bound.py` has it: behind others of the last
-    micro-batches on the same replica, and before the all-reduce.
+    The last B of a stage ends no earlier than its work, or the round trip of its first micro-batch, allows. Then that
+    micro-batch goes back through the earlier stages, as in `ring_bound.py`: after others of the last micro-batches on
+    the same replica, and before the all-reduce.
     """
     num_microbatches, last_count = costs.num_microbatches, notes.stages[num_stages - 1].count
-    there = back = 0.0  # from the first stage to each, and back from it
+    there = back = 0.0  # the trips from the first stage to each, and back
     for stage in notes.stages[:num_stages]:
         cut = costs.layers[stage.begin]
         there += stage.least_forward + min(cut.sent_inside, cut.sent_between)
@@ -84,7 +84,7 @@ def _least_ns(costs: Costs, notes: Notes, num_stages: int) -> float:
 
 @inlined
 def _behind_others(notes: Notes, num_backs: int, end: float, stage: Records) -> float:
-    """Returns when the last micro-batch of a stage is back at the first stage, also behind those of later stages."""
+    """Returns when a stage's last micro-batch is back at the first stage, also after those of later stages."""
     for other in notes.stages[:num_backs]:
         end = max(end, other.back + other.num_others // stage.count * stage.least_backward)
     return end
@@ -92,9 +92,10 @@ def _behind_others(notes: Notes, num_backs: int, end: float, stage: Records) -> 
 
 @inlined
 def _add_back(notes: Notes, num_backs: int, end: float, num_others: int) -> int:
-    """Notes when the last micro-batches of a stage are back at the first, and how many others end with them.
+    """Adds when the last micro-batches of a stage are back at the first stage, and how many others end with them.
 
-    If none were before them. More of both stand for less of both. Returns how many are left.
+    The time assumes that no others come before them. Entries that are dominated in both are dropped. Returns the number
+    of entries.
     """
     num_kept = 0
     for other in notes.stages[:num_backs]:
@@ -110,7 +111,7 @@ def _add_back(notes: Notes, num_backs: int, end: float, num_others: int) -> int:
 
 @inlined
 def _start(costs: Costs, notes: Notes, num_stages: int) -> None:
-    """Puts every replica before its first action: the inputs have arrived, and the last stage needs no gradients."""
+    """Resets every replica to before its first action; inputs have arrived, and the last stage needs no gradients."""
     for s in range(num_stages):
         stage = notes.stages[s]
         stage.num_forward, stage.num_backward, stage.sent_each = 0, 0, costs.num_microbatches
@@ -126,9 +127,9 @@ def _start(costs: Costs, notes: Notes, num_stages: int) -> None:
 
 @inlined
 def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, float]:
-    """Returns the score and the step if nothing more is waited for than the gradients of each stage's last B.
+    """Returns the score and the step if stages wait for nothing more, except for the gradients of their last B.
 
-    Both only rise while stages advance, and are true when all actions have run.
+    Both only rise while stages advance, and are exact once all actions have run.
     """
     step_ns = sum_ns = last_ns = 0.0
     for s in range(num_stages - 1, -1, -1):
@@ -143,7 +144,7 @@ def _so_far_ns(costs: Costs, notes: Notes, num_stages: int) -> tuple[float, floa
 
 @inlined
 def _same_link(one: int, other: int) -> int:
-    """Returns how many micro-batches later the same replicas of two stages have one: the least common multiple."""
+    """Returns after how many micro-batches the same replicas of two stages meet again: the least common multiple."""
     rest, divisor = one, other
     while rest:
         rest, divisor = divisor % rest, rest
@@ -152,14 +153,14 @@ def _same_link(one: int, other: int) -> int:
 
 @inlined
 def _advance(costs: Costs, notes: Notes, num_stages: int, s: int) -> int:
-    """Runs the replicas of a stage as far as what they wait for has arrived; returns how many actions have run.
+    """Runs the replicas of a stage as far as their inputs have arrived; returns how many actions have run.
 
-    Also notes when the last B ends and the stage is done if nothing more is waited for. F of all replicas run in the
-    order of their micro-batches, and so do B: neighbours lie next to each other in memory. No stage waits for ever, as
-    with D devices from a stage on F of D micro-batches at least run there before the first B, and fewer behind it.
+    Also stores when the last B ends and the stage is done if it waits for nothing more. F of all replicas run in the
+    order of their micro-batches, and so do B: neighbours are adjacent in memory. There is no deadlock: with D devices
+    from a stage on, at least D micro-batches run F there before the first B, and fewer in later stages.
     """
     stage, num_microbatches = notes.stages[s], costs.num_microbatches
-    count, num_more = stage.count, (stage.in_flight - 1) * stage.count  # F of so many later ones come before each B
+    count, num_more = stage.count, (stage.in_flight - 1) * stage.count  # how many later F come before each B
     layers, replicas = costs.layers, notes.replicas
     sent = layers[stage.end].sent_inside, layers[stage.end].sent_between
     returned = layers[stage.begin].returned_inside, layers[stage.begin].returned_between
@@ -212,8 +213,8 @@ def _run(
         to: 1 if outputs go to the next stage, -1 if they go to the one before.
         inputs, outputs: when they arrive. [M]
         begin, end: the micro-batches.
-        each: from one to the next on the same link.
-        transfer: its time within a host, and between hosts.
+        each: after how many micro-batches the same link is used again.
+        transfer: the times of a transfer within a host and between hosts.
     """
     first, count, m = notes.stages[s].first, notes.stages[s].count, begin
     own_hosts, hosts = notes.hosts[s + 1], notes.hosts[s + 1 + to]
