@@ -1,4 +1,4 @@
-"""Compiled: plans that fit, by dynamic programmes over boundaries: of given groups of devices, and of any."""
+"""Compiled: plans that fit, by dynamic programmes over boundaries: for given groups of devices, and for any groups."""
 
 from math import inf
 from typing import NamedTuple
@@ -15,8 +15,8 @@ class FittingLayers(NamedTuple):
     Attributes:
         state, stash, left: sums over the layers before each boundary: of parameters, gradients and states of the
             optimizer, of stashes, and of what I leaves for W. [boundaries]
-        sent, returned: of the cut at each boundary, forwards and backwards. [boundaries]
-        workspace: the largest one between each boundary and the next. [boundaries - 1]
+        sent, returned: the bytes that pass the cut at each boundary, forwards and backwards. [boundaries]
+        workspace: the largest workspace of the layers between each boundary and the next. [boundaries - 1]
     """
 
     state: Ints
@@ -28,11 +28,11 @@ class FittingLayers(NamedTuple):
 
 
 class FittingStages(NamedTuple):
-    """What the stages of a plan have to fit in, or those of one device each. All [stages]
+    """What the stages of a plan, or stages on one device each, have to fit in. All [stages]
 
     Attributes:
-        kept, in_backward, before_weight_grad: micro-batches of a replica that are held at once, see `InFlight`.
-        num_each: all of those of a replica.
+        kept, in_backward, before_weight_grad: how many micro-batches of a replica are held at once, see `InFlight`.
+        num_each: how many micro-batches a replica has in all.
         limit: bytes that each device may hold.
     """
 
@@ -50,7 +50,7 @@ def held_bytes(
     """Returns what stage `s` holds with the layers between two boundaries, recomputed or not.
 
     Args:
-        workspace: the largest one of the layers.
+        workspace: the largest workspace of the layers.
     """
     stash, received = layers.stash[j] - layers.stash[i], layers.sent[i]
     held = layers.state[j] - layers.state[i] + workspace + stages.num_each[s] * (received + layers.returned[j])
@@ -82,13 +82,13 @@ def nearest_cuts(
     begins: Ints,
     max_tried: int,
 ) -> bool:
-    """Finds cuts with which all stages fit; returns whether it has tried all, which are no more than `max_tried`.
+    """Finds cuts with which all stages fit; returns False if that took more than `max_tried` stages.
 
     Args:
         wanted: the boundaries at which the stages should end. [stages]
-        moved: noted: by how many boundaries the cuts up to each one are moved in all, -1 where none fit; of the stages
-            before the last one, and of all, by turns. [2, boundaries]
-        begins: noted: where the stage begins that ends at each boundary. [stages, boundaries]
+        moved: output: by how many boundaries the cuts up to each boundary are moved in total, -1 where none fit; stages
+            use the two rows alternately. [2, boundaries]
+        begins: output: where the stage begins that ends at each boundary. [stages, boundaries]
     """
     num_stages, num = begins.shape
     moved[:] = -1
@@ -103,7 +103,7 @@ def nearest_cuts(
             for j in range(i + 1, last_end + 1 if before[i] >= 0 else 0):
                 state, stash = layers.state[j] - layers.state[i], layers.stash[j] - layers.stash[i]
                 if state + least * stash > stages.limit[s]:
-                    break  # more layers hold more but for what crosses the cuts
+                    break  # more layers hold more, except for what crosses the cuts
                 num_tried += 1
                 workspace = max(workspace, layers.workspace[j - 1])
                 if fits(layers, stages, may_recompute, s, i, j, workspace):
@@ -129,7 +129,7 @@ def fitting_stages(
     origins: Ints,
     max_tried: int,
 ) -> int:
-    """Finds stages that fit, of which the busiest replica of all has the least work.
+    """Finds stages that fit and minimize the work of the busiest replica.
 
     Args:
         devices: what a stage on each device alone has to fit in.
@@ -137,16 +137,16 @@ def fitting_stages(
         speeds: of the devices. [devices]
         sizes: the numbers of devices that a stage may have, ascending.
         stage: room for one stage. [1]
-        longest: noted: the least work of the busiest replica of stages on so many devices, up to each boundary.
+        longest: output: the minimum work of the busiest replica, by the number of devices and up to each boundary.
             [devices + 1, boundaries]
-        origins: noted: the devices and the boundary before the last of them. [devices + 1, boundaries, 2]
-        max_tried: ends it.
+        origins: output: the devices and the boundary before the last of these stages. [devices + 1, boundaries, 2]
+        max_tried: the maximum number of stages to try.
 
     Returns:
-        The number of devices of the best such stages, 0 if none are known.
+        The number of devices of the best stages, 0 if none are found.
     """
     num_devices, num, num_tried = speeds.size, work.size, 0
-    only = int(np.int64(0))  # a constant would compile `fits` once more
+    only = int(np.int64(0))  # a constant would make numba compile `fits` once more
     longest[:] = inf
     longest[0, 0] = 0.0
     for p in range(num_devices):
@@ -186,7 +186,7 @@ def fitting_stages(
 
 @inlined
 def _share(devices: FittingStages, p: int, size: int, limit: int, stage: FittingStages) -> None:
-    """Notes what a stage on `size` devices from `p` on has to fit in."""
+    """Stores in `stage` what a stage on `size` devices from `p` on has to fit in."""
     stage.kept[0] = -(-devices.kept[p] // size)
     stage.in_backward[0] = -(-devices.in_backward[p] // size)
     stage.before_weight_grad[0] = -(-devices.before_weight_grad[p] // size)

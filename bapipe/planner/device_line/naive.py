@@ -1,4 +1,4 @@
-"""The plans that everybody would try first: equal shares of the time, or of the bytes, for equal groups of devices."""
+"""The plans that one would try first: equal shares of the time, or of the bytes, for equal groups of devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ def naive_plans(
 ) -> list[tuple[int, LinePlan]]:
     """Returns the naive plans, each with a lower bound of its step time; the smallest bounds first.
 
-    On all devices, and half, a quarter and so on, and on as many as there are layers or micro-batches: one stage on
-    all, or stages of 1, 2, 4 ... devices each. And 1, 2, 4 ... stages of as many devices each as there are for all of
-    them; for a given number of stages also of half as many and so on.
+    They use all devices, half of them, a quarter and so on, or as many as there are layers or micro-batches: in one
+    stage, or in stages of 1, 2, 4 ... devices each. And there are 1, 2, 4 ... stages with as many devices each as all
+    devices allow; for a given number of stages also with half as many and so on.
 
     Args:
-        for_other_cuts: whether their cuts are moved then: equal shares of the bytes are left out, and plans whose
-            parameters do not fit are not; and there are also those of each number of stages as far as that makes a
-            difference, on all devices.
+        for_other_cuts: whether the caller moves their cuts: then plans by equal shares of the bytes are left out, plans
+            whose parameters do not fit are kept, and there are also plans on all devices with each number of stages, as
+            far as that makes a difference.
     """
     wanted, max_stages = line.options.num_stages, len(line.cuts) - 1
     plans: dict[LinePlan, int] = {}
@@ -70,7 +70,7 @@ class _LayerSums:
 
     Attributes:
         work_of: F and B of one micro-batch, by kind of device.
-        held: bytes that layers hold for themselves and one micro-batch.
+        held: bytes of the layers' state and of what one micro-batch stashes.
     """
 
     def __init__(self, line: DeviceLine, size: int) -> None:
@@ -105,7 +105,7 @@ class _LayerSums:
         return bool((static <= np.array(self.line.limits[: len(static)])).all())
 
     def bound_ns(self, plan: LinePlan) -> int:
-        """Returns a time that the plan's step does not beat: the bounds work and, of a ring, all-reduce."""
+        """Returns a lower bound on the plan's step: by its work and, with replicas, its all-reduces."""
         stages = None if plan.schedule in SCHEDULES else positions_of_stages(plan.schedule, len(plan.counts))
         begins, ends = np.array(plan.cuts[:-1]), np.array(plan.cuts[1:])
         groups = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [groups, replicas]
@@ -125,7 +125,7 @@ class _LayerSums:
         gradients = (
             2 * (replicas - 1) / replicas * (self._gradients[ends] - self._gradients[begins]) * self._ns_per_byte
         )
-        last_backward = per_microbatch.max(axis=1)  # during which all-reduces may run
+        last_backward = per_microbatch.max(axis=1)  # all-reduces may run meanwhile
         synced = arrival + np.maximum(busiest, busiest - last_backward + gradients)
         return int(synced.max() * ROUNDED)
 
@@ -168,7 +168,7 @@ def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Ite
 
 
 def _fewer(number: int) -> list[int]:
-    """Returns the number, nine tenths of it, and so on, down to one."""
+    """Returns the number, nine tenths of it, nine tenths of that, and so on, down to one."""
     return [number] if number <= 1 else [number, *_fewer(number * 9 // 10)]
 
 
@@ -179,16 +179,16 @@ def _num_stages(shape: NaiveShape) -> int:
 
 
 def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:
-    """What each stage can do in the same time, relative to the others. [stages]"""
+    """Returns the relative amount of work that each stage can do in the same time. [stages]"""
     if shape.schedule not in SCHEDULES:
         return np.ones(num_stages)
     speeds = np.array([device.speed for device in line.cluster.devices[: shape.num_devices]])
-    slowest: IntArray = speeds.reshape(num_stages, shape.num_replicas).min(axis=1)  # it decides how fast a stage is
+    slowest: IntArray = speeds.reshape(num_stages, shape.num_replicas).min(axis=1)  # it limits the stage
     return slowest
 
 
 def _even_cuts(line: DeviceLine, sums: IntArray, shares: IntArray) -> tuple[int, ...]:
-    """Returns allowed cuts nearest to those that give each stage its share of a sum; every stage gets a layer."""
+    """Returns the allowed cuts closest to those that give each stage its share of a sum; every stage gets a layer."""
     at_cuts = sums[line.cuts]
     targets = np.cumsum(shares)[:-1] / shares.sum() * at_cuts[-1]
     return (line.cuts[0], *(line.cuts[boundary] for boundary in nearest_cuts(at_cuts, targets)), line.cuts[-1])

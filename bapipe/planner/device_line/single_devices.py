@@ -1,8 +1,8 @@
 """Decides whether any plan with one device for each stage, stage s on device s, can be within a step time.
 
 Without replicas more is known than `prefix_bound.py` takes into account: kind and speed of the device of each stage,
-the link that each cut crosses, and, of plans with a given number of stages, how many micro-batches are in flight and
-what the round trip behind a stage takes. Let reached(s) be the boundaries at which stage s may begin, if those before
+the link that each cut crosses, and, for plans with a given number of stages, how many micro-batches are in flight and
+what the round trip after a stage takes. Let reached(s) be the boundaries at which stage s may begin, if those before
 it are within a limit T. A stage [i, j) is within T only if, with M micro-batches, d of them in flight, x and y the
 transfers of one over the cut j, there and back, A the F and transfers before i, D the same there and back, and `around`
 the round trip of one micro-batch from the stage on (docs/many_devices.md, "One device for each stage")
@@ -42,14 +42,14 @@ ROUNDING_NS = 2.0
 
 
 class SingleDevices:
-    """The plans of one order of the devices, schedule and micro-batch size, with so many cuts.
+    """The plans of one order of the devices, schedule and micro-batch size, with a range of numbers of cuts.
 
     Attributes:
-        num_cuts: the fewest and the most cuts between the stages of its plans.
-        bound_ns: what is proven of every plan.
+        num_cuts: the minimum and the maximum number of cuts between the stages of its plans.
+        bound_ns: a lower bound on the step time of every plan.
     """
 
-    has_rings = False  # the bounds by rings are about replicas
+    has_rings = False  # bounds by rings need replicas
 
     def __init__(self, line: DeviceLine, schedule: str, size: int) -> None:
         self.line, self.schedule, self.bound_ns = line, schedule, 0
@@ -63,30 +63,30 @@ class SingleDevices:
         self._sums = [sums_of[device.kind] for device in devices[: most + 1]]
         self._speeds = [device.speed for device in devices[: most + 1]]
         self._limits = [float(limit) for limit in line.limits[: most + 1]]
-        # Over each boundary from each device to the next one, and back; many are the same arrays. [devices - 1]
+        # Transfers over each boundary from each device to the next one, and back; many share an array. [devices - 1]
         self._sent = [self._sums[k].transfers(line.cluster.link(k, k + 1), back=False) for k in range(most)]
         self._returned = [self._sums[k].transfers(line.cluster.link(k + 1, k), back=True) for k in range(most)]
         self._rounding_ns = 0.0 if {device.speed for device in devices} == {1.0} else ROUNDING_NS
 
     def with_num_cuts(self, fewest: int, most: int) -> "SingleDevices":
-        """Returns the problem of plans with so many cuts between their stages."""
+        """Returns the problem of the plans with `fewest` to `most` cuts between their stages."""
         other = copy(self)
         other.num_cuts = fewest, most
         return other
 
     def parts_by_last_stage(self) -> "list[SingleDevices]":
-        """Returns no parts: the last stage has one device."""
+        """Returns nothing: the last stage always has one device."""
         return []
 
     def is_refuted(self, limit_ns: int, deadline: Deadline) -> bool:
-        """Returns whether no plan can be within a step time, which raises the bound."""
+        """Returns whether no plan can be within a step time; if so, raises the bound above it."""
         if self._search(limit_ns, deadline) is not None:
             return False
         self.bound_ns = max(self.bound_ns, limit_ns + 1)
         return True
 
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
-        """Returns stages within the limits, of those the ones with the shortest round trip; None if there are none."""
+        """Returns the stages within the limits that have the shortest round trip; None if there are none."""
         found = self._search(limit_ns, deadline)
         if found is None:
             return None
@@ -106,7 +106,7 @@ class SingleDevices:
         )
 
     def _search(self, limit_ns: int, deadline: Deadline) -> "tuple[list[_Prefixes], FloatArray] | None":
-        """What is before each stage up to one that may be the last, and the round trips behind; None if none may be."""
+        """Returns what precedes each stage up to a possible last one, and the round trips after; None if refuted."""
         fewest, most = self.num_cuts[0] + 1, self.num_cuts[1] + 1
         last = len(self.line.cuts) - 1
         behind = self._behind(fewest, most)
@@ -138,13 +138,13 @@ class SingleDevices:
         return None
 
     def _behind(self, fewest: int, most: int) -> FloatArray:
-        """The round trip of one micro-batch behind each end of each stage, with the transfers. [stages, boundaries]
+        """Returns the round trip of one micro-batch after each end of each stage, with transfers. [stages, boundaries]
 
-        The smallest over all cuts, and numbers of stages.
+        The minimum over all cuts and numbers of stages.
         """
         num = len(self.line.cuts)
         behind = np.full((most, num), np.inf)
-        begun = np.full(num, np.inf)  # from the beginning of the stage after this one on
+        begun = np.full(num, np.inf)  # from the begin of the next stage on
         for stage in range(most - 1, -1, -1):
             if stage < most - 1:
                 behind[stage] = begun + self._sent[stage] + self._returned[stage]
@@ -157,7 +157,7 @@ class SingleDevices:
     def _keeps(
         self, stage: int, prefix: "_Prefixes", behind: FloatArray, limit_ns: int, end: int | None = None
     ) -> BoolArray:
-        """Whether, for each end, each limit is kept by some begin; or by each begin itself for a given `end`."""
+        """Returns whether, for each end, every limit is kept by some begin; or for a given `end`, by each begin."""
         num, fewest, most = self._num_microbatches, self.num_cuts[0] + 1, self.num_cuts[1] + 1
         sums, speed = self._sums[stage], self._speeds[stage]
         f, r = sums.forward / speed, sums.critical / speed
@@ -167,7 +167,7 @@ class SingleDevices:
         limit = limit_ns * (1 + 1e-12)
 
         def within(before: FloatArray, at_stage: FloatArray, at_end: FloatArray | float, trips: int = 1) -> BoolArray:
-            """Whether before(i) + at_stage(j) - at_stage(i) + at_end(j) is within the limit."""
+            """Returns whether before(i) + at_stage(j) - at_stage(i) + at_end(j) is within the limit."""
             room = limit + self._rounding_ns * (num + most * (trips + 1))
             if end is None:
                 found: BoolArray = _least_before(before - at_stage) + at_stage + at_end <= room
@@ -205,7 +205,7 @@ class SingleDevices:
         return kept
 
     def _in_flight(self, num_behind: int) -> int:
-        """How many stashes a device of a stage holds at least, with so many stages from it on."""
+        """Returns a lower bound on the stashes that a device holds, with `num_behind` stages from its stage on."""
         if self._has_recompute:
             return 1
         if self.schedule in FORWARDS_FIRST:
@@ -219,8 +219,8 @@ class _Prefixes:
 
     Attributes:
         reached: whether a stage may begin there.
-        arrival: F of one micro-batch in them, with the transfers, at least.
-        there_and_back: F and r of one micro-batch in them, with the transfers both ways, at least.
+        arrival: lower bound on F of one micro-batch in these stages, with the transfers.
+        there_and_back: lower bound on F and r of one micro-batch in these stages, with the transfers both ways.
     """
 
     reached: BoolArray
@@ -260,6 +260,6 @@ class _KindSums:
 
 
 def _least_before(values: FloatArray) -> FloatArray:
-    """The smallest of all values before each one. [n] -> [n]"""
+    """Returns the minimum of all values before each one. [n] -> [n]"""
     least: FloatArray = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
     return least
