@@ -1,12 +1,12 @@
 """Decides whether any plan on the first devices of a cluster, in its order, can be within a step time.
 
 For a limit T, let furthest(p, c) be the last boundary such that the first p devices can run all layers before it, in
-stages that are within T, with c cuts between them. A stage of fewer layers, begun later, is within T whenever a longer
-one is, so nothing else of what lies before matters: a dynamic programme over p, c and the number of devices of the next
-stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if it keeps the limits
-of the table in docs/many_devices.md: of the work of its busiest replica, of the way back of its last
-micro-batch, of round trips one after another and the work between them, of the sums of its gradients, and of memory;
-and the two of early stages that wait for each other (`early_waits.py`).
+stages that are within T, with c cuts between them. A stage that begins later, and so has fewer layers, is within T
+whenever a longer one is, so nothing else about the layers before matters: a dynamic programme over p, c and the number
+of devices of the next stage, without tables of intervals or placements. A stage [i, j) of R devices is within T only if
+it keeps the limits of the table in docs/many_devices.md: for the work of its busiest replica, for the way back of its
+last micro-batch, for consecutive round trips and the work between them, for the all-reduces of its gradients, and for
+memory; and the two limits for early and later stages that wait for each other (`early_waits.py`).
 """
 
 from copy import copy

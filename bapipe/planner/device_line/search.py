@@ -7,11 +7,11 @@
 1F1B and GPipe with replicas:
 
     3. raise_by_rings    bisection by ranges of the number of cuts and of replicas, with the rings of early stages
-                         behind later backwards
+                         after later backwards
 
 Other schedules, and stages on single devices:
 
-    3. raise_bound       bisection; the stages that the relaxation chooses are timed, too
+    3. raise_bound       bisection; the stages that the relaxation chooses are also timed
     4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
                          without replicas, step 6, and the stages that its relaxation chooses are timed
     5. climb             from the best of the plans found since
@@ -275,7 +275,7 @@ class LineSearch:
             self._bisection.time_paths(self._cut_ranges.ranges, self._climbs, self.deadline.share(4))
 
     def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
-        """Step 3: bounds by ranges, also with the rings of early stages behind the backwards of later ones."""
+        """Step 3: bounds by ranges, counting the rings of early stages after the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
         if self._ring_ranges is None:

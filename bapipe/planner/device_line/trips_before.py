@@ -214,8 +214,8 @@ def _note_behind(
 
     Args:
         here, here2: the rows at their begins.
-        there, there2: what is at the begins by each row, see `Tracked`; and of the stages what earlier ones wait for in
-            B, B, in ns of work, and their rings.
+        there, there2: for each row the minimum over the rows that `Tracked` gives for it; and for the stage the part of
+            B that earlier stages wait for and B, in ns of work, and its rings.
         of_rows: see `row_ns` and `rows_ns`.
     """
     row_ns, rows_ns = of_rows
@@ -243,9 +243,9 @@ def _note_before(
 
     Args:
         here, here2, then, then2: as above.
-        of_rows: see `row_ns` and `rows_ns`; how many F their replica has run then, from the one on of which `then` says
-            when it is there; and by how much each may be shorter.
-        f, f2: in ns of work.
+        of_rows: see `row_ns` and `rows_ns`; how many F the replica has run since the micro-batch whose arrival is in
+            `then`; and by how much each F may be shorter than the sum over its layers.
+        f, f2: the F of the two stages, in ns of work.
     """
     row_ns, rows_ns, more, rounding = of_rows
     for row in range(found.size):
