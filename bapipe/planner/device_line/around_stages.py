@@ -45,7 +45,7 @@ from bapipe.planner.device_line.trip_tables import (
 )
 
 PARTS_LEFT = 4
-"""Of the micro-batches that a stage's F-B turns leave, turns of the first stage have 0, 1/4, 2/4, ... or all."""
+"""Of the micro-batches left by a stage's F-B turns, those of the first stage get 0, 1/`PARTS_LEFT`, ... or all."""
 
 
 @inlined

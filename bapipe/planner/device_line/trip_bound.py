@@ -42,11 +42,11 @@ NUM_STEPS = (3, 8, 16, 40)
 have few steps, which rules out most stages in less time."""
 
 FINE_STEPS = 160
-"""The same where 1F1B has been divided by everything else."""
+"""The same for ranges of 1F1B that nothing else can divide any further."""
 
 COARSE, COARSE_COUNTED, COARSE_OF_GPIPE = (0, 2), (0, 1), (2,)
-"""Indices into `NUM_STEPS` of the tables before the last one: normally, if cuts are counted, and in GPipe with
-gradients distinguished, where more rows rule out much more."""
+"""Indices into `NUM_STEPS` of the tables before the last one. `COARSE_COUNTED`: if cuts are counted. `COARSE_OF_GPIPE`:
+for GPipe with gradients distinguished, where more rows rule out much more."""
 
 FIRST_COUNTED = (1, 24), (2, 48)
 """(Index into `NUM_STEPS`, number of tables) for the first passes with cuts counted. The last table is for all stages
