@@ -185,6 +185,13 @@ def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch)
         assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
 
 
+def wait_until_left(store: JobStore) -> None:
+    """Returns when the server has noticed that all ranks but the first have left."""
+    until = time.monotonic() + 10
+    while store.joined() != {0} and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("is_left", [False, True])
 def test_a_rank_finds_the_job_after_restarts_that_its_agent_has_not_counted(
     monkeypatch: pytest.MonkeyPatch, is_left: bool
@@ -229,6 +236,7 @@ def test_a_rank_of_another_start_of_the_job_is_told_so(server: StoreServer, monk
     with pytest.raises(BapipeError, match=r"^rank 1 \(gpu1\) has joined the job at 127.0.0.1:\d+ already, as another"):
         open_store(1, NAMES[:2], 0.2)
     stores[1].leave()
+    wait_until_left(stores[0])
     with pytest.raises(
         RunFailed, match=r"^rank 1 \(gpu1\) finds a job at .* that has had all of its ranks, for 1 s: end"
     ):
@@ -239,9 +247,7 @@ def test_a_rank_that_dies_while_others_join_may_come_back(server: StoreServer) -
     stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(4)]
     assert [stores[rank].join(rank, 3) for rank in (0, 1)] == [JOINED, JOINED]
     stores[1].leave()
-    until = time.monotonic() + 10
-    while stores[0].joined() != {0} and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until_left(stores[0])
     assert stores[2].join(2, 3) == JOINED
     assert stores[3].join(1, 3) == JOINED
 
