@@ -132,7 +132,7 @@ def first_line(error: BaseException) -> str:
 
 def is_without_threads(error: BaseException) -> bool:
     """Returns whether an error says that no thread can be started: Python and torch raise a RuntimeError then."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_THREADS)
+    return isinstance(error, RuntimeError) and str(error).strip() in _NO_THREADS
 
 
 def root_cause(error: BaseException) -> BaseException:

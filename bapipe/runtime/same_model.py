@@ -52,7 +52,7 @@ def check_same_model(model: TracedModel, loss: Callable[..., object], group: dis
     code = _Code()
     own = (
         python_version_tuple()[:2],
-        {name: _digest(_OF_A_PROCESS.sub("", text)) for name, text in _computed(model)},
+        {name: _digest(text) for name, text in _computed(model)},
         code.of(model.root, loss),
         {name: _digest(text) for name, text in _settings(model.root, loss)},
         code.named_by(model.root, loss),
@@ -90,7 +90,7 @@ def _first_unlike(digests: Sequence[dict[str, bytes]]) -> tuple[str, int] | None
 
 
 def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:8]
+    return hashlib.sha256(_OF_A_PROCESS.sub("", text).encode()).digest()[:8]
 
 
 def _in_words(path: str, module: nn.Module) -> str:
@@ -100,8 +100,9 @@ def _in_words(path: str, module: nn.Module) -> str:
 def _computed(model: TracedModel) -> Iterator[tuple[str, str]]:
     """Yields a text of each module's parameters and settings, if it is torch's, and of what each layer computes."""
     for path, module in model.root.named_modules():
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        shapes = [f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}" for name, tensor in tensors]
+        # Not of buffers, as a table that grows has another shape where its layer has run before.
+        parameters = module.named_parameters(recurse=False)
+        shapes = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in parameters]
         yield _in_words(path, module), "\n".join([type(module).__qualname__, *_settings_of_torch(module), *shapes])
     lines: dict[str, list[str]] = {layer.name: [layer.kind, *layer.inputs, *layer.outputs] for layer in model.layers}
     for node, name in model.layer_of.items():

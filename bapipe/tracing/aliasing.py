@@ -78,7 +78,7 @@ def returns_what_it_changes(node: fx.Node) -> bool:
     """Returns whether an operator that writes to its first input also returns it."""
     if MEMORY in node.meta:
         return bool(node.meta[MEMORY].returns_written)
-    return node.target is not operator.setitem
+    return node.target is not operator.setitem and not writes_to_a_list(node.target)
 
 
 def _shared_inputs(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:

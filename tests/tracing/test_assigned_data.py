@@ -87,6 +87,25 @@ def test_a_model_whose_own_forward_assigns_data_is_refused_or_one_layer(
         trace(made, [torch.randn(3, 4)])
 
 
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = y.sin()
+        torch._foreach_mul_([z], 2.0)
+        out: Tensor = self.second(z)
+        return out
+
+
+def test_results_that_are_written_to_in_lists_are_used_afterwards() -> None:
+    made, x = Doubled(), torch.randn(3, 4)
+    model = trace(made, [x])
+    assert torch.equal(model.module(x)[0], made(x))
+
+
 @pytest.mark.parametrize("around", [lambda model: model, Recorded])
 def test_writes_to_lists_of_tensors_are_seen(around: Callable[[nn.Module], nn.Module]) -> None:
     model = trace(around(BoundedByOther(momentum_of_lists)), [torch.randn(3, 4)])
