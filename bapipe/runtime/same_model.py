@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import logging
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from torch import nn
 from bapipe.errors import BapipeError
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import names_in
-from bapipe.tracing.reached_state import is_installed
+from bapipe.tracing.reached_state import is_of_the_user
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +31,6 @@ _MAX_DEPTH = 8
 """Of lists in lists that are looked at: one may hold itself."""
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-_LIBRARIES = {"torch", "bapipe", *sys.stdlib_module_names} - {"__main__"}
-"""Their code is not looked at, nor that of other installed packages: ranks of a job compare the versions of torch and
-bapipe, and what the layers of others compute."""
 
 
 def check_same_model(model: TracedModel, loss: Callable[..., object], group: dist.ProcessGroup | None) -> None:
@@ -122,7 +117,7 @@ def _settings_of_torch(module: nn.Module) -> list[str]:
 
 def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     for path, module in root.named_modules():
-        if not _is_of_a_library(type(module)):
+        if is_of_the_user(type(module).__module__):
             yield f"attributes of {_in_words(path, module)}", _plain(vars(module))
     if isinstance(loss, partial):
         yield "arguments of the loss", _plain({**dict(enumerate(loss.args)), **loss.keywords})
@@ -158,9 +153,9 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def _is_of_a_library(definition: Any) -> bool:
-    name = str(getattr(definition, "__module__", ""))
-    return name.partition(".")[0] in _LIBRARIES or is_installed(sys.modules.get(name))
+def _is_of_the_user(definition: Any) -> bool:
+    """Returns whether code is looked at; of other code, ranks compare versions and what layers compute."""
+    return is_of_the_user(str(getattr(definition, "__module__", "")))
 
 
 class _Code:
@@ -178,26 +173,8 @@ class _Code:
     def named_by(self, root: nn.Module, loss: Any) -> dict[str, bytes]:
         """Returns the digest of each function and class that the code of the model and of the loss names."""
         kinds = dict.fromkeys(kind for module in root.modules() for kind in type(module).__mro__)
-        reached = self._reached([*kinds, *_own(loss)])
+        reached = _reached([*kinds, *_own(loss)])
         return {f"'{one.__qualname__}', which the model or its loss uses": self._digest([one]) for one in reached}
-
-    def _reached(self, start: Iterable[Any]) -> list[Any]:
-        known, left = {id(one) for one in start}, deque(one for one in start if not _is_of_a_library(one))
-        found = []
-        while left:
-            one = left.popleft()
-            functions = [one] if isinstance(one, FunctionType) else list(vars(one).values())
-            for function in functions:
-                for value in _named(function).values() if isinstance(function, FunctionType) else ():
-                    if (
-                        isinstance(value, FunctionType | type)
-                        and id(value) not in known
-                        and not _is_of_a_library(value)
-                    ):
-                        known.add(id(value))
-                        found.append(value)
-                        left.append(value)
-        return found
 
     def _digest(self, definitions: Iterable[Any]) -> bytes:
         for one in definitions:
@@ -208,7 +185,7 @@ class _Code:
     def _written(self, definition: Any) -> bytes:
         """Returns the digest of a class, a function or the lambdas on its line; its name where it is of a library."""
         name = str(getattr(definition, "__qualname__", type(definition)))
-        if _is_of_a_library(definition):
+        if not _is_of_the_user(definition):
             return f"{definition.__module__}.{name}".encode()
         try:
             file = inspect.getsourcefile(definition) or ""
@@ -221,6 +198,25 @@ class _Code:
         if name.endswith("<lambda>"):
             name = f"<lambda>{definition.__code__.co_firstlineno}"
         return self._of_files[file].get(name, b"")
+
+
+def _reached(start: Iterable[Any]) -> list[Any]:
+    """Returns the user's functions and classes that the code of some names, and that of what it names, each once."""
+    known, left, found = {id(one) for one in start}, deque(filter(_is_of_the_user, start)), []
+    while left:
+        for value in _used_by(left.popleft()):
+            if id(value) not in known:
+                known.add(id(value))
+                found.append(value)
+                left.append(value)
+    return found
+
+
+def _used_by(one: Any) -> Iterator[Any]:
+    """Yields the user's functions and classes that a function, or each method of a class, names."""
+    for function in [one] if isinstance(one, FunctionType) else list(getattr(one, "__dict__", {}).values()):
+        values = _named(function).values() if isinstance(function, FunctionType) else ()
+        yield from (each for each in values if isinstance(each, FunctionType | type) and _is_of_the_user(each))
 
 
 def _own(loss: Any) -> list[Any]:

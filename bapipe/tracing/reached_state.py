@@ -187,7 +187,7 @@ class KeptState:
     def _follow_named(self, one: type | ModuleType) -> None:
         """Notes a class or a module of the user's, of which the code may change an attribute."""
         name = one.__name__ if isinstance(one, ModuleType) else one.__module__
-        if not _is_of_a_library(name) and not is_installed(sys.modules.get(name)):
+        if is_of_the_user(name):
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
@@ -326,10 +326,14 @@ def _is_of_a_library(module: str | None) -> bool:
     return top in ("torch", "bapipe") or top in sys.stdlib_module_names
 
 
-def is_installed(module: ModuleType | None) -> bool:
-    """Returns whether pip has installed a module: Debian's Python has a folder of another name for those."""
-    file = getattr(module, "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+def is_of_the_user(module: str) -> bool:
+    """Returns whether code is neither that of a library nor of a package that pip has installed.
+
+    Those are in a folder of another name for Debian's Python.
+    """
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return not (_is_of_a_library(module) or is_installed)
 
 
 def _holds_little(module: nn.Module) -> bool:
