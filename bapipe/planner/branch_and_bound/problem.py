@@ -101,7 +101,7 @@ class Problem:
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
         self.placements, self.lower_bound, self.roots = placements, lower_bound, tuple(roots)
         # Profiles of several kinds of devices may disagree about the sizes of tensors at a cut.
-        self.must_check_memory = len({chain.profile_name for chain in chains}) > 1
+        self.must_check_memory = len({chain.device_kind for chain in chains}) > 1
         # Compiled schedules by their placements, and by numbers of replicas and devices: before the ranks of the
         # cluster are put in, all placements with equal numbers share one.
         self._on_cluster: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}

@@ -1,11 +1,27 @@
-"""What stages cost, and where they may run: what the searches share, none of which this package knows.
+"""What stages cost, and on which devices they may run: shared by all searches, which import this package.
 
-- `intervals`: all intervals of layers between legal cuts as flat arrays, with prefix sums. `interval_times`, with
-  `interval_buckets`: their times. `interval_memory`: their bytes. `chain`: one interval, as the simulator wants it.
-- `devices`: classes of devices (symmetry). `placements`: which devices may run a stage. `device_orders`: the orders in
-  which many devices are taken. `equal_groups`: what naive pipelines are made of. `constraints`: what a user rules out.
-- `stage_candidates`: the times of a stage on a placement, for all intervals. `stage_memory`: which of them fit, and
-  what they recompute, by `recomputation` and `layer_knapsack`; `shared_devices` where devices have several stages.
-- `cut_transfers`: what passes between two stages. `stage_schedule`: what an order of actions demands of one stage.
-- `longest_path`, `nearest_cuts`: helpers.
+Layers
+    intervals               all intervals of layers between legal cuts, as flat arrays
+    interval_times          the times of all intervals on one kind of device; interval_buckets: all-reduce buckets
+    interval_memory         the bytes of all intervals on one kind of device
+    chain                   the cost of one interval, as the simulator needs it
+
+Devices
+    devices                 classes of interchangeable devices, and the symmetry of hosts
+    placements              which devices may run a stage, and which the next one
+    device_orders           the orders in which many devices are taken
+    equal_groups            groups of equal numbers of devices, for naive pipelines
+    constraints             the layers and devices that the user keeps together or apart
+
+Stages: an interval of layers on a placement
+    stage_schedule          what the order of a schedule means for one stage and its replicas
+    stage_candidates        the times of a placement with each interval
+    stage_memory            which intervals fit on a placement, and which layers they recompute
+    recomputation           the choice of the recomputed layers; layer_knapsack, and shared_devices if devices have
+                            several stages
+    cut_transfers           the transfers between two placements
+
+Helpers
+    longest_path            the longest path through the actions and transfers of a step
+    nearest_cuts            rounds wanted cuts to boundaries
 """

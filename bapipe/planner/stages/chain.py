@@ -1,7 +1,7 @@
 """The layers as a chain on one kind of device: the simulator's cost of any interval of layers, by prefix sums.
 
-One interval at a time, in Python's integers. `interval_times.py` and `interval_memory.py` have the costs of all
-intervals at once.
+One interval at a time, in Python integers. `interval_times.py` and `interval_memory.py` compute the same costs for all
+intervals at once, with numpy.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,14 @@ from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparab
 
 
 class Chain:
-    """A profile at one micro-batch size, in the profile's layer order, on devices of one speed.
+    """A profile at one micro-batch size, in the profile's layer order, on devices of one kind and speed.
+
+    Cut c lies before layer c: cut 0 is the start of the chain, cut `num_layers` its end.
 
     Attributes:
-        send_bytes, grad_bytes: activations and gradients of a micro-batch that cross the cut before each layer.
-            [layers + 1]
+        device_kind: the kind of device that the profile was measured on.
+        num_members: how many members a device has if it is a group, else 1.
+        send_bytes, grad_bytes: bytes of activations and of gradients per micro-batch that cross each cut. [layers + 1]
         legal: whether the chain may be cut there; layers that share parameters of unknown size stay together.
             [layers + 1]
     """
@@ -31,22 +34,24 @@ class Chain:
     def __init__(self, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
         measured = profile.at(microbatch_size)
         self._rows = list(zip(profile.layers, measured, strict=True))
-        self.num_layers, self.profile_name = len(measured), profile.device.kind
+        self.num_layers, self.device_kind = len(measured), profile.device.kind
         self._speed = speed
         totals = [layer_totals(layer, m) for layer, m in zip(profile.layers, measured, strict=True)]
-        self._totals = list(accumulate(totals, _add, initial=LayerTotals()))  # of the layers before; [layers + 1]
+        # Sums over the layers before each cut. [layers + 1]
+        self._totals = list(accumulate(totals, _add, initial=LayerTotals()))
         self._workspace = [m.workspace_bytes for m in measured]
         self.num_members = profile.device.num_members
         self._group_gradients = [layer.group_gradient_bytes for layer in profile.layers]
-        # The gradients that are summed at all, without and with replicas. [2, layers]
+        # The bytes of gradients that are all-reduced, without and with replicas. [2][layers]
         self._summed = [[layer.summed_bytes(has_replicas=any_) for layer in profile.layers] for any_ in (False, True)]
         self._has_group_sums = any(self._group_gradients)
         self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
-        self._sends_gradient = gradient_crosses(profile).tolist()  # a stage that begins at each cut; [layers + 1]
+        # Whether a stage that begins at each cut sends a gradient back. [layers + 1]
+        self._sends_gradient = gradient_crosses(profile).tolist()
         self.legal = _legal(profile)
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
-        # Caches: the layouts that a search simulates share most of their intervals.
+        # Caches, because the layouts that a search simulates have most of their intervals in common.
         self._costs: dict[tuple[int, int, frozenset[int], bool], StageCost] = {}
         self._buckets: dict[tuple[int, int, bool], tuple[tuple[int, int], ...]] = {}
 
@@ -59,9 +64,11 @@ class Chain:
     def cost(
         self, start: int, stop: int, *, recompute: frozenset[int] = frozenset(), has_replicas: bool = False
     ) -> StageCost:
-        """Returns the cost of layers [start, stop) on a device, which may be one of several replicas.
+        """Returns the cost of a stage with layers [start, stop) on one device.
 
-        `recompute` are the numbers of the layers that are recomputed.
+        Args:
+            recompute: the numbers of the layers that are recomputed.
+            has_replicas: whether the device is one of several replicas, which sum their gradients.
         """
         key = (start, stop, recompute, has_replicas)
         cost = self._costs.get(key)
@@ -70,7 +77,7 @@ class Chain:
             cost = self._costs[key] = cost_of_totals(
                 self._totals_of(start, stop),
                 max(self._workspace[start:stop]),
-                # A bucket is complete after the backward of the last `end` layers, which come first in a backward.
+                # The backward begins with the last layer: a bucket is complete after that of the last `end` layers.
                 [self._totals_of(stop - end, stop) for end in ends],
                 speed=self._speed,
                 recomputed=sum_totals(self._totals_of(i, i + 1) for i in recompute),
@@ -80,17 +87,20 @@ class Chain:
         return cost
 
     def kept_tensor_bytes(self, start: int, stop: int, recompute: frozenset[int]) -> int | None:
-        """Returns what layers [start, stop) keep because only some of them are recomputed; None if all or none are."""
+        """Returns the bytes of the tensors that layers [start, stop) keep because only some of them are recomputed.
+
+        None if all or none of them are recomputed.
+        """
         if len(recompute) in (0, stop - start):
             return None
         return kept_tensor_bytes(self._rows, self._names[start:stop], {self._names[i] for i in recompute})
 
     def tied_weight_cost(self, start: int, stop: int) -> TiedWeightCost:
-        """Returns what tied weights add to layers [start, stop)."""
+        """Returns the memory and gradients that tied weights add to a stage with layers [start, stop)."""
         return self._tied_weights.cost_of(frozenset(self._names[start:stop]))
 
     def buckets(self, start: int, stop: int, *, has_replicas: bool) -> tuple[tuple[int, int], ...]:
-        """Returns the all-reduce buckets of layers [start, stop), as `fill_buckets` does."""
+        """Returns the all-reduce buckets of layers [start, stop) as `simulator.stage_cost.fill_buckets` does."""
         if not has_replicas and not self._has_group_sums:
             return ()
         key = (start, stop, has_replicas)
@@ -99,7 +109,7 @@ class Chain:
         return self._buckets[key]
 
     def group_bucket_bytes(self, start: int, stop: int, *, has_replicas: bool) -> tuple[int, ...]:
-        """Returns the bytes of those buckets that members of a group sum; empty if there are none."""
+        """Returns the bytes of each of these buckets that members of a group sum; () if members sum nothing."""
         if not self._has_group_sums:
             return ()
         ends = [end for end, _ in self.buckets(start, stop, has_replicas=has_replicas)]
@@ -110,11 +120,16 @@ class Chain:
 
 
 def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: frozenset[int]) -> Stage:
-    """Returns layers [start, stop) as a stage with a replica for each of `chains`; some of them are recomputed."""
+    """Returns the stage with layers [start, stop) and one replica per chain.
+
+    Args:
+        chains: the layers on each replica's device. [replicas]
+        recompute: the numbers of the layers that are recomputed.
+    """
     has_replicas = len(chains) > 1
     return Stage(
         costs=tuple(chain.cost(start, stop, recompute=recompute, has_replicas=has_replicas) for chain in chains),
-        # The simulator, too, takes the sizes at a cut from the first replica's profile.
+        # As in the simulator, the sizes at a cut come from the profile of the first replica.
         num_members=chains[0].num_members,
         send_bytes=chains[0].send_bytes[stop],
         grad_bytes=chains[0].grad_bytes[stop],
@@ -133,10 +148,10 @@ def _add(sums: LayerTotals, layer: LayerTotals) -> LayerTotals:
 
 
 def _legal(profile: ModelProfile) -> list[bool]:
-    """Returns for each cut whether it keeps layers together that cannot be separated. [layers + 1]"""
+    """Returns whether each cut is allowed: none separates layers that share parameters of unknown size. [layers + 1]"""
     legal = [True] * (len(profile.layers) + 1)
     for first, last in inseparable_layers(profile.layers):
-        # Cut c is before layer c, so these are the cuts inside the group of layers first to last.
+        # The cuts inside the group of layers `first` to `last`.
         for cut in range(first + 1, last + 1):
             legal[cut] = False
     return legal

@@ -1,7 +1,7 @@
 """Constraints that a user sets: layers in the same stage or in different ones, layers on certain devices.
 
-Written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`: the stage of A runs on these
-devices only, or on a group of which all members are among them.
+They are written `A with B`, `A without B`, and `A on DEVICE` or `A on DEVICE,DEVICE`. The last means that the stage of
+A runs on no other devices; a group is allowed if all of its members are among them.
 """
 
 import re
@@ -54,7 +54,7 @@ class Constraints:
                 )
 
     def broken_by(self, stages: Sequence[StagePlan], cluster: Cluster) -> list[str]:
-        """Returns those that some stages on a cluster do not keep, as a user writes them."""
+        """Returns the constraints that the stages of a plan violate, as the user writes them."""
         stage_of = {layer: s for s, stage in enumerate(stages) for layer in stage.layers}
         return [
             *(f"{a} with {b}" for a, b in self.together if stage_of[a] != stage_of[b]),
@@ -67,7 +67,10 @@ class Constraints:
         ]
 
     def allowed_layers(self, cluster: Cluster) -> list[Hashable]:
-        """Returns for each device which layers of `on` it may run; only equal devices may share a class. [ranks]"""
+        """Returns for each device which constraints of `on` allow it. [ranks]
+
+        Devices that differ in this are not interchangeable, so they are in different device classes.
+        """
         return [tuple(is_among(device, names) for _, names in self.on) for device in cluster.devices]
 
     def allowed_cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
@@ -99,10 +102,10 @@ class Constraints:
     def forbidden_intervals(
         self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
     ) -> ForbiddenIntervals:
-        """Returns a function from a placement to a mask of the intervals of layers that it must not run.
+        """Returns a function from a placement to a mask of the intervals that it must not run.
 
-        Beside the constraints, a stage with several replicas holds no layer of which the profile says `no_replicas`,
-        and the replicas have as many members each.
+        Besides what the constraints forbid, a stage with several replicas must not hold a layer that the profile marks
+        `no_replicas`, and its replicas must all have the same number of members.
         """
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
         begins, ends = np.array(intervals.cuts)[intervals.begins], np.array(intervals.cuts)[intervals.ends]
@@ -162,11 +165,11 @@ def parse_constraints(texts: Sequence[str]) -> Constraints:
 
 
 def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluster) -> None:
-    """Raises an error if constraints cannot be kept on a cluster.
+    """Checks that constraints can be met on a cluster.
 
     Raises:
         BapipeError: a layer or device is unknown.
-        ConstraintsUnmet: they contradict one another, or name some members of each group that they allow.
+        ConstraintsUnmet: they contradict one another, or name only some members of each group.
     """
     rules.check_layers(profile)
     names = [layer.name for layer in profile.layers]
@@ -192,17 +195,17 @@ def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluste
 
 
 def is_among(device: Device, names: Collection[str]) -> bool:
-    """Returns whether a device, or all members of a group, are among those named."""
+    """Returns whether a device is named or, if it is a group, all of its members are."""
     return device.name in names or (device.members is not UNSET and set(device.members) <= set(names))
 
 
 def _among(cluster: Cluster, names: Collection[str]) -> list[str]:
-    """Returns the devices of a cluster that are among those named, in its order."""
+    """Returns the names of the cluster's devices for which `is_among` holds, in the cluster's order."""
     return [device.name for device in cluster.devices if is_among(device, names)]
 
 
 def _check_devices(rules: Constraints, names: Sequence[str], cuts: Sequence[int], cluster: Cluster) -> None:
-    """Raises ConstraintsUnmet if layers that no cut separates have no device in common that may run them."""
+    """Raises ConstraintsUnmet if layers that must share a stage have no allowed device in common."""
     devices_of_group: dict[int, tuple[str, set[str]]] = {}
     for name, named in rules.on:
         devices = set(_among(cluster, named))

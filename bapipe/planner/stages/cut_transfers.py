@@ -1,7 +1,4 @@
-"""Times of the transfers between stages, at every boundary between layers.
-
-Shapes: `[boundaries]`.
-"""
+"""Times of the transfers between two stages, if the cut between them is at each boundary. [boundaries]"""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -20,17 +17,22 @@ class CutTransfers:
     def __init__(
         self, classes: Sequence[DeviceClass], links: ClassLinks, min_send_bytes: IntArray, min_grad_bytes: IntArray
     ) -> None:
-        """The bytes are activations and gradients of a micro-batch, on the kind of device with the smallest."""
+        """Makes the transfers between devices of some classes.
+
+        Args:
+            min_send_bytes, min_grad_bytes: activations and gradients of a micro-batch that cross each boundary; the
+                minimum over the kinds of devices. [boundaries]
+        """
         self.classes, self.links = classes, links
         self._min_send_bytes, self._min_grad_bytes = min_send_bytes, min_grad_bytes
         self._transfer_ns: dict[tuple[Bandwidth, bool], IntArray] = {}
         self._between: dict[Hashable, tuple[IntArray, IntArray]] = {}
 
     def between(self, placement: StagePlacement, successor: StagePlacement, forward: bool) -> tuple[IntArray, IntArray]:
-        """Returns the transfers to the next stage, or if not `forward` those of the gradients back, at every boundary.
+        """Returns two times of the activations sent to the next stage or, if not `forward`, of the gradients sent back.
 
-        Both are [boundaries]: the minimum time of one micro-batch, and the time that all micro-batches take on the
-        busiest link.
+        The minimum time of one micro-batch, and the time of all micro-batches that cross the busiest link. Both are
+        lower bounds. [boundaries]
         """
         if placement.position is not None and placement.position == successor.position:
             zeros = np.zeros(len(self._min_send_bytes), dtype=np.int64)  # two stages on one device
@@ -45,23 +47,23 @@ class CutTransfers:
                 pair: self._cut_transfer_ns(self.links.between([a], [b])[0], forward)
                 for pair, (a, b) in directed.items()
             }
-            # One micro-batch may take the fastest link; all of them together wait for the busiest (bound "link").
+            # One micro-batch may cross the fastest link; the busiest link limits all of them (bound "link").
             busiest = greatest_of(count * times[pair] for pair, count in counts.items())
             self._between[key] = least_of(times.values()), busiest
         return self._between[key]
 
     def blocks_on_transfers(self, placement: StagePlacement) -> bool:
-        """Returns whether no replica computes while it transfers; said of devices with one stage only."""
+        """Returns whether no replica can compute while it transfers; False for devices with several stages."""
         return placement.position is None and not any(
             self.classes[c].device.overlaps_transfers for c in placement.device_classes
         )
 
     def min_entry_ns(self, placement: StagePlacement, forward: bool) -> IntArray:
-        """Returns the minimum time of a transfer from any stage before (or back to it). [boundaries]
+        """Returns the minimum transfer time from any previous stage or, if not `forward`, back to it. [boundaries]
 
-        It is 0 at the start of the chain, where there is none.
+        It is 0 at the start of the chain, where nothing is sent.
         """
-        # The stage before is not known in the cost-to-go: take the fastest link to any device of the cluster.
+        # The cost-to-go does not know the previous stage: take the fastest link from any device of the cluster.
         others = range(len(self.classes))
         here = placement.device_classes
         sources, targets = (others, here) if forward else (here, others)
@@ -72,11 +74,14 @@ class CutTransfers:
         return times
 
     def min_ns(self, sources: Iterable[int], targets: Iterable[int], forward: bool) -> IntArray:
-        """Returns the minimum time of a transfer from a device of some classes to another one of some. [boundaries]"""
+        """Returns the minimum transfer time from a device of the source classes to one of the target classes.
+
+        [boundaries]
+        """
         return least_of(self._cut_transfer_ns(link, forward) for link in self.links.between(sources, targets))
 
     def _cut_transfer_ns(self, link: Bandwidth, forward: bool) -> IntArray:
-        """The transfer of a micro-batch on a link at every boundary. [boundaries]"""
+        """Returns the transfer time of a micro-batch over a link, for each boundary. [boundaries]"""
         key = (link, forward)
         if key not in self._transfer_ns:
             num_bytes = self._min_send_bytes if forward else self._min_grad_bytes
@@ -85,12 +90,13 @@ class CutTransfers:
 
 
 def _microbatches_per_link(placement: StagePlacement, successor: StagePlacement) -> dict[tuple[int, int], int]:
-    """How many micro-batches a device of one class hands to a device of another class, by their classes.
+    """Returns how many micro-batches cross one link between two stages, by the classes (source, target) of its ends.
 
     Micro-batch m goes from replica m mod R to replica m mod R', so the pairs repeat with period lcm(R, R').
 
-    Between two classes it is the maximum over links. If a stage has several classes, it is what any two devices that
-    meet have at least: that does not change when symmetric classes are exchanged, which reorders the devices.
+    If each stage has devices of one class, this is the maximum over the links. Otherwise it is the minimum over all
+    pairs that exchange micro-batches, because that does not change if symmetric classes, and so the order of the
+    devices, are exchanged.
     """
     num = placement.schedule.num_microbatches
     senders, receivers = placement.device_classes, successor.device_classes

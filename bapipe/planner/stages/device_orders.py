@@ -1,4 +1,4 @@
-"""The orders in which plans for many devices take them: the cluster's, and by speed or memory where they differ."""
+"""The orders in which plans take the devices if they are many: the cluster's order, by speed, by memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bapipe.planner.stages.devices import ns_per_sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOrder:
-    """An order of a cluster's ranks; `words` name it in a certificate and are part of plan files."""
+    """An order of a cluster's ranks; `words` describe it in certificates, and so are part of plan files."""
 
     words: str
     ranks: tuple[int, ...]
@@ -23,18 +23,18 @@ class DeviceOrder:
 def device_orders(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
 ) -> tuple[DeviceOrder, ...]:
-    """Returns the orders that differ: the cluster's, the fastest first, the slowest first, and the most memory first.
+    """Returns distinct orders of the devices: the cluster's, fastest first, slowest first, and most memory first.
 
-    In the last one early stages, which hold more micro-batches, have the most memory, and devices with little may be
-    left out. Of devices that differ in nothing but their speed the cluster's order is left out, as it is one of many
-    at random.
-    The devices of a host stay together where links within hosts are not like those between them.
+    With the most memory first, early stages, which keep more micro-batches in flight, have the most memory, and plans
+    on fewer devices do without those with the least. If devices differ in nothing but their speed, the cluster's order
+    is left out, because it is arbitrary.
+    The devices of a host stay together if links within hosts differ from those between hosts.
     """
     limits, times_ns = options.limits(cluster), ns_per_sample(profiles, cluster)
     hosts = [device.host for device in cluster.devices]
     keeps_hosts = not cluster.hosts_are_alike and len(set(hosts)) > 1
-    is_at_random = _differ_in_speed_alone(cluster, options) and cluster.hosts_are_alike and not cluster.links
-    orders = [] if is_at_random else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
+    is_arbitrary = _differ_in_speed_alone(cluster, options) and cluster.hosts_are_alike and not cluster.links
+    orders = [] if is_arbitrary else [DeviceOrder(words=GIVEN_ORDER, ranks=tuple(range(len(hosts))))]
     what = " hosts" if keeps_hosts else ""
     rankings: list[tuple[str, Sequence[float]]] = [
         (f"the fastest{what} first", times_ns),
@@ -51,7 +51,7 @@ def device_orders(
 
 
 def _differ_in_speed_alone(cluster: Cluster, options: PlanOptions) -> bool:
-    """Whether devices have different speeds, but do not differ in anything else of their own."""
+    """Returns whether the devices differ in speed, but not in kind, overlap of transfers, memory or constraints."""
     allowed = parse_constraints(options.constraints).allowed_layers(cluster)
     what_else = {
         (device.kind, device.overlaps_transfers, *of_rank)
@@ -61,7 +61,10 @@ def _differ_in_speed_alone(cluster: Cluster, options: PlanOptions) -> bool:
 
 
 def _ascending(values: Sequence[float], hosts: Sequence[str], *, keeps_hosts: bool) -> tuple[int, ...]:
-    """The ranks by their values; if hosts are kept, those of each host together, and hosts by their mean values."""
+    """Returns the ranks, ascending by value.
+
+    With `keeps_hosts` the ranks of each host stay together, and hosts ascend by the mean of their ranks' values.
+    """
     mean = {host: fmean(value for own, value in zip(hosts, values, strict=True) if own == host) for host in set(hosts)}
     first = {host: hosts.index(host) for host in mean}
 

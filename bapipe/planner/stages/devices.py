@@ -1,8 +1,8 @@
-"""Symmetry of the cluster: classes of devices that the simulator cannot distinguish, and devices that hosts have alike.
+"""Symmetry of the cluster: classes of devices that the simulator cannot distinguish, and hosts with equal devices.
 
-Exchanging two devices of one class leaves every step time and every memory peak as it is, so a placement counts devices
-per class. Devices of several hosts that differ in their host alone are of one type, but not of one class: the host
-decides which link joins two of them. `ClassSymmetry` tells which placements on such hosts have equal futures.
+Exchanging two devices of one class changes no step time and no memory peak, so a placement only counts devices per
+class. Devices that differ in nothing but their host have the same *type*, but not the same class: the host decides
+which link joins two of them. `ClassSymmetry` recognizes placements that differ only in which of such hosts they use.
 """
 
 from collections import Counter
@@ -13,20 +13,20 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.profile import ModelProfile
 
 _TypeKey = tuple[str, float, bool, int, Hashable]
-"""Kind, speed, whether transfers overlap, memory limit, and what constraints distinguish."""
+"""Kind, speed, whether transfers overlap with compute, memory limit in bytes, and what constraints allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClass:
-    """Devices that can be exchanged with each other.
+    """Interchangeable devices.
 
     Attributes:
         ranks: their ranks in the cluster, ascending.
         device: the first of them.
         limit_bytes: the memory limit of each of them.
-        type_number: the number of the first class of such devices, maybe this one: classes that differ in nothing but
-            their host are of one type.
-        host: the host that all of them are on, if it makes a difference to a link, else None.
+        type_number: the type, given as the number of its first class: classes that differ in nothing but their host
+            have the same type.
+        host: the host of all of them; None if no link depends on it.
     """
 
     ranks: tuple[int, ...]
@@ -38,24 +38,28 @@ class DeviceClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassSymmetry:
-    """Which choices of devices differ only in which of several hosts has which role.
+    """Recognizes choices of devices that differ only in an exchange of hosts.
 
     Attributes:
-        types: the type of each class. [classes]
-        hosts: the host of each class; None if it makes no difference. [classes]
+        types: the type number of each class. [classes]
+        hosts: the host of each class; None if no link depends on it. [classes]
     """
 
     types: tuple[int, ...]
     hosts: tuple[str | None, ...]
 
     def key(self, taken: Sequence[int], remaining: Sequence[int]) -> Hashable:
-        """Returns a key of the devices of a stage and those that remain for later ones, by class.
+        """Returns a key that is equal for symmetric choices of devices.
 
-        Equal keys promise a one-to-one map between the devices of both choices that keeps the type of each, whether two
-        share a host, and the order of the classes or, if all are of one type, reverses it. The order is that of
-        replicas, so it decides which replicas of two stages meet: replica m mod R and replica m mod R'. With both
-        orders reversed, the same pairs meet. An exchange of hosts that orders them in another way may make replicas
-        meet on one host that were on two, so it is no symmetry.
+        If two keys are equal, there is a one-to-one map between the devices of both choices. It keeps the type of each
+        device, whether two of them share a host, and the order of the classes; if all classes have one type, it may
+        reverse that order. The order matters because it is that of the replicas: micro-batch m goes from replica
+        m mod R of a stage to replica m mod R' of the next one. If both orders are reversed, the same pairs exchange
+        micro-batches. With any other order, pairs on one host could become pairs on two hosts.
+
+        Args:
+            taken: how many devices of each class the stage has. [classes]
+            remaining: how many of each class remain for later stages. [classes]
         """
         used = [c for c, (now, later) in enumerate(zip(taken, remaining, strict=True)) if now or later]
         ascending = self._in_order(used, taken, remaining)
@@ -66,7 +70,7 @@ class ClassSymmetry:
     def _in_order(
         self, classes: Sequence[int], taken: Sequence[int], remaining: Sequence[int]
     ) -> tuple[tuple[int, int, int, int], ...]:
-        """The type, host, devices taken and devices that remain of each class; hosts by number, as they occur."""
+        """Returns (type, host, taken, remaining) for each class; hosts are numbered by first occurrence."""
         numbers: dict[Hashable, int] = {}
         return tuple(
             (
@@ -85,27 +89,27 @@ def device_classes(
     """Returns the classes of a cluster's devices, the fastest first, then in the cluster's order.
 
     Args:
-        limits: the memory limit of each rank, in bytes.
-        distinctions: ranks for which this differs are in different classes.
-        ns_per_sample: time of each rank for the same work.
+        limits: the memory limit of each rank, in bytes. [ranks]
+        distinctions: ranks that differ in this are in different classes. [ranks]
+        ns_per_sample: the time that each rank takes for the same work. [ranks]
     """
-    # A link that the cluster lists by itself distinguishes the devices at both of its ends from all others.
+    # A link that the cluster lists individually makes the devices at both of its ends unlike all others.
     linked = {end for link in cluster.links for end in (link.source, link.target)}
     linked |= {device.name for device in cluster.devices if not linked.isdisjoint(device.members or ())}
     num_on_host = Counter(device.host for device in cluster.devices)
     ranks_of: dict[tuple[_TypeKey, str | None, str | None], list[int]] = {}
     for rank, device in enumerate(cluster.devices):
-        # The host matters only if it makes a difference to a link; a link of its own makes a device unique.
+        # The host matters only if a link depends on it; the name, only if the device has an individual link.
         host = None if cluster.hosts_are_alike or num_on_host[device.host] == 1 else device.host
         name = device.name if device.name in linked else None
         alike = (device.kind, device.speed, device.overlaps_transfers, limits[rank], distinctions[rank])
         ranks_of.setdefault((alike, host, name), []).append(rank)
-    # Ascending numbers of classes mean descending speed: replicas in this order are the fastest first.
+    # The fastest class comes first, so replicas in the order of their classes have the fastest first.
     groups = sorted(ranks_of.items(), key=lambda group: (ns_per_sample[group[1][0]], group[1][0]))
     first_class: dict[Hashable, int] = {}
     classes = []
     for number, ((alike, host, own_name), ranks) in enumerate(groups):
-        # A device with a link of its own, or in a class without a host, is like no device of another class.
+        # A class without a host, or with an individual link, has a type of its own.
         type_key = number if host is None or own_name is not None else alike
         classes.append(
             DeviceClass(
@@ -120,13 +124,13 @@ def device_classes(
 
 
 def fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[str, ...]:
-    """Returns the names of the devices in an order for replicas, of which the first ones run more micro-batches."""
+    """Returns the names of the devices, the fastest first: of replicas the first ones may run one micro-batch more."""
     times_ns = ns_per_sample(profiles, cluster)
     return tuple(cluster.devices[rank].name for rank in sorted(range(len(times_ns)), key=times_ns.__getitem__))
 
 
 def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
-    """Returns F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
+    """Returns the time of F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
     at_speed_1 = {
         kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
         / profile.microbatch_sizes[-1]
@@ -136,21 +140,21 @@ def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> lis
 
 
 def are_sorted(classes: Sequence[DeviceClass]) -> bool:
-    """Returns whether a cluster has its devices by classes, in the order in which stages take theirs."""
+    """Returns whether the cluster lists its devices class by class, in the order of the classes."""
     ranks = [rank for each in classes for rank in each.ranks]
     return ranks == sorted(ranks)
 
 
 class ClassLinks:
-    """The links between classes of devices, and between two devices of one class if it has two."""
+    """The links between devices of two classes, and between two devices of one class."""
 
     def __init__(self, cluster: Cluster, classes: Sequence[DeviceClass]) -> None:
         self._links: dict[tuple[int, int], Bandwidth] = {}
         self._cluster, self._classes = cluster, classes
         for a, source in enumerate(classes):
             for b, target in enumerate(classes):
-                # All pairs of devices of two classes have equal links, so one pair stands for all; in one class the
-                # first and the last device are two different ones.
+                # All pairs of devices of two classes have equal links, so one pair represents all. Within one class the
+                # first and the last device are two different devices.
                 if a != b or len(source.ranks) > 1:
                     self._links[a, b] = cluster.link(source.ranks[0], target.ranks[-1])
 
@@ -160,7 +164,7 @@ class ClassLinks:
         return sorted({self._links[pair] for pair in pairs if pair in self._links}, key=_sort_key)
 
     def ring(self, devices: Sequence[int]) -> list[Bandwidth]:
-        """Returns the distinct links among devices of these classes, and the one of sums on their host if it counts."""
+        """Returns the distinct links between any two of these devices, and their `host_sum_link` if there is one."""
         pairs = {(a, b) for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j}
         host_sum = self.host_sum_link(devices)
         return sorted(
@@ -168,8 +172,8 @@ class ClassLinks:
         )
 
     def host_sum_link(self, devices: Sequence[int]) -> Bandwidth | None:
-        """Returns `Cluster.host_sum_link` of devices of these classes."""
-        # A class that occurs more than once stands for different devices, which may be on different hosts.
+        """Returns `Cluster.host_sum_link` for devices of these classes."""
+        # If a class occurs more than once, two of its devices are passed, because they may be on different hosts.
         twice = [self._classes[c].ranks[-1] for c in set(devices) if devices.count(c) > 1]
         return self._cluster.host_sum_link([self._classes[c].ranks[0] for c in devices] + twice)
 

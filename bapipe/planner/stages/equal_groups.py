@@ -1,4 +1,4 @@
-"""What naive pipelines are made of: equal groups of all devices, of half of them, a quarter and so on."""
+"""Equal numbers of devices per stage, for naive pipelines: on all devices, half of them, a quarter and so on."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,20 @@ from bapipe.planner.stages.placements import StagePlacement
 
 
 def halves(number: int) -> list[int]:
-    """Returns the number, half of it, a quarter and so on, down to one; none of zero."""
+    """Returns the number, half of it, a quarter and so on, rounded down, to one; [] for zero."""
     return [number >> halvings for halvings in range(number.bit_length())]
 
 
 def group_sizes(most: int) -> list[int]:
-    """Returns 1, 2, 4 and so on up to a number, and the number itself, ascending."""
+    """Returns the powers of two up to `most`, and `most` itself, ascending."""
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 
 
 def pipeline_with_replicas(first: Sequence[StagePlacement], num_replicas: int) -> tuple[StagePlacement, ...] | None:
-    """Returns the first pipeline whose stages have `num_replicas` replicas each, None if there is none.
+    """Returns the first pipeline with `num_replicas` replicas in every stage, None if there is none.
 
     Args:
-        first: the placements that its first stage can have.
+        first: the possible placements of its first stage.
     """
     path: list[StagePlacement] = []
     while not path or not path[-1].is_last:
