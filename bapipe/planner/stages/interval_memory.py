@@ -1,4 +1,4 @@
-"""Bytes of every layer interval [begin, end) between legal cuts: what a stage with these layers holds.
+"""Memory of every layer interval [begin, end) between legal cuts: the bytes that a stage with these layers needs.
 
 Shapes as in `intervals.py`.
 """
@@ -18,10 +18,10 @@ class IntervalMemory:
     """Bytes of every interval at one micro-batch size, on one kind of device. All [intervals].
 
     Attributes:
-        static_bytes: parameters, gradients, optimizer state and workspace.
+        static_bytes: parameters, gradients, optimizer state and workspace, with the copies of tied weights.
         stash_bytes: kept per micro-batch from F to the end of its backward.
-        gradient_stash_bytes: what I leaves for W, per micro-batch; nothing if the stage sends no gradient back.
-        input_bytes, output_grad_bytes: activations that come in per micro-batch, and gradients that come back.
+        gradient_stash_bytes: what I leaves for W, per micro-batch; 0 if the stage sends no gradient back.
+        input_bytes, output_grad_bytes: activations received per micro-batch, and gradients of the outputs received.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class IntervalMemory:
         microbatch_size: int,
         cut_bytes: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """`cut_bytes` are the activations and the gradients alive before each layer. [layers + 1]"""
+        """`cut_bytes` are the activations and the gradients that cross the cut before each layer. [layers + 1]"""
         measured = profile.at(microbatch_size)
         static_bytes = [
             layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in profile.layers
@@ -46,9 +46,14 @@ class IntervalMemory:
         self.input_bytes, self.output_grad_bytes = send[intervals.begins], grad[intervals.ends]
 
     def in_flight_bytes(self, peaks: Sequence[InFlight], rows: Rows, *, recompute: bool) -> IntArray:
-        """Returns the maximum over some states of a device of what its micro-batches in flight keep. [rows]"""
+        """Returns the bytes that the micro-batches in flight keep, the maximum over some states of a device. [rows]
+
+        Args:
+            peaks: the states, from `ReplicaLoad.memory_peaks`.
+            recompute: whether the whole stage is recomputed, or nothing.
+        """
         stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
-        # Without recomputation a micro-batch keeps its stash all the time, and nothing besides during its backward.
+        # Without recomputation a micro-batch keeps its stash, and nothing more during its backward.
         states = peaks if recompute else dict.fromkeys(peak._replace(in_backward=0) for peak in peaks)
         kept = self.input_bytes[rows] if recompute else stash
         num_bytes: IntArray = np.maximum.reduce(
@@ -57,7 +62,7 @@ class IntervalMemory:
         return num_bytes
 
     def least_in_flight_bytes(self, peaks: Sequence[InFlight], rows: Rows) -> IntArray:
-        """Returns what these keep at least if any layers are recomputed: a lower bound of the maximum. [rows]"""
+        """Returns a lower bound on `in_flight_bytes` for any choice of recomputed layers. [rows]"""
         stash, gradient_stash = self.stash_bytes[rows], self.gradient_stash_bytes[rows]
         num_bytes: IntArray = np.maximum.reduce(
             [min(of.kept, of.in_backward) * stash + of.before_weight_grad * gradient_stash for of in peaks]
@@ -66,7 +71,10 @@ class IntervalMemory:
 
 
 def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArray:
-    """Bytes of the parameters, gradients and optimizer state that each interval uses and a layer outside it counts."""
+    """Returns the bytes of tied parameters, gradients and optimizer state of which each interval needs a copy.
+
+    [intervals]
+    """
     num_bytes = np.zeros(len(intervals.begins), dtype=np.int64)
     index = {layer.name: i for i, layer in enumerate(profile.layers)}
 
@@ -76,7 +84,8 @@ def _tied_copy_bytes(intervals: IntervalIndex, profile: ModelProfile) -> IntArra
         return inside
 
     for owner, users, copy in TiedWeights(profile.layers).copies():
-        # The layer that counts a tied parameter is elsewhere, but a layer that uses it is inside. [intervals]
+        # The profile counts tied weights at their owner: a stage with a user but without the owner needs a copy.
+        # [intervals]
         needs_copy = np.logical_or.reduce([contains(user) for user in users]) & ~contains(owner)
         copy_bytes = copy.param_bytes + copy.gradient_bytes + copy.optimizer_bytes
         num_bytes += np.where(needs_copy, copy_bytes, 0)

@@ -1,4 +1,4 @@
-"""Times of every layer interval [begin, end) between legal cuts: its actions, its update, its all-reduces.
+"""Times of every layer interval [begin, end) between legal cuts: its actions, its update and its all-reduces.
 
 Shapes as in `intervals.py`. Times are rounded as the simulator rounds them, once per stage.
 """
@@ -43,7 +43,7 @@ class IntervalTimes:
         speed: float,
         costs: IntervalCosts | None = None,
     ) -> None:
-        """`costs` are those of the profile at this size and any speed, if they are known."""
+        """`costs` may be given if known: those of the profile at this size, at any speed."""
         self.intervals, self.profile = intervals, profile
         self._microbatch_size, self._speed = microbatch_size, speed
         self._bucket_fills: dict[tuple[bool, bool, bool], BucketFill] = {}
@@ -52,7 +52,7 @@ class IntervalTimes:
         self._cuts = np.array(intervals.cuts)
 
     def at(self, rows: Rows) -> Times:
-        """Returns the times of some intervals: with a slice from a table of all, which is kept."""
+        """Returns the times of some intervals. For a slice they come from a table of all intervals, which is kept."""
         if not isinstance(rows, slice):
             return self._times(rows)
         every = self._every
@@ -66,7 +66,7 @@ class IntervalTimes:
 
     @cached_property
     def _every(self) -> Times:
-        """Of all intervals, made when first asked for: long chains have very many."""
+        """The times of all intervals, computed when first needed, because long chains have very many."""
         return self._times(slice(None))
 
     def _times(self, rows: Rows) -> Times:
@@ -84,7 +84,7 @@ class IntervalTimes:
 
     @cached_property
     def longest(self) -> Times:
-        """Upper bounds of the times of all intervals. One row."""
+        """Upper bounds on the times of all intervals. Arrays of one entry."""
         first, stop = self._cuts[:1], self._cuts[-1:]
         apart = self._costs.weight_grad_after_input_grad_ns(first, stop)
         sent = self._costs.input_grad_if_sent_ns(first, stop)
@@ -92,7 +92,7 @@ class IntervalTimes:
         return Times(
             forward_ns=self._costs.forward_ns(first, stop),
             input_grad_ns=sent,
-            weight_grad_ns=backward,  # all of it in a stage that sends no gradient back
+            weight_grad_ns=backward,  # W is all of B in a stage that sends no gradient back
             backward_ns=backward,
             update_ns=self._costs.update_ns(first, stop),
         )
@@ -102,15 +102,15 @@ class IntervalTimes:
         return self.intervals.sends_gradient(self.profile)
 
     def unit_input_grad_ns(self) -> IntArray:
-        """Returns I from each boundary to the next, if that stage sends a gradient back. [boundaries - 1]"""
+        """Returns I of the layers between each boundary and the next, if they send a gradient back. [boundaries - 1]"""
         return self._costs.input_grad_if_sent_ns(self._cuts[:-1], self._cuts[1:])
 
     @cached_property
     def on_device(self) -> "IntervalTimes":
-        """Times of the same intervals without the host's.
+        """The times of the same intervals on the device alone, without the host's times.
 
-        An action takes the longer of what device and host need, so what actions of stages take does not add up over
-        layers, or with the F that is recomputed. What the device needs does, and bounds it from below.
+        An action takes the longer of the device's and the host's time, so its time is not a sum over layers, and
+        recomputed F cannot be added to it. The device's times do add up, and are lower bounds.
         """
         if not self._costs.has_host_times:
             return self
@@ -126,13 +126,14 @@ class IntervalTimes:
         *,
         member_links: Sequence[Bandwidth],
     ) -> IntArray:
-        """Returns when the all-reduces of every interval are done, counted from the start of its last B, or W.
+        """Returns when the all-reduces of every interval are done, from the start of its last B or W. [intervals]
 
         Args:
-            links: those among the devices; a ring is as slow as the slowest.
-            full_backward: whether B is the last action, not W.
-            overlapped: whether the links carry a bucket while B or W runs.
-            member_links: of groups, those among their members.
+            num_devices: the replicas of the stage.
+            links: the links between the devices; a ring is as slow as the slowest.
+            full_backward: whether the last action is B, else W.
+            overlapped: whether the links carry buckets while the last action runs.
+            member_links: the links between the members of each group.
         """
         after_b_ns = self._all_reduce_done_ns(num_devices, links, True, overlapped, member_links)
         if full_backward:
@@ -150,11 +151,11 @@ class IntervalTimes:
         overlapped: bool,
         member_links: Sequence[Bandwidth],
     ) -> IntArray:
-        """When they are done, if the W of every stage is without its I."""
+        """Returns the same, taking every W as what is left of B after I, also in stages that send no gradient back."""
         num_members = num_devices * self.profile.device.num_members
 
         def bucket_ns(num_bytes: IntArray, group_bytes: IntArray) -> IntArray:
-            """The ring of all members, then those of partners; as `bapipe.simulator.allreduce.sum_ns`."""
+            """Returns the time of a ring of all members, then of rings of partners, as in `simulator.allreduce`."""
             if not self.has_group_sums:
                 return np.minimum(ring_ns(num_bytes, num_devices, links, MAX_TIME), INF >> 2)
             whole_ns = ring_ns(group_bytes, num_members, [*links, *member_links], MAX_TIME)
@@ -166,11 +167,11 @@ class IntervalTimes:
         all_done_ns = buckets_done_ns(self.intervals, fill, bucket_ns)
         if overlapped:
             return all_done_ns
-        # Not overlapped: all buckets were taken as ready at 0, which is the end of the last action.
+        # Not overlapped: the buckets start when the last action ends, which counts as 0 above.
         return all_done_ns + (self._every.backward_ns if full_backward else self._every.weight_grad_ns)
 
     def _bucket_fill(self, full_backward: bool, overlapped: bool, has_replicas: bool) -> BucketFill:
-        """How the buckets fill, which depends neither on the devices nor on the links."""
+        """Returns how the buckets fill, computed once for all devices and links."""
         key = full_backward, overlapped, has_replicas
         if key not in self._bucket_fills:
             costs = self._costs

@@ -1,9 +1,9 @@
 """The longest path through the actions and transfers of a compiled schedule, and how often it contains each of them.
 
-The edges are those that the simulator keeps whatever the stages hold: an action starts after the action before it on
-its device, and after its message has arrived; a message arrives after the action that produces it and its own transfer,
-and if transfers queue, after the transfer before it on its link. All transfers of a link come from one device, so they
-become ready, and take the link, in the order of that device. A device ends with the tail of its last action: the
+The edges of the graph do not depend on the layers of the stages. An action starts after the previous action of its
+device, and after its message has arrived. A message arrives after the action that produces it and its own transfer and,
+if transfers queue, after the previous transfer on its link. All transfers of a link come from one device, so they
+become ready, and take the link, in the order of that device's actions. After its last action a device has a *tail*: the
 all-reduces and updates of its stages.
 """
 
@@ -17,16 +17,21 @@ from bapipe.simulator.compiled import CompiledSchedule
 IntArray = NDArray[np.int64]
 
 NONE = -1
-"""Stands for an action that does not exist."""
+"""Stands for no action, or no link."""
 
 
 class LongestPath:
-    """The graph of a compiled schedule in which every rank runs one action at a time."""
+    """The graph of a compiled schedule; every rank runs one action at a time.
+
+    Attributes:
+        last_actions: the last action of each rank that has any.
+    """
 
     def __init__(self, compiled: CompiledSchedule, queues: Sequence[bool]) -> None:
-        """`queues` says of each channel whether its transfers wait for those before them on their link."""
+        """`queues` says for each channel whether its transfers wait for earlier ones on their link. [channels]"""
         self.compiled = compiled
-        # What comes directly before each action, or before its transfer. [actions]
+        # For each action: the previous one on its rank, the previous one whose transfer uses its link, the action that
+        # produces its message, and the link of its transfer. [actions]
         self._before_on_rank: list[int] = []
         self._before_on_link: list[int] = []
         self._producer: list[int] = []
@@ -45,19 +50,18 @@ class LongestPath:
             if link != NONE:
                 last_on_link[link] = action
         self.last_actions = last_on_rank
-        """The last action of each rank that has any."""
 
     def find(
         self, duration_ns: Sequence[int], transfer_ns: Sequence[int], tail_ns: Sequence[int]
     ) -> tuple[int, list[int], list[int], int]:
-        """Returns the length of the longest path, how often it contains each duration and transfer, and its last rank.
+        """Returns the length of the longest path in ns, how often it contains each duration, the same for transfers.
 
-        O(actions).
+        Last comes the rank on which the path ends, whose tail is part of its length. O(actions).
 
         Args:
-            duration_ns: as numbered in `CompiledSchedule.durations`.
-            transfer_ns: of each channel.
-            tail_ns: what follows the last action of each rank.
+            duration_ns: the time of an action, indexed by its entry in `CompiledSchedule.durations`. [durations]
+            transfer_ns: the time of one transfer. [channels]
+            tail_ns: what follows the last action. [ranks]
         """
         ends, arrivals = self._run(duration_ns, transfer_ns)
         length, rank = max((ends[action] + tail_ns[rank], rank) for rank, action in self.last_actions.items())
@@ -65,7 +69,7 @@ class LongestPath:
         return length, durations, transfers, rank
 
     def _run(self, duration_ns: Sequence[int], transfer_ns: Sequence[int]) -> tuple[list[int], list[int]]:
-        """When each action ends, and when what it produces arrives. [actions]"""
+        """Returns when each action ends, and when what it produces arrives, in ns. [actions], [actions]"""
         compiled = self.compiled
         ends: list[int] = []
         arrivals: list[int] = []
@@ -93,7 +97,7 @@ class LongestPath:
         return ends, arrivals
 
     def lengths(self, duration_ns: IntArray, transfer_ns: IntArray, tail_ns: IntArray) -> IntArray:
-        """Returns the lengths of the longest paths for several columns of times, as `find` does for one.
+        """Returns the lengths of the longest paths for n columns of times; see `find`.
 
         [durations, n], [channels, n], [ranks, n] -> [n]
         """
@@ -122,7 +126,10 @@ class LongestPath:
         duration_ns: Sequence[int],
         transfer_ns: Sequence[int],
     ) -> tuple[list[int], list[int]]:
-        """How often the path that ends with an action contains each duration and each transfer."""
+        """Returns how often the longest path that ends with action `last` contains each duration and transfer.
+
+        [durations], [channels]
+        """
         compiled = self.compiled
         durations, transfers = [0] * len(duration_ns), [0] * len(transfer_ns)
         action = last
@@ -133,7 +140,7 @@ class LongestPath:
             if before != NONE and ends[before] == start:
                 action = before
                 continue
-            # It waited for its message: back over the transfers that follow each other on the link.
+            # The action waited for its message: go back over the transfers that queued on the link without a gap.
             action = self._producer[action]
             while action != NONE and compiled.channel_of[action] >= 0:
                 channel = compiled.channel_of[action]
