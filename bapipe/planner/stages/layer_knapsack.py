@@ -1,8 +1,9 @@
-"""The least time in which recomputed layers run again, chosen so that the stages of a device fit in its memory.
+"""Which layers to recompute so that the stages of a device fit in its memory, with the least time: a knapsack.
 
-A dynamic programme over the layers of one stage after another, with Pareto frontiers of time against saved bytes
-(Nemhauser and Ullmann 1969) under each of the memory limits. Its state tells of each tensor that later layers of the
-stage use whether its producer is recomputed; between two stages there is one state.
+A dynamic programme goes through the layers, one stage after another. Its state says, for each tensor that later layers
+of the stage use, whether the tensor's producer is recomputed; between two stages there is only one state. Each state
+has a Pareto frontier of *labels*: choices for the layers so far, by their time and the bytes that they save under each
+memory limit (Nemhauser and Ullmann 1969).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,24 +15,25 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.stages.intervals import INF, IntArray
 
 EPSILON = 1e-12
-"""Margin for the rounding of floating point, relative to a value."""
+"""Relative margin for the rounding of floating-point numbers."""
 
 BLOCK = 256
-"""Labels that are compared with one another at once."""
+"""How many labels are compared with each other at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageItems:
-    """The layers of a stage, of which some may be recomputed. Positions count from its first layer.
+    """The layers of a stage, of which some may be recomputed. Layers are numbered from the first one of the stage.
 
     Attributes:
-        begin: the number of its first layer.
-        forward_ns: what it costs to run each layer again. [layers]
-        stash_bytes: of each layer; devices that the limits tell apart may differ. [layers, limits]
+        begin: the number of the first layer in the profile.
+        forward_ns: the cost of running each layer again. [layers]
+        stash_bytes: the stash of each layer; limits may be of different kinds of devices. [layers, limits]
         may_recompute: whether each layer can be recomputed without the whole stage. [layers]
-        tensors: (producer or -1, bytes, users) of those that the layers use.
-        kept, in_backward: micro-batches in each limit, as `InFlight` counts them. [limits]
-        input_bytes: what a micro-batch keeps if the whole stage is recomputed; None if it may not be here.
+        tensors: (producer, or -1 outside the stage; bytes; users) of the tensors that the layers use.
+        kept, in_backward: numbers of micro-batches in the state of each limit, as in `InFlight`. [limits]
+        input_bytes: what a micro-batch keeps if the whole stage is recomputed from its input; None if that is not a
+            choice of this knapsack.
     """
 
     begin: int
@@ -45,16 +47,16 @@ class StageItems:
 
     @property
     def stash_in_flight(self) -> IntArray:
-        """The stashes of the micro-batches in each limit if nothing is recomputed. [limits]"""
+        """The bytes of the stashes in the state of each limit if nothing is recomputed. [limits]"""
         in_flight: IntArray = self.kept * self.stash_bytes.sum(axis=0, dtype=np.int64)
         return in_flight
 
     def saves(self) -> IntArray:
-        """What recomputing each layer saves at most. [layers, limits]"""
+        """Returns the bytes that recomputing each layer saves, before tensors that must be kept. [layers, limits]"""
         return (self.kept - self.in_backward) * self.stash_bytes
 
     def saved_by_whole(self) -> IntArray:
-        """What recomputing the whole stage saves. [limits]"""
+        """Returns the bytes that recomputing the whole stage from its input saves. [limits]"""
         assert self.input_bytes is not None
         saved: IntArray = self.saves().sum(axis=0, dtype=np.int64) - self.kept * self.input_bytes
         return saved
@@ -62,7 +64,13 @@ class StageItems:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnapsackSolution:
-    """The layers recomputed, by number, their time, `INF` if none were found, and whether no others take less."""
+    """A choice of layers.
+
+    Attributes:
+        layers: the numbers of the recomputed layers in the profile.
+        total_ns: their forward time; `INF` if no choice was found.
+        is_best: whether no other choice takes less time; if none was found, whether there is none.
+    """
 
     layers: frozenset[int]
     total_ns: int
@@ -71,23 +79,29 @@ class KnapsackSolution:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Choices for the first layers in one state: F, bytes saved under each limit, and numbers in the history."""
+    """The choices for the layers so far that lead to one state.
 
-    total_ns: IntArray  # [labels]
-    saved: IntArray  # [labels, limits]
-    numbers: IntArray  # [labels]
+    Attributes:
+        total_ns: the forward time of the recomputed layers. [labels]
+        saved: the bytes saved under each limit. [labels, limits]
+        numbers: identify each label in the history, from which its layers are found. [labels]
+    """
+
+    total_ns: IntArray
+    saved: IntArray
+    numbers: IntArray
 
 
 _State = tuple[bool, frozenset[tuple[int, bool]]]
-"""Whether all layers of the stage so far are recomputed; and tensors that may have to be kept, with their producer's
-choice."""
+"""Whether all layers of the stage so far are recomputed; and the tensors that later layers use, each with whether its
+producer is recomputed."""
 
 
 class LayerKnapsack:
-    """The choice for the stages of a device: minimize F subject to bytes in flight <= room under each limit."""
+    """Chooses layers of the stages of a device: minimizes F, subject to bytes in flight <= room under each limit."""
 
     def __init__(self, stages: Sequence[StageItems], room_bytes: IntArray, deadline: Deadline) -> None:
-        """`room_bytes` is what is left for the stashes of all stages. [limits]"""
+        """`room_bytes` is what the limits leave for the stashes of all stages. [limits]"""
         self._stages, self._deadline = stages, deadline
         self._needed = sum((stage.stash_in_flight for stage in stages), -room_bytes)  # [limits]
         self._saves = [stage.saves() for stage in stages]
@@ -96,16 +110,17 @@ class LayerKnapsack:
         ]
 
     def solve(self, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
-        """Returns a choice faster than a bound, of time `INF` if none was found; `is_best` if there is none faster.
+        """Returns the fastest choice found with less time than `upper_bound_ns`.
 
-        None is found if the deadline passes before.
+        Exact if no frontier has more than `max_labels` labels. Nothing is found if the deadline passes before the end.
         """
-        self._history: list[tuple[IntArray, tuple[int, ...]]] = []  # parents of labels, and the layers recomputed
+        # For each step, the numbers of the parents of the new labels, and the layers that the step recomputes.
+        self._history: list[tuple[IntArray, tuple[int, ...]]] = []
         self._num_labels, self._is_best = 1, True
         zeros = np.zeros((1, len(self._needed)), dtype=np.int64)
         labels = _Labels(np.zeros(1, dtype=np.int64), zeros, np.zeros(1, dtype=np.int64))
         for s in range(len(self._stages)):
-            ends = [each for each in self._ends(s, labels, upper_bound_ns, max_labels) if len(each.numbers)]
+            ends = [each for each in self._add_stage(s, labels, upper_bound_ns, max_labels) if len(each.numbers)]
             if not ends or self._deadline.is_over:
                 return KnapsackSolution(
                     layers=frozenset(), total_ns=INF, is_best=self._is_best and not self._deadline.is_over
@@ -115,11 +130,13 @@ class LayerKnapsack:
                 labels = self._best_of([labels], s + 1, 0, upper_bound_ns, max_labels)
         best = int(labels.total_ns.argmin())
         return KnapsackSolution(
-            layers=self._layers(int(labels.numbers[best])), total_ns=int(labels.total_ns[best]), is_best=self._is_best
+            layers=self._recomputed_layers(int(labels.numbers[best])),
+            total_ns=int(labels.total_ns[best]),
+            is_best=self._is_best,
         )
 
-    def _ends(self, s: int, labels: _Labels, upper_bound_ns: int, max_labels: int) -> Iterator[_Labels]:
-        """Yields the choices for the stages up to the s-th, from those for the stages before it."""
+    def _add_stage(self, s: int, labels: _Labels, upper_bound_ns: int, max_labels: int) -> Iterator[_Labels]:
+        """Extends the choices for the stages before the s-th by its layers; yields a frontier per final state."""
         stage = self._stages[s]
         start = frozenset((t, False) for t, (producer, _, _) in enumerate(stage.tensors) if producer < 0)
         states = {(True, start): labels}
@@ -128,68 +145,76 @@ class LayerKnapsack:
                 return
             groups: dict[_State, list[_Labels]] = {}
             for state, of_state in states.items():
-                for again in (False, True) if stage.may_recompute[layer] else (False,):
-                    following, tensor_bytes = _following(stage, state, layer, again)
-                    extended = self._extended(s, of_state, layer, again, tensor_bytes)
+                for is_recomputed in (False, True) if stage.may_recompute[layer] else (False,):
+                    following, tensor_bytes = _following(stage, state, layer, is_recomputed)
+                    extended = self._extended(s, of_state, layer, is_recomputed, tensor_bytes)
                     groups.setdefault(following, []).append(extended)
             states = {}
             for state, group in groups.items():
                 found = self._best_of(group, s, layer + 1, upper_bound_ns, max_labels)
                 if len(found.numbers):
                     states[state] = found
-        # If all layers are recomputed the stage keeps its input, in place of the tensors that its layers use.
-        yield from (of_state for (all_again, _), of_state in states.items() if not all_again)
+        # A stage of which all layers are recomputed keeps its input instead of the tensors that its layers use.
+        yield from (of_state for (all_recomputed, _), of_state in states.items() if not all_recomputed)
         if stage.input_bytes is not None:
-            whole = self._whole(s, labels)
+            whole = self._recompute_whole(s, labels)
             yield self._best_of([whole], s, len(stage.forward_ns), upper_bound_ns, max_labels)
 
-    def _extended(self, s: int, labels: _Labels, layer: int, again: bool, tensor_bytes: int) -> _Labels:
+    def _extended(self, s: int, labels: _Labels, layer: int, is_recomputed: bool, tensor_bytes: int) -> _Labels:
+        """Returns the labels extended by a choice for one layer, which makes the stage keep `tensor_bytes` more."""
         stage = self._stages[s]
         saved = labels.saved - stage.kept * tensor_bytes
-        numbers = self._numbered(labels, (stage.begin + layer,) if again else ())
-        if not again:
+        numbers = self._numbered(labels, (stage.begin + layer,) if is_recomputed else ())
+        if not is_recomputed:
             return _Labels(labels.total_ns, saved, numbers)
         return _Labels(labels.total_ns + stage.forward_ns[layer], saved + self._saves[s][layer], numbers)
 
-    def _whole(self, s: int, labels: _Labels) -> _Labels:
-        """The choices with all of a stage recomputed."""
+    def _recompute_whole(self, s: int, labels: _Labels) -> _Labels:
+        """Returns the labels extended by recomputing all of a stage from its input."""
         stage = self._stages[s]
         numbers = self._numbered(labels, tuple(range(stage.begin, stage.begin + len(stage.forward_ns))))
         return _Labels(labels.total_ns + sum(stage.forward_ns), labels.saved + stage.saved_by_whole(), numbers)
 
     def _numbered(self, labels: _Labels, recomputed: tuple[int, ...]) -> IntArray:
-        """The numbers of the labels that follow some in the history."""
+        """Adds a step to the history; returns the numbers of the new labels, one for each of `labels`. [labels]"""
         numbers = np.arange(self._num_labels, self._num_labels + len(labels.numbers))
         self._num_labels += len(numbers)
         self._history.append((labels.numbers, recomputed))
         return numbers
 
     def _best_of(self, group: Sequence[_Labels], s: int, layer: int, upper_bound_ns: int, max_labels: int) -> _Labels:
-        """The Pareto frontier of the labels that can fit and be faster than a bound, before a layer of a stage."""
+        """Returns the Pareto frontier of the labels that can still fit and be faster than a bound.
+
+        Args:
+            s, layer: the stage and layer that follow the choices so far.
+        """
         labels, bounds_ns = self._promising(_joined(group), s, layer, upper_bound_ns)
         labels, all_kept = _pareto(labels, bounds_ns, max_labels)
         self._is_best &= all_kept
         return labels
 
     def _promising(self, labels: _Labels, s: int, layer: int, upper_bound_ns: int) -> tuple[_Labels, IntArray]:
-        """Returns the labels that can still fit and be faster than a bound, and their lower bounds."""
+        """Returns the labels that can still fit and be faster than a bound, with lower bounds on their final time."""
         lacking = self._needed - labels.saved  # [labels, limits]
         bounds = labels.total_ns.astype(np.float64)
         can_fit = np.ones(len(bounds), dtype=bool)
         for i, (saved, total_ns) in enumerate(self._suffix[s][layer]):
             can_fit &= lacking[:, i] <= saved[-1]
-            # A little less, because large numbers of bytes that differ by a few are equal as floats.
+            # Slightly less, because large numbers of bytes that differ by little are equal as floats.
             more = np.interp(lacking[:, i] * (1 - EPSILON), saved, total_ns)
             bounds = np.maximum(bounds, labels.total_ns + more * (1 - EPSILON))
         keep = np.flatnonzero(can_fit & (np.ceil(bounds - EPSILON * bounds) < upper_bound_ns))
         return _Labels(labels.total_ns[keep], labels.saved[keep], labels.numbers[keep]), bounds[keep]
 
     def _fractional(self, s: int, layer: int) -> list[tuple[IntArray, IntArray]]:
-        """Returns for each limit the fractional knapsack of the layers from one on: bytes saved by increasing time."""
+        """Returns for each limit the fractional knapsack of the layers from one on (Dantzig 1957).
+
+        As points (bytes saved, least time) by increasing time; between two points it is linear.
+        """
         firsts = [layer, *[0] * (len(self._stages) - s - 1)]
         left = list(zip(self._stages[s:], self._saves[s:], firsts, strict=True))
         forward = np.concatenate([np.array(stage.forward_ns[first:], dtype=np.float64) for stage, _, first in left])
-        # Layers that cannot be recomputed alone can be with their whole stage.
+        # Layers that cannot be recomputed alone can be recomputed with their whole stage.
         may = np.concatenate(
             [
                 np.array(stage.may_recompute[first:], dtype=bool) | (stage.input_bytes is not None)
@@ -207,8 +232,8 @@ class LayerKnapsack:
             )
         return found
 
-    def _layers(self, number: int) -> frozenset[int]:
-        """Returns the layers that a label recomputes, by following its history."""
+    def _recomputed_layers(self, number: int) -> frozenset[int]:
+        """Returns the layers that a label recomputes, by following the history back."""
         firsts = np.cumsum([1, *(len(parents) for parents, _ in self._history)])
         layers: set[int] = set()
         while number:
@@ -219,21 +244,23 @@ class LayerKnapsack:
         return frozenset(layers)
 
 
-def _following(stage: StageItems, state: _State, layer: int, again: bool) -> tuple[_State, int]:
-    """Returns the state after a choice, and the bytes of tensors that it requires to be kept."""
-    all_again, tensors = state
+def _following(stage: StageItems, state: _State, layer: int, is_recomputed: bool) -> tuple[_State, int]:
+    """Returns the state after the choice for one layer, and the bytes of tensors that must be kept because of it."""
+    all_recomputed, tensors = state
     num_bytes, open_tensors = 0, set()
     for t, by_recomputed in tensors:
         _, size, users = stage.tensors[t]
-        if layer in users and by_recomputed != again:
+        # A tensor between a recomputed layer and one that is not has to be kept.
+        if layer in users and by_recomputed != is_recomputed:
             num_bytes += size
         elif users[-1] > layer:
             open_tensors.add((t, by_recomputed))
-    open_tensors |= {(t, again) for t, (producer, _, _) in enumerate(stage.tensors) if producer == layer}
-    return (all_again and again, frozenset(open_tensors)), num_bytes
+    open_tensors |= {(t, is_recomputed) for t, (producer, _, _) in enumerate(stage.tensors) if producer == layer}
+    return (all_recomputed and is_recomputed, frozenset(open_tensors)), num_bytes
 
 
 def _joined(groups: Iterable[_Labels]) -> _Labels:
+    """Returns all labels of some groups."""
     groups = list(groups)
     return _Labels(
         np.concatenate([labels.total_ns for labels in groups]),
@@ -243,7 +270,10 @@ def _joined(groups: Iterable[_Labels]) -> _Labels:
 
 
 def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Labels, bool]:
-    """Returns the labels of which no other takes no more time and saves no less; and whether these are all kept."""
+    """Returns the Pareto frontier, at most `max_labels` of its labels, and whether that is all of it.
+
+    A label is left out if another one takes no more time and saves no less under any limit.
+    """
     order = np.lexsort((*(-labels.saved.T), labels.total_ns))
     saved = labels.saved[order]
     if saved.shape[1] == 1:
@@ -253,7 +283,7 @@ def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Lab
         chosen = _maximal(saved)
     all_kept = len(chosen) <= max_labels
     if not all_kept:
-        num_saving = max_labels // 4  # those that save most, as no others may fit in the end
+        num_saving = max_labels // 4  # the labels that save most, because in the end others may not fit
         by_bound = np.argsort(bounds_ns[order[chosen]], kind="stable")[: max_labels - num_saving]
         by_saved = np.argsort(-saved[chosen].min(axis=1), kind="stable")[:num_saving]
         chosen = chosen[np.union1d(by_bound, by_saved)]
@@ -262,12 +292,15 @@ def _pareto(labels: _Labels, bounds_ns: IntArray, max_labels: int) -> tuple[_Lab
 
 
 def _maximal(saved: IntArray) -> IntArray:
-    """Returns the rows of which no earlier one has no less in any column. [rows, columns] -> [kept]"""
+    """Returns the indices of the rows that no earlier row dominates: has as much or more in every column.
+
+    [rows, columns] -> [kept]
+    """
     kept = np.zeros(0, dtype=np.int64)
     for first in range(0, len(saved), BLOCK):
         block = saved[first : first + BLOCK]
         others = np.concatenate([saved[kept], block])
-        is_no_less = np.tri(len(block), len(others), len(kept) - 1, dtype=bool)  # only those before each
+        is_no_less = np.tri(len(block), len(others), len(kept) - 1, dtype=bool)  # only earlier rows
         for column in range(saved.shape[1]):
             is_no_less &= others[:, column] >= block[:, column, None]
         kept = np.concatenate([kept, first + np.flatnonzero(~is_no_less.any(axis=1))])

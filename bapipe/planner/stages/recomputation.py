@@ -1,9 +1,9 @@
-"""Which layers of a stage are recomputed: those of the least forward time with which the stage fits.
+"""Which layers of a stage are recomputed: those with the least forward time with which the stage fits.
 
-A knapsack in which, where recomputed layers meet others, the tensors between the two are kept (docs/simulator.md).
-`LayerChoice` solves it exactly (`layer_knapsack.py`), for a stage alone or for all stages of a device together.
-`RecomputationBound` bounds it for all intervals at once: without the tensors between, the dual of the fractional
-knapsack (Dantzig 1957), of which any multiplier gives a lower bound.
+This is a knapsack in which tensors between a recomputed layer and one that is not have to be kept (docs/simulator.md).
+`LayerChoice` solves it exactly (`layer_knapsack.py`), for one stage or for all stages of a device together.
+`RecomputationBound` is a lower bound on its time for all intervals at once. It ignores these tensors and uses the dual
+of the fractional knapsack (Dantzig 1957), of which every multiplier gives a lower bound.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,31 +21,32 @@ from bapipe.planner.stages.intervals import INF, IntArray, IntervalIndex, Rows
 from bapipe.planner.stages.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
 
 MAX_LABELS = 4_096
-"""Points of a Pareto frontier that are kept; only beyond that a choice may miss the best one."""
+"""Maximum number of points of a Pareto frontier; if there are more, the best choice may be missed."""
 
 FEW_LABELS = 32
-"""Points that are kept for a first choice, whose time then bounds the exact one."""
+"""Maximum number of points for a first choice, whose time is then an upper bound for the exact search."""
 
 NUM_MULTIPLIERS = 16
-"""Multipliers of the bound: each costs an array of all intervals."""
+"""Number of multipliers of the bound; each takes an array of all intervals."""
 
 MAX_BRANCHED_LAYERS = 48
-"""Layers of a stage with many tensors in use side by side up to which its choices are gone through."""
+"""Maximum number of layers of a stage that is solved exactly although it has many tensors in use at once."""
 
 MAX_SIDE_BY_SIDE = 2
-"""Tensors in use side by side, whose producers' choices are the states of the dynamic programme."""
+"""A longer stage is solved exactly only if at most this many tensors are in use at once: the dynamic programme has a
+state for each combination of their producers' choices."""
 
 MAX_LABELS_TOGETHER = 128
-"""Points of a frontier that are kept if a device has several stages: under many limits, more points are on it."""
+"""Maximum number of points of a frontier if a device has several stages: many limits make frontiers large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """A state of a replica, in which what its micro-batches hold must fit.
+    """A state of a replica in which the stashes of its micro-batches must fit.
 
     Attributes:
-        kind: of device.
-        kept, in_backward: numbers of micro-batches, as `InFlight` counts them.
+        kind: the kind of its device.
+        kept, in_backward: numbers of micro-batches, as in `InFlight`.
         room_bytes: what is left for their stashes.
     """
 
@@ -57,11 +58,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimit:
-    """A state of a device with several stages, in which what their micro-batches hold must fit.
+    """A state of a device with several stages in which the stashes of all their micro-batches must fit.
 
     Attributes:
-        kept, in_backward: numbers of micro-batches of each stage, as `InFlight` counts them. [stages]
-        room_bytes: what is left for their stashes.
+        kept, in_backward: numbers of micro-batches of each stage, as in `InFlight`. [stages]
+        room_bytes: what is left for the stashes of all stages.
     """
 
     kept: tuple[int, ...]
@@ -69,7 +70,7 @@ class DeviceLimit:
     room_bytes: int
 
     def of(self, stage: int, kind: str) -> MemoryLimit:
-        """Returns what it says of one of the stages, if the others keep nothing."""
+        """Returns the limit for one of the stages if the others keep nothing."""
         return MemoryLimit(
             kind=kind, kept=self.kept[stage], in_backward=self.in_backward[stage], room_bytes=self.room_bytes
         )
@@ -80,9 +81,9 @@ class RecomputedLayers:
     """A choice of layers.
 
     Attributes:
-        layers: the numbers of those that are recomputed.
-        is_best: whether no other choice takes less time.
-        fits: false if none was found with which the stage fits, though there may be one.
+        layers: the numbers of the recomputed layers.
+        is_best: whether it is proven that no other choice takes less time.
+        fits: False if no choice was found with which the stage fits, although there may be one.
     """
 
     layers: frozenset[int]
@@ -91,7 +92,7 @@ class RecomputedLayers:
 
 
 class RecomputationBound:
-    """Lower bounds of the forward time that recomputation repeats, for all intervals on one kind of device."""
+    """Lower bounds on the forward time that recomputation adds, for all intervals on one kind of device."""
 
     def __init__(
         self,
@@ -99,15 +100,15 @@ class RecomputationBound:
         measured: Sequence[LayerMeasurement],
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`measured` are the layers; `deadline` ends the making of the tables with OutOfTime."""
+        """`measured` are the measurements of all layers; after `deadline`, making the tables raises OutOfTime."""
         forward = np.array([m.forward_ns for m in measured], dtype=np.float64)
         stash = np.array([m.stash_bytes for m in measured], dtype=np.float64)
         densities = np.unique(forward[stash > 0] / stash[stash > 0])
-        # Those at which all stashes together cost more than 64 bits hold are left out, in which sums would be wrong.
+        # Large multipliers, with which the sums below would overflow 64 bits, are left out.
         densities = densities[densities * (1 + stash.sum()) < float(INF >> 1)]
         chosen = np.unique(np.linspace(0, len(densities) - 1, min(NUM_MULTIPLIERS, len(densities))).astype(int))
         self._multipliers = [float(densities[i]) for i in chosen]
-        # What layers that save more than the multiplier asks for give away at it. [multipliers][intervals]
+        # sum over the layers of max(0, ns * stash - F), as in `least_ns`. [multipliers][intervals]
         surplus = [np.ceil(np.maximum(0, ns * stash * (1 + EPSILON) - forward)) for ns in self._multipliers]
         self._surplus: list[IntArray] = []
         for of_layers in surplus:
@@ -115,8 +116,8 @@ class RecomputationBound:
             self._surplus.append(intervals.sums([int(value) for value in of_layers]))
 
     def least_ns(self, saved_bytes: IntArray, rows: Rows) -> IntArray:
-        """Returns a lower bound of F of any layers of each interval whose stashes have a number of bytes. [rows]"""
-        # For any multiplier: F >= ns * saved - sum over the layers of max(0, ns * stash - F).
+        """Returns a lower bound on F of any layers of an interval whose stashes have `saved_bytes` together. [rows]"""
+        # For any multiplier ns: F >= ns * saved - sum over the layers of max(0, ns * stash - F).
         least = np.zeros(saved_bytes.shape, dtype=np.int64)
         saved = np.minimum(saved_bytes, INF >> 8).astype(np.float64)
         for ns, surplus in zip(self._multipliers, self._surplus, strict=True):
@@ -127,7 +128,12 @@ class RecomputationBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Bounds by kind of device, and the choice, at one micro-batch size."""
+    """What the searches need to know of recomputation, at one micro-batch size.
+
+    Attributes:
+        bounds: lower bounds on the time, by kind of device.
+        choice: chooses the layers.
+    """
 
     bounds: Mapping[str, RecomputationBound]
     choice: "LayerChoice"
@@ -137,7 +143,7 @@ class LayerChoice:
     """Chooses the recomputed layers of stages, at one micro-batch size.
 
     Attributes:
-        has_host_times: whether actions may take as long as the host needs, not the device.
+        has_host_times: whether profiles have times of the host, which an action may take instead of the device's.
     """
 
     def __init__(
@@ -147,7 +153,7 @@ class LayerChoice:
         microbatch_size: int,
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """After `deadline` stages recompute all of their layers, which may not be the best choice."""
+        """After `deadline`, stages recompute all of their layers, which may not be the best choice."""
         self.deadline = deadline
         first = next(iter(profiles.values()))
         self._names = [layer.name for layer in first.layers]
@@ -172,13 +178,14 @@ class LayerChoice:
     def best(
         self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, *, whole_fits: bool
     ) -> RecomputedLayers | None:
-        """Returns which of the layers [begin, end) to recompute, None if the stage does not fit with any.
+        """Returns which of the layers [begin, end) to recompute; None if the stage fits with no choice.
 
-        It has the least sum of F; with replicas of several kinds, summed over the kinds.
+        The choice has the least sum of F; if the replicas are of several kinds, F is summed over the kinds.
 
         Args:
-            first_kind: of the first replica, whose profile gives the sizes of tensors.
-            whole_fits: whether the stage fits if all of it is recomputed, from its input.
+            limits: the states of all replicas.
+            first_kind: the kind of the first replica's device, whose profile gives the sizes of tensors.
+            whole_fits: whether the stage fits if all of it is recomputed from its input.
         """
         key = begin, end, first_kind, tuple(sorted(set(limits), key=repr))
         if key not in self._found and whole_fits and self._is_too_wide(begin, end, first_kind):
@@ -190,8 +197,8 @@ class LayerChoice:
             knapsack = LayerKnapsack([stage], room, self.deadline)
             upper_bound_ns = sum(stage.forward_ns) if whole_fits else INF
             best = self._solve(knapsack, upper_bound_ns, MAX_LABELS)
-            # The least F on the device need not be the least if the host is slower, or on a device of another speed if
-            # members exchange data.
+            # The choice with the least F on the device need not be the fastest if the host is slower, or at another
+            # speed if members exchange data, which the speed does not divide.
             is_best = best.is_best and len(kinds) == 1 and self._is_in_proportion and not self.has_host_times
             if best.total_ns < upper_bound_ns:
                 self._found[key] = RecomputedLayers(layers=best.layers, is_best=is_best)
@@ -212,13 +219,14 @@ class LayerChoice:
         input_bytes: Sequence[int],
         weights: Sequence[int],
     ) -> KnapsackSolution:
-        """Returns which layers of the stages of a device to recompute: those of the least weighted sum of F.
+        """Returns which layers of the stages of a device to recompute: the choice with the least weighted sum of F.
 
         Args:
-            stages: (begin, end) of each.
-            kind: of the device.
+            stages: (begin, end) of the layers of each stage.
+            limits: the states of the device.
+            kind: the kind of the device.
             input_bytes: what a micro-batch of each stage keeps if all of it is recomputed. [stages]
-            weights: what each nanosecond of a stage counts. [stages]
+            weights: the factor by which F of each stage is multiplied. [stages]
         """
         key = tuple(stages), tuple(sorted(set(limits), key=repr)), kind, tuple(input_bytes), tuple(weights)
         if key not in self._found_together:
@@ -230,7 +238,7 @@ class LayerChoice:
                     replace(
                         of_stage,
                         forward_ns=[weights[s] * ns for ns in of_stage.forward_ns],
-                        # Of a stage that is too wide, all layers or none.
+                        # A stage with too many tensors in use at once recomputes all or nothing.
                         may_recompute=(False,) * (end - begin) if wide[s] else of_stage.may_recompute,
                         input_bytes=input_bytes[s],
                     )
@@ -243,7 +251,7 @@ class LayerChoice:
     def _items(
         self, begin: int, end: int, first_kind: str, kinds: Sequence[str], limits: Sequence[MemoryLimit]
     ) -> StageItems:
-        """The layers of a stage whose replicas are of some kinds; running a layer again costs the sum over these."""
+        """Returns the layers of a stage on replicas of some kinds; running one again costs the sum over the kinds."""
         return StageItems(
             begin=begin,
             forward_ns=[sum(self._forward_ns[kind][i] for kind in kinds) for i in range(begin, end)],
@@ -255,7 +263,7 @@ class LayerChoice:
         )
 
     def _solve(self, knapsack: LayerKnapsack, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
-        """Returns a choice below an upper bound: a first one from few labels, whose time then bounds the exact one."""
+        """Returns a choice below an upper bound: first one from few labels, whose time bounds the search with more."""
         first = knapsack.solve(upper_bound_ns, FEW_LABELS)
         if first.is_best or self.deadline.is_over:
             return first
@@ -264,7 +272,7 @@ class LayerChoice:
         return replace(better, is_best=found.is_best)
 
     def _is_too_wide(self, begin: int, end: int, kind: str) -> bool:
-        """Returns whether a long stage has so many tensors in use at once that its choices are not gone through."""
+        """Returns whether a stage is long and has too many tensors in use at once to be solved exactly."""
         if end - begin <= MAX_BRANCHED_LAYERS:
             return False
         change = [0] * (end - begin + 1)
@@ -274,7 +282,7 @@ class LayerChoice:
         return max(accumulate(change)) > MAX_SIDE_BY_SIDE
 
     def _tensors(self, begin: int, end: int, kind: str) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Returns (producer or -1, bytes, users) of the tensors that layers [begin, end) use; numbers from 0."""
+        """Returns `StageItems.tensors` for layers [begin, end): (producer or -1, bytes, users)."""
         producer = {name: i - begin for i in range(begin, end) for name in self._outputs[i]}
         users: dict[str, list[int]] = {}
         for i in range(begin, end):

@@ -1,14 +1,15 @@
 """Times of a stage on a placement, and whether it fits, for every layer interval that it may hold.
 
-Letters of the bounds (`lower_bound.py`) and the names here, per micro-batch and minimized over the replicas:
+The bounds (`branch_and_bound/lower_bound.py`) use letters for these times. They are per micro-batch, in ns, and the
+minimum over the replicas:
 
     f  forward_ns             F
-    r  critical_backward_ns   the part of the backward that must end before the stage before can begin its own: B, or
-                              I alone if the schedule splits the backward
+    r  critical_backward_ns   the part of the backward that must end before the previous stage can begin its own: B, or
+                              only I if the schedule splits the backward
     e  finish_ns              what must follow the last r: W if it is separate, the all-reduces, the update
     b  microbatch_ns - f      B, or I + W
 
-Shapes: `[n]`, where n are the intervals asked for, of all intervals or of those with one begin.
+Shapes: `[rows]`, one entry per interval asked for.
 """
 
 from collections.abc import Hashable, Sequence
@@ -33,23 +34,23 @@ from bapipe.planner.stages.stage_memory import StageMemory
 from bapipe.schedules.table import Phase
 
 MAX_CACHED_ROWS = 20_000
-"""Rows of candidates (one placement and one begin) that are kept."""
+"""Maximum number of rows of candidates (all intervals of one placement with one begin) in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCandidates:
-    """A stage with each of n intervals. Arrays are [n].
+    """A stage on one placement with each of several intervals. All arrays are [rows].
 
     Attributes:
-        fits: whether its devices can hold it; with recomputation, False only if they cannot.
-        recompute: whether they hold it with recomputation only.
-        forward_ns, critical_backward_ns: f and r.
-        finish_ns: e, what must follow r of the last micro-batch.
-        replica_critical_ns: for distinct replicas, how many micro-batches they run, and f and r of all of them.
-        replica_work_ns: for the same replicas, their number in the placement, and all their work: F, I, W of all
-            micro-batches, then all-reduces and update.
+        fits: whether the constraints allow the interval and the devices can hold it. With recomputation this is only a
+            necessary condition.
+        recompute: whether the interval fits only with recomputation.
+        forward_ns, critical_backward_ns, finish_ns: f, r and e.
+        replica_critical_ns: for each distinct replica, (number of its micro-batches, their f + r together).
+        replica_work_ns: for the same replicas, (index in the placement, all work of a step): F and backward of all its
+            micro-batches, the all-reduces and the update.
         max_backward_work_ns: the maximum over the replicas of that work without F.
-        microbatch_ns: F, I and W of a micro-batch.
+        microbatch_ns: f + b.
     """
 
     fits: BoolArray
@@ -63,7 +64,7 @@ class StageCandidates:
     microbatch_ns: IntArray
 
     def select(self, j: int) -> "StageCandidates":
-        """Returns the j-th interval alone: arrays of one entry."""
+        """Returns the j-th interval only: arrays of one entry."""
         at = slice(j, j + 1)
         return StageCandidates(
             fits=self.fits[at],
@@ -80,14 +81,14 @@ class StageCandidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCost:
-    """A stage with each of n intervals on one of its replicas. Arrays are [n].
+    """One replica of a stage with each of several intervals. Arrays are [rows].
 
     Attributes:
-        index: the number of the replica.
-        num_microbatches: how many it runs.
-        forward_ns, critical_backward_ns: f and r.
+        index: the index of the replica in the placement.
+        num_microbatches: how many it runs in a step.
+        forward_ns, critical_backward_ns: f and r of this replica.
         deferred_ns: the W of a micro-batch if it is separate from r, else 0.
-        sync_ns: all-reduces and update, after the last action.
+        sync_ns: all-reduces and update, from the end of the last action.
     """
 
     index: int
@@ -99,12 +100,12 @@ class ReplicaCost:
 
 
 class StageCostTable:
-    """The stages of all placements at one micro-batch size.
+    """The costs of stages on any placement, at one micro-batch size.
 
     Attributes:
-        times: those of each interval, by device class.
-        memory: which stages fit.
-        transfers: between two stages.
+        times: the times of each interval. [device classes]
+        memory: which intervals fit on a placement.
+        transfers: the transfers between two placements.
     """
 
     def __init__(
@@ -118,15 +119,15 @@ class StageCostTable:
         transfers: CutTransfers,
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`deadline` ends the making of tables with OutOfTime."""
+        """After `deadline`, making a table raises OutOfTime."""
         self.intervals, self.classes, self.links, self._deadline = intervals, classes, links, deadline
         self.times, self.memory, self.transfers = times, memory, transfers
         self._all_reduce_done_ns: dict[Hashable, IntArray] = {}
         self._rows: dict[tuple[StagePlacement, int], StageCandidates] = {}
 
     def candidates_from(self, placement: StagePlacement, begin: int) -> StageCandidates:
-        """Returns the stages that begin at a boundary: entry j ends at boundary begin + 1 + j."""
-        # Best-first search and dives come back to the same placement and begin: keep the row.
+        """Returns the candidates that begin at a boundary: entry j ends at boundary begin + 1 + j."""
+        # Best-first search and dives return to the same placement and begin, so rows are cached.
         key = (placement, begin)
         if key not in self._rows:
             if len(self._rows) > MAX_CACHED_ROWS:
@@ -135,7 +136,7 @@ class StageCostTable:
         return self._rows[key]
 
     def candidates(self, placement: StagePlacement, rows: Rows) -> StageCandidates:
-        """Returns the stages with the intervals in `rows`."""
+        """Returns the candidates with the intervals `rows`."""
         replicas = [self.replica_cost(placement, k, rows) for k in placement.distinct_replicas()]
         fits, recompute, again_ns = self.memory.fitting(placement, rows)
         if again_ns:
@@ -149,7 +150,7 @@ class StageCostTable:
         microbatch_ns = [
             replica.forward_ns + ns + replica.deferred_ns for ns, replica in zip(critical_ns, replicas, strict=True)
         ]
-        # Bound "work" of each replica: n (f + b), then all-reduces and update. [replicas][n]
+        # Bound "work" of each replica: n (f + b), then all-reduces and update. [replicas][rows]
         counts = [replica.num_microbatches for replica in replicas]
         work_ns = [
             count * each + replica.sync_ns for count, replica, each in zip(counts, replicas, microbatch_ns, strict=True)
@@ -157,8 +158,7 @@ class StageCostTable:
         return StageCandidates(
             fits=fits,
             recompute=recompute,
-            # f, r and e are minima over the replicas: a bound that uses them holds on whichever replica a micro-batch
-            # runs (docs/algorithm.md, Notation).
+            # f, r and e are minima over the replicas, so bounds that use them hold for a micro-batch on any replica.
             forward_ns=least_of(replica.forward_ns for replica in replicas),
             critical_backward_ns=least_of(critical_ns),
             finish_ns=least_of(replica.deferred_ns + replica.sync_ns for replica in replicas),
@@ -166,7 +166,7 @@ class StageCostTable:
                 (count, count * (replica.forward_ns + backward_ns))
                 for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
             ),
-            # The work of one replica is not a minimum: the bounds "work" and "return" are stated for each replica.
+            # The bounds "work" and "return" hold for each replica by itself, so they need no minimum.
             replica_work_ns=tuple((replica.index, work) for replica, work in zip(replicas, work_ns, strict=True)),
             max_backward_work_ns=greatest_of(
                 work - count * replica.forward_ns
@@ -178,9 +178,9 @@ class StageCostTable:
     def _with_recomputation(
         self, placement: StagePlacement, replica: ReplicaCost, rows: Rows, recompute: BoolArray, again_ns: IntArray
     ) -> ReplicaCost:
-        """Returns lower bounds of a replica that repeats F at the start of every backward in some intervals.
+        """Returns lower bounds for a replica that, where `recompute` says so, runs F again in every backward.
 
-        In these, the host's times do not count: the host may need less for the repeated F than the device.
+        There only the device's times count, because the host may need less than the device for the F that is added.
         """
         on_device = self.replica_cost(placement, replica.index, rows, on_device=True)
         return ReplicaCost(
@@ -195,7 +195,7 @@ class StageCostTable:
         )
 
     def replica_cost(self, placement: StagePlacement, k: int, rows: Rows, *, on_device: bool = False) -> ReplicaCost:
-        """Returns the k-th replica of a placement with some intervals; `on_device` without the host's times."""
+        """Returns the cost of the k-th replica of a placement; with `on_device`, without the host's times."""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         times = self.times[c].on_device if on_device else self.times[c]
         forward, critical, deferred = self._action_times(placement, times, rows)
@@ -209,10 +209,10 @@ class StageCostTable:
         )
 
     def device_times(self, placement: StagePlacement, c: int, rows: Rows) -> tuple[IntArray, IntArray]:
-        """Returns F and the least r of some intervals on a device of class `c`, which add up over stages.
+        """Returns lower bounds on F and r of some intervals on a device of class `c` that may be summed over layers.
 
-        So without the host's times; and where I runs apart from W, r is no more than B, which a stage that sends no
-        gradient back takes for its W.
+        These are the device's times, because the host's do not add up over layers. If the backward is split, r is the
+        smaller of I and B: a stage that sends no gradient back has all of B in its W.
         """
         times = self.times[c].on_device
         forward, critical, _ = self._action_times(placement, times, rows)
@@ -221,23 +221,23 @@ class StageCostTable:
     def _action_times(
         self, placement: StagePlacement, times: IntervalTimes, rows: Rows
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """F, r and what is left of the backward after r, of some intervals."""
+        """Returns F, r and what is left of the backward after r. All [rows]."""
         at = times.at(rows)
         backward = at.backward_ns
-        # r and W: without a split, the stage before waits for the whole B, and nothing of the backward is left.
+        # Without a split, the previous stage waits for the whole B, and nothing of the backward is left.
         critical, deferred = backward, np.zeros_like(backward)
         if placement.schedule.has_split_backward:
             critical, deferred = at.input_grad_ns, at.weight_grad_ns
             if placement.schedule.has_full_backward:
-                # Some micro-batches run B, others I and W: take the minimum of both, part by part.
+                # Some micro-batches run B, others I and W: the minimum of both, for the sum and for r.
                 total = np.minimum(critical + deferred, backward)
                 critical = np.minimum(critical, total)
                 deferred = total - critical
         return at.forward_ns, critical, deferred
 
     def all_reduce_ns(self, placement: StagePlacement, c: int, times: IntervalTimes, rows: Rows) -> IntArray:
-        """The minimum time that the all-reduces take after the last action of a device of class `c`."""
-        # All-reduces of a device with several stages go on while it runs another stage.
+        """Returns a lower bound on the time of all-reduces after the last action of a device of class `c`. [rows]"""
+        # On a device with several stages, all-reduces may overlap with the actions of another stage.
         if placement.num_replicas == 1 and not (times.has_group_sums and placement.position is None):
             return np.zeros(self.intervals.begins[rows].shape, dtype=np.int64)
         after_last = []
@@ -255,5 +255,5 @@ class StageCostTable:
             at = times.at(rows)
             action_ns = at.backward_ns if full_backward else at.weight_grad_ns
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))
-        # Replicas may end with B or with W: the minimum holds for both.
+        # If some replicas end with B and others with W, the minimum holds for both.
         return least_of(after_last)

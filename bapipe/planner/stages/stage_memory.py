@@ -1,6 +1,6 @@
-"""Which stages fit into the memory of their devices, for every layer interval, and what they recompute for it.
+"""Which layer intervals fit into the memory of a placement's devices, and which layers they recompute to fit.
 
-Shapes: `[n]`, where n are the intervals asked for, of all intervals or of those with one begin.
+Shapes: `[rows]`, one entry per interval asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,15 @@ from bapipe.planner.stages.recomputation import MemoryLimit, Recomputation, Reco
 from bapipe.simulator.interval_costs import at_speed
 
 ForbiddenIntervals = Callable[[StagePlacement, Rows], BoolArray | None]
-"""Which of some intervals constraints forbid on a placement; None if they forbid none."""
+"""Returns which of some intervals constraints forbid on a placement; None if they forbid none. [rows]"""
 
 
 class StageMemory:
-    """The memory of the stages of all placements at one micro-batch size.
+    """The memory of stages on any placement, at one micro-batch size.
 
     Attributes:
-        of_class: the bytes of each interval, by device class.
+        of_class: the bytes of each interval. [device classes]
+        recomputation: how layers are recomputed; None if they must not be.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class StageMemory:
         recomputation: Recomputation | None,
         forbidden: ForbiddenIntervals,
     ) -> None:
-        """Without `recomputation` no layer may be recomputed."""
+        """`forbidden` are the intervals that the constraints forbid on a placement."""
         self.intervals, self.classes, self.of_class = intervals, classes, of_class
         self.recomputation, self._forbidden = recomputation, forbidden
 
@@ -43,7 +44,11 @@ class StageMemory:
         return self.recomputation is not None
 
     def fitting(self, placement: StagePlacement, rows: Rows) -> tuple[BoolArray, BoolArray, dict[int, IntArray]]:
-        """Returns which intervals fit, which of them with recomputation only, and the F that it adds (if any do)."""
+        """Returns which intervals fit, which of these only with recomputation, and the F that recomputation adds.
+
+        The F is a lower bound in ns, by device class, for the intervals that need recomputation; {} if none do. For
+        these, to fit is only a necessary condition: `recomputed_layers` decides. All arrays are [rows].
+        """
         fits_plain = self._shortfall_bytes(placement, rows, recompute=False) <= 0
         fits, recompute = fits_plain, np.zeros(fits_plain.shape, dtype=bool)
         again_ns: dict[int, IntArray] = {}
@@ -58,10 +63,10 @@ class StageMemory:
         return fits, recompute, again_ns if recompute.any() else {}
 
     def recomputed_ns(self, placement: StagePlacement, rows: Rows) -> dict[int, IntArray]:
-        """Returns for each class of the replicas a lower bound of the F that recomputation adds; `INF` if none fits.
+        """Returns for each device class of the placement a lower bound on the F that recomputation adds, in ns. [rows]
 
-        Without the tensors between layers that are recomputed and layers that are not, a state fits if
-        kept * (stash - saved) + in_backward * saved <= room; replicas of one kind recompute the same layers. [rows]
+        `INF` where no recomputation suffices. If the tensors between recomputed layers and others are ignored, a state
+        fits if kept * (stash - saved) + in_backward * saved <= room. Replicas of one kind recompute the same layers.
         """
         assert self.recomputation is not None
         least_saved: dict[str, IntArray] = {}
@@ -83,7 +88,7 @@ class StageMemory:
         return again_ns
 
     def recomputed_layers(self, placement: StagePlacement, begin: int, end: int) -> RecomputedLayers | None:
-        """Returns the layers that a stage between two boundaries recomputes; None if it does not fit with any."""
+        """Returns the layers that a stage between two boundaries recomputes; None if no choice makes it fit."""
         number = self.intervals.row(begin).start + end - begin - 1
         row = slice(number, number + 1)
         if self._shortfall_bytes(placement, row, recompute=False)[0] <= 0:
@@ -110,7 +115,7 @@ class StageMemory:
         )
 
     def _room_bytes(self, placement: StagePlacement, k: int, rows: Rows, num_before_weight_grad: int) -> IntArray:
-        """What is left on replica k for the stashes, after all else. [rows]"""
+        """Returns the bytes left for stashes on replica k in a state with some micro-batches before their W. [rows]"""
         c, load = placement.device_classes[k], placement.schedule.replicas[k]
         memory = self.of_class[c]
         room = self.classes[c].limit_bytes - memory.static_bytes[rows]
@@ -123,7 +128,10 @@ class StageMemory:
         return room
 
     def shortfall_bytes(self, placement: StagePlacement) -> IntArray:
-        """Returns for every interval the shortfall of the replica with the largest one; `INF` if forbidden."""
+        """Returns the bytes that the worst replica lacks, with all or nothing recomputed, as is better. [intervals]
+
+        `INF` if the interval is forbidden; negative or 0 if it fits.
+        """
         shortfall = self._shortfall_bytes(placement, slice(None), recompute=False)
         if self.may_recompute:
             shortfall = np.minimum(shortfall, self._shortfall_bytes(placement, slice(None), recompute=True))
@@ -131,10 +139,10 @@ class StageMemory:
         return shortfall if forbidden is None else np.where(forbidden, INF, shortfall)
 
     def _shortfall_bytes(self, placement: StagePlacement, rows: Rows, *, recompute: bool) -> IntArray:
-        """The bytes by which the worst replica exceeds its device's limit; negative if all fit. [n]
+        """Returns the bytes by which the worst replica exceeds its device's limit; negative if all have room. [rows]
 
-        As the simulator counts: static bytes, receive buffers of all micro-batches of the step, and the maximum over
-        the schedule's peaks of what is in flight.
+        As in the simulator, a device holds the static bytes, receive buffers for all of its micro-batches of the step,
+        and what is in flight: the maximum over the memory peaks of the schedule.
         """
         shortfalls = []
         for k in placement.distinct_replicas():

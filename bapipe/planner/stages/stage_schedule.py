@@ -1,4 +1,4 @@
-"""The order of one stage, shared among its replicas: what the bounds and the memory check need to know of it.
+"""What the order of a schedule means for one stage and its replicas: as much as bounds and memory checks need.
 
 A stage on R replicas runs micro-batch m on replica m mod R, and every replica keeps the order of the schedule. Two
 numbers describe how forwards and backwards alternate on a replica:
@@ -6,7 +6,7 @@ numbers describe how forwards and backwards alternate on a replica:
     max_in_flight   d   F of micro-batch m + d comes after the backward of micro-batch m
     forwards_ahead  a   F of micro-batch m + a comes before the backward of micro-batch m
 
-so 1F1B on the stage that is s-th from the end has d = s + 1 and a = s, and GPipe with M micro-batches d = M.
+For example, 1F1B has d = k + 1 and a = k at a stage with k stages after it; GPipe with M micro-batches has d = M.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class ReplicaLoad:
 
     Attributes:
         num_microbatches: how many it runs.
-        memory_peaks: the states in which its memory can be at its maximum: no peak is dominated by another one, so the
-            peak in bytes is the maximum over these whatever the layers' sizes are.
+        memory_peaks: the Pareto-maximal states of its memory. Whatever the sizes of the layers, the peak in bytes is
+            the maximum over these states.
     """
 
     num_microbatches: int
@@ -32,15 +32,15 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSchedule:
-    """An order of one stage, shared among its replicas.
+    """The order of one stage, shared among its replicas.
 
     Attributes:
         replicas: the load of each replica.
-        max_in_flight: d, on any replica: F of micro-batch m + d follows B or I of micro-batch m on the same replica.
-        forwards_ahead: a, on every replica: F of micro-batch m + a comes before B or I of micro-batch m on the same
-            replica, if there is a micro-batch m + a.
-        phases: the phases in the order.
-        last_phases: the phases that can come last on a replica: B, W, or both.
+        max_in_flight: d: on every replica, F of micro-batch m + d comes after B or I of micro-batch m.
+        forwards_ahead: a: on every replica, F of micro-batch m + a comes before B or I of micro-batch m, if there is a
+            micro-batch m + a.
+        phases: the phases that occur in the order.
+        last_phases: the phases of the last actions of the replicas: B, W, or both.
     """
 
     replicas: tuple[ReplicaLoad, ...]
@@ -51,7 +51,7 @@ class StageSchedule:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of all replicas."""
+        """The micro-batches of a step, on all replicas together."""
         return sum(replica.num_microbatches for replica in self.replicas)
 
     @property
@@ -61,19 +61,20 @@ class StageSchedule:
 
     @property
     def has_full_backward(self) -> bool:
-        """Whether there is a B."""
+        """Whether some micro-batch has a B, not I and W."""
         return Phase.BACKWARD in self.phases
 
 
 def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedule:
     """Returns the order of a stage shared among `num_replicas` replicas. O(actions)."""
-    # Micro-batch m runs on replica m mod R, in the order that the table has. [replicas][actions]
+    # Micro-batch m runs on replica m mod R; each replica keeps the order of the schedule. [replicas][actions]
     orders = [[action for action in order if action.microbatch % num_replicas == k] for k in range(num_replicas)]
     in_flight = [_in_flight_at_backwards(actions, num_replicas) for actions in orders]
-    # If c forwards, from the k-th micro-batch's own on, come before its backward, then F of the (k + c)-th comes after
-    # it and F of the (k + c - 1)-th before it. For all k, d is the maximum of c, and a the minimum less 1.
+    # Let c be the number of F, from that of the k-th micro-batch on, that come before its backward. Then F of the
+    # (k + c)-th comes after this backward and F of the (k + c - 1)-th before it. Over all k, d is the maximum of c, and
+    # a is the minimum of c less 1.
     max_in_flight = max(max(counts, default=1) for counts in in_flight)
-    # The last micro-batches of a replica have fewer forwards ahead only because there are no more: leave these out.
+    # For the last micro-batches of a replica c is small only because no F are left, so they do not count for a.
     min_in_flight = min(
         (count for counts in in_flight for m, count in enumerate(counts) if m + count < len(counts)),
         default=max_in_flight,
@@ -86,7 +87,7 @@ def stage_schedule_of(order: Sequence[Action], num_replicas: int) -> StageSchedu
             )
             for actions in orders
         ),
-        # Counted in micro-batches of the replica, which are `num_replicas` apart.
+        # The counts are of micro-batches of one replica, which are `num_replicas` apart.
         max_in_flight=max_in_flight * num_replicas,
         forwards_ahead=(min_in_flight - 1) * num_replicas,
         phases=frozenset(action.phase for action in order),
@@ -101,7 +102,7 @@ def runs_forwards_first(order: Sequence[Action]) -> bool:
 
 
 def _in_flight_at_backwards(order: Sequence[Action], num_replicas: int) -> list[int]:
-    """For every micro-batch of a replica, how many F, its own one and later ones, come before its B or I."""
+    """Returns for every micro-batch of a replica how many F, from its own on, come before its B or I."""
     num_forwards = 0
     in_flight: dict[int, int] = {}
     for _, phase, microbatch in order:
