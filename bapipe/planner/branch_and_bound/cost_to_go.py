@@ -1,15 +1,15 @@
-"""Admissible cost-to-go: the minimum that all stages still to come add to the step, wherever they are cut.
+"""Admissible cost-to-go: a lower bound on what all stages still to come add to the step, wherever they are cut.
 
-One backward dynamic programme over placements (last to first) and boundaries. For a placement p and a boundary i it
-gives what a stage on p that begins at i, and all stages after it, add at least: a minimum over the end j of the stage
-and over the placement of the next one. Each of the eight quantities of `CostToGo` is minimized on its own, by cuts and
-placements of its own; that is the relaxation, and why their combination never exceeds the cost of any completion.
+A backward dynamic programme over placements (last to first) and boundaries. For a placement p and a boundary i it gives
+lower bounds for a stage on p that begins at i together with all later stages: minima over the end j of the stage and
+the placement of the next one. Each of the eight quantities of `CostToGo` has a minimum of its own, attained by cuts and
+placements of its own. That is a relaxation, so combining them never exceeds the cost of any completion.
 
-Sync classes. A short trip back for the last micro-batch needs stages that have nothing to do after it (small e), and
-little work per device needs replicas, whose all-reduces make e large: minimized on their own, both would be claimed at
-once. So completions are partitioned by the largest e that occurs in them, at the thresholds `sync_limits_ns`; each
-quantity is minimized per class, and a bound is the minimum over the classes of the maximum of its terms. The notation
-and the names of the bounds are those of `lower_bound.py`.
+Sync classes. If the last micro-batch is to return soon, stages must have little to do after it (a small e). If each
+device is to have little work, there must be replicas, whose all-reduces make e large. Minima of their own would assume
+both at once. So completions are divided into classes by their largest e, at the thresholds `sync_limits_ns`. Each
+quantity is minimized within a class, and a bound is the minimum over the classes of the maximum of its terms. The
+notation and the names of the bounds are those of `lower_bound.py`.
 
 Shapes: C sync classes, N successors of a placement, B = K + 1 boundaries.
 """
@@ -37,20 +37,21 @@ from bapipe.planner.stages.placements import StagePlacement, in_postorder
 from bapipe.planner.stages.stage_candidates import StageCandidates, StageCostTable
 
 UNUSED = np.zeros(0, dtype=np.int64)
-"""Stands for quantities that the schedule at hand does not need."""
+"""Stands for quantities that the current schedule does not need."""
 
 
 class CostToGo(NamedTuple):
-    """The minimum that a placement and those after it add, counted from the first F there. All [C, B].
+    """Lower bounds for a stage on a placement and all later stages, in ns from the start of its first F. All [C, B].
 
     Attributes:
-        round_trip: one micro-batch to the last stage and back, its backward here included.
-        last: the same for the last micro-batch, and until the updates are done that its way back allows.
+        round_trip: one micro-batch to the last stage and back, with its F and r here.
+        last: from the start of the last F here until the updates that must follow its way back are done.
         done: until all updates are done.
-        returned: until the last r of the placement is over and the gradients before it have been sent back.
-        total_work: F and B of one micro-batch, summed over the stages.
-        forwards: for forwards-first schedules, what F of all micro-batches add to those of the first one.
-        backwards_done, backwards_returned: for these schedules, `done` and `returned` if only backwards remained.
+        returned: until the last r here is over and all gradients but the last have been sent back.
+        total_work: F and B of one micro-batch, summed over the stages; 0 unless devices have several stages.
+        forwards: for forwards-first schedules, how much later one of the final micro-batches reaches the last stage
+            than the first one does.
+        backwards_done, backwards_returned: for these schedules, `done` and `returned` if only backwards remain.
     """
 
     round_trip: IntArray
@@ -65,15 +66,16 @@ class CostToGo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """From a placement to each of its successors, at every boundary. Rows: successors, each with all its sync classes.
+    """The steps from a placement to each of its successors, at every boundary. A row per successor and sync class.
 
     Attributes:
         send_ns, grad_ns: x and y, transfers of one micro-batch to the next stage and back. [N * C, B]
-        busy_send_ns, busy_grad_ns: all micro-batches on the busiest link to the next stage and back. [N * C, B]
-        num_earlier: micro-batches that cross a link before the last micro-batch does. [N * C, 1]
-        num_before_final: those that cross it before one of the final micro-batches does, one per replica of the last
-            stage. [N * C, 1]
-        cost_to_go: of the successors. [N * C, B]
+        busy_send_ns, busy_grad_ns: all micro-batches that cross the busiest link, to the next stage and back.
+            [N * C, B]
+        num_earlier: how many micro-batches cross the last micro-batch's link before it. [N * C, 1]
+        num_before_final: how many cross a link before one of the final micro-batches; these are the last ones, as
+            many as the last stage has replicas. [N * C, 1]
+        cost_to_go: that of the successors. [N * C, B]
     """
 
     send_ns: IntArray
@@ -86,12 +88,12 @@ class Transitions:
 
     @property
     def beyond_ns(self) -> IntArray:
-        """One micro-batch from the end of F of a stage until its gradients are back. [N * C, B]"""
+        """The time of one micro-batch from the end of its F here until its gradients are back. [N * C, B]"""
         return self.send_ns + self.grad_ns + self.cost_to_go.round_trip
 
     @property
     def busy_link_ns(self) -> IntArray:
-        """As `beyond_ns`, while all micro-batches cross the link in one direction. [N * C, B]"""
+        """The same, if all micro-batches on the busiest link must cross it in one direction. [N * C, B]"""
         one_way = np.maximum(self.busy_send_ns + self.grad_ns, self.send_ns + self.busy_grad_ns)
         busy_link_ns: IntArray = self.cost_to_go.round_trip + one_way
         return busy_link_ns
@@ -111,9 +113,9 @@ class Transitions:
 
 
 class CostToGoTable:
-    """The cost-to-go of one schedule and micro-batch size, computed when first asked for.
+    """The cost-to-go for one schedule and micro-batch size, computed when first needed.
 
-    A placement takes O(C * K**2 + N * C * K) time.
+    Takes O(C * K**2 + N * C * K) time for each placement.
     """
 
     def __init__(
@@ -130,8 +132,13 @@ class CostToGoTable:
         """Makes an empty table.
 
         Args:
+            num_microbatches: micro-batches of the step.
             sync_limits_ns: the ascending thresholds of e between the sync classes.
-            rows: the numbers of the intervals that each placement may have, by `sharing_key`; without, it may have all.
+            forwards_first: whether the bound of that name is used.
+            enabled: the bounds to use, by name.
+            deadline: after it, the first use of a placement raises OutOfTime.
+            rows: the indices of the intervals that a stage on each placement may have, by `sharing_key`; None if it may
+                have any.
         """
         self._deadline = deadline
         self.costs, self.num_microbatches, self.forwards_first = costs, num_microbatches, forwards_first
@@ -142,7 +149,7 @@ class CostToGoTable:
         self._transitions: dict[StagePlacement, Transitions | None] = {}
 
     def of(self, placement: StagePlacement) -> CostToGo:
-        """Returns the cost-to-go of a placement. Placements with equal symmetry keys share it."""
+        """Returns the cost-to-go of a placement, the same object for equal `sharing_key`. Arrays are [C, B]."""
         for other in in_postorder([placement], lambda each: sharing_key(each) in self._cost_to_go):
             self._deadline.check()
             self._cost_to_go[sharing_key(other)] = self._compute(other)
@@ -166,7 +173,7 @@ class CostToGoTable:
         num_not_final = max(0, self.num_microbatches - _num_final(placement))
 
         def per_class(values: Sequence[object]) -> IntArray:
-            """A row per successor, repeated for its sync classes."""
+            """Returns a row per successor and sync class."""
             return np.repeat(np.array(values), self.num_classes, axis=0)
 
         return Transitions(
@@ -176,27 +183,27 @@ class CostToGoTable:
             busy_grad_ns=per_class([every for _, every in grads]),
             num_earlier=per_class([[(self.num_microbatches - 1) // count] for count in num_links]),
             num_before_final=per_class([[num_not_final // count] for count in num_links]),
-            # The tables of the successors one below the other: N tables of [C, B] become [N * C, B].
+            # Concatenates the tables of the successors: N tables of [C, B] become [N * C, B].
             cost_to_go=CostToGo(*map(np.concatenate, zip(*map(self.of, successors), strict=True))),
         )
 
     def _compute(self, placement: StagePlacement) -> CostToGo:
+        """Returns the cost-to-go of a placement, from that of its successors."""
         intervals = self._intervals(placement)
         transitions = self.transitions(placement) if len(intervals.begins) else None
-        # No interval is possible, or too few devices remain: no completion.
+        # There is no completion if no interval is possible, or too few devices remain.
         if not len(intervals.begins) or (transitions is None and not placement.is_last):
             infinite = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)
             return CostToGo(*[infinite] * len(CostToGo._fields))
         stage = self.costs.candidates(placement, intervals.rows)  # [intervals]
         following = self._following(placement, transitions)  # [C, B]
-        own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # of each interval's own e. [intervals]
+        own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # the class of this stage's e. [intervals]
         by_class = [_with_lower_classes(values) for values in following]  # [2C * B] each
-        # One minimization per sync class: over the completions whose largest e is in that class, this stage included
-        # (docs/algorithm.md, Cost-to-go).
+        # For each sync class, a minimum over the completions whose largest e, with that of this stage, is in the class.
         rows = []
         for sync_class in range(self.num_classes):
-            # Where what follows each interval is in `by_class`: if the interval's own e is in the class, what follows
-            # may be in it or any lower one; else it must be in it, so that the largest e of both is in it. [intervals]
+            # Index into `by_class`. If this stage's e is in the class, the following stages may be in it or in any lower
+            # class; else they must be in it, so that the largest e of all is. [intervals]
             row = np.where(own_class == sync_class, self.num_classes + sync_class, sync_class)
             index = row * intervals.num_boundaries + intervals.ends
             at_ends = _Following(*(values[index] if len(values) else UNUSED for values in by_class))
@@ -204,7 +211,7 @@ class CostToGoTable:
         return CostToGo(*map(np.stack, zip(*rows, strict=True)))
 
     def _intervals(self, placement: StagePlacement) -> SomeIntervals:
-        """The intervals that a placement may have."""
+        """Returns the intervals that a stage on a placement may have."""
         intervals = self.costs.intervals
         return intervals.every if self._rows is None else intervals.some(self._rows.get(sharing_key(placement), UNUSED))
 
@@ -216,12 +223,15 @@ class CostToGoTable:
         following: "_Following",
         in_class: BoolArray,
     ) -> CostToGo:
-        """One sync class: the minimum over the intervals of a placement, with what follows each. All [intervals].
+        """Returns the cost-to-go in one sync class: for each begin the minimum over the ends. All [B].
 
-        Returns arrays [B].
+        Args:
+            stage: the costs of this stage. [intervals]
+            following: what follows it in this sync class. [intervals]
+            in_class: whether the e of this stage is in the class or a lower one. [intervals]
         """
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
-        # Time counts from the first F of this stage: A(s) = 0 in all bounds.
+        # Time starts at the first F of this stage: A(s) = 0 in all bounds.
         alone = bound_stage(
             placement,
             self.num_microbatches,
@@ -231,12 +241,12 @@ class CostToGoTable:
             self._stalls(placement, intervals, following),
             self.enabled,
         )
-        # Infinite: intervals that do not fit, that have an e of a higher class, or that nothing feasible can follow.
-        # As nothing is negative, the maximum with this is a choice between a value and infinity, and faster than one.
+        # Infinite for intervals that do not fit, have an e of a higher class, or cannot be followed by stages that fit.
+        # All values are non-negative, so the maximum with this replaces a value by infinity, faster than `np.where`.
         infeasible = np.where(stage.fits & in_class & (following.beyond < INF), 0, INF)
-        # All r of this stage are over when it says so itself, or when the next stage has returned its last gradients.
+        # The last r of this stage: after its own work, or after the last gradient from the next stage.
         backward_done = np.maximum(alone.backward_done_ns, f + r + following.returned)
-        # `following` counts from the end of F here, this stage from its start: hence f.
+        # `following` starts at the end of F here, this stage at its start: hence f.
         last = f + following.last
         done = largest(
             [
@@ -271,12 +281,12 @@ class CostToGoTable:
     def _forwards_first(
         self, placement: StagePlacement, stage: StageCandidates, alone: StageBound, following: "_Following"
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Bound "forwards first": forwards, backwards_done and backwards_returned of `CostToGo`. All [intervals]"""
+        """Returns `forwards`, `backwards_done` and `backwards_returned` of `CostToGo`. All [intervals]"""
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
-        # docs/algorithm.md, Forwards first: q(s) f(s) is what this stage adds to U; the maximum over the stages counts.
+        # Bound "forwards first" (docs/algorithm.md): U contains the maximum over the stages of q(s) f(s).
         forwards = np.maximum(num_before_final(placement, self.num_microbatches) * f, following.forwards)
-        # The first r here follows the way back from the last stage, then n - 1 more; or the next stage is the slower
-        # one.
+        # The first r here comes after the way back from the last stage, then n - 1 more; or r comes after the last
+        # gradient from the next stage.
         returned = np.maximum(alone.round_trip_ns + alone.other_backwards_ns, f + r + following.backwards_returned)
         done = maximum(
             [returned + e, alone.round_trip_ns - r + stage.max_backward_work_ns, f + following.backwards_done]
@@ -284,7 +294,7 @@ class CostToGoTable:
         return forwards, done, returned
 
     def _stalls(self, placement: StagePlacement, intervals: SomeIntervals, following: "_Following") -> TransferStalls:
-        """How long transfers block the devices, at least, whatever the stages before and after. [intervals]"""
+        """Returns lower bounds on how long transfers block the devices, for any previous and next stage. [intervals]"""
         if not self.costs.transfers.blocks_on_transfers(placement):
             return TransferStalls()
         begins = intervals.begins
@@ -293,10 +303,10 @@ class CostToGoTable:
         return TransferStalls(recv_activation[begins], send_gradient[begins], following.send_ns, following.grad_ns)
 
     def _following(self, placement: StagePlacement, transitions: Transitions | None) -> "_Following":
-        """What follows a stage on a placement, minimized over the successors. All [C, B], or unused."""
+        """Returns what follows a stage on a placement: minima over the successors. All [C, B], or `UNUSED`."""
         forwards_first, blocks = self.forwards_first, self.costs.transfers.blocks_on_transfers(placement)
         is_multi_stage = placement.position is not None
-        if transitions is None:  # the last stage ends at the last boundary, and no e follows it
+        if transitions is None:  # the last stage ends at the last boundary; with no e after it, in the lowest class
             end = np.full((self.num_classes, self.costs.intervals.num_boundaries), INF, dtype=np.int64)
             end[0, -1] = 0
             return _Following(
@@ -308,7 +318,7 @@ class CostToGoTable:
         after, x, y = transitions.cost_to_go, transitions.send_ns, transitions.grad_ns
 
         def minimum(values: IntArray) -> IntArray:
-            """The minimum over the successors. [N * C, B] -> [C, B]"""
+            """Returns the minimum over the successors. [N * C, B] -> [C, B]"""
             return clip_inf(np.minimum.reduce(values.reshape(-1, self.num_classes, values.shape[-1])))
 
         forwards = backwards_done = backwards_returned = UNUSED
@@ -333,15 +343,15 @@ class CostToGoTable:
 
 
 def num_before_final(placement: StagePlacement, num_microbatches: int) -> int:
-    """Returns how many micro-batches a device has passed on before one of the final ones.
+    """Returns q(s) of the bound "forwards first": how many F a replica runs, at least, before a final one.
 
-    The final micro-batches are the last one of each replica of the last stage.
+    The final micro-batches are the last ones, as many as the last stage can have replicas.
     """
     return max(0, (num_microbatches - _num_final(placement)) // placement.num_replicas)
 
 
 def _num_final(placement: StagePlacement) -> int:
-    """Returns the maximum number of replicas of the last stage."""
+    """Returns the maximum number of replicas that the last stage can have after this placement."""
     return placement.num_replicas if placement.is_last else placement.max_last_replicas
 
 
@@ -351,11 +361,13 @@ def _with_lower_classes(values: IntArray) -> IntArray:
 
 
 class _Following(NamedTuple):
-    """A `CostToGo` of the next stage from the transfer to it on, minimized over the successors. [C, B] or [intervals]
+    """The `CostToGo` after a stage, from the end of its F on: minima over the successors. [C, B] or [intervals]
+
+    The attributes are those of `CostToGo`, with x and, if they wait for gradients from the next stage, y added.
 
     Attributes:
-        beyond: x, the round trip beyond, y.
-        busy_link: the same while all micro-batches cross the link.
+        beyond: `Transitions.beyond_ns`: x, the round trip beyond, y.
+        busy_link: `Transitions.busy_link_ns`.
         send_ns, grad_ns: x and y.
     """
 
@@ -373,5 +385,5 @@ class _Following(NamedTuple):
 
 
 def sharing_key(placement: StagePlacement) -> Hashable:
-    """Returns what placements with equal cost-to-go share."""
+    """Returns a key that is equal for placements known to have equal cost-to-go."""
     return placement if placement.symmetry_key is None else placement.symmetry_key

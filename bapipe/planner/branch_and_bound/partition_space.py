@@ -1,4 +1,4 @@
-"""What a certificate says of searches for partitions: which schedules, orders of devices and so on they cover."""
+"""Describes for the certificate what searches for partitions cover: schedules, orders of devices and so on."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,13 @@ def partition_space(
     device_order: str,
     has_unlike_cuts: bool = False,
 ) -> PartitionSpace:
-    """Returns the space of some options; see `PartitionSpace`."""
+    """Returns the space that a search with some options covers.
+
+    Args:
+        stage_counts, device_counts: the minimum and the maximum number; `options.num_stages` takes precedence.
+        device_order: in which orders devices are taken, in words.
+        has_unlike_cuts: whether profiles disagree about the bytes at cuts; see `disagree_at_cuts`.
+    """
     stages = options.num_stages
     return PartitionSpace(
         num_layers=num_layers(profiles),
@@ -39,7 +45,7 @@ def partition_space(
 
 
 def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, sizes: Sequence[int]) -> bool:
-    """Returns whether kinds of a cluster's devices have other bytes of outputs at one of some micro-batch sizes."""
+    """Returns whether the profiles of the cluster's kinds of devices have unequal output bytes at any of some sizes."""
     used = [profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)]
     outputs = (tuple(tuple(m.output_bytes for m in profile.at(size)) for profile in used) for size in sizes)
     return len(used) > 1 and any(len(set(each)) > 1 for each in outputs)
@@ -48,8 +54,11 @@ def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, siz
 def line_space(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
 ) -> PartitionSpace:
-    """Returns the space of plans whose stages take the first devices of a cluster in some orders, given in words."""
-    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # these load numpy
+    """Returns the space of plans on the first devices of some orders, described in words.
+
+    Each stage of such a plan takes consecutive devices.
+    """
+    from bapipe.planner.branch_and_bound.space import has_sorted_devices  # not at the top: these load numpy
     from bapipe.planner.stages.placements import most_stages
 
     are_sorted = has_sorted_devices(profiles, cluster, options)
