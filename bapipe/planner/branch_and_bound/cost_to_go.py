@@ -202,7 +202,7 @@ class CostToGoTable:
         # For each sync class, a minimum over the completions whose largest e, with that of this stage, is in the class.
         rows = []
         for sync_class in range(self.num_classes):
-            # Index into `by_class`. If this stage's e is in the class, the following stages may be in it or in any lower
+            # Index into `by_class`. If this stage's e is in the class, the stages after it may be in it or in any lower
             # class; else they must be in it, so that the largest e of all is. [intervals]
             row = np.where(own_class == sync_class, self.num_classes + sync_class, sync_class)
             index = row * intervals.num_boundaries + intervals.ends

@@ -1,43 +1,45 @@
-"""Admissible lower bounds on the step time of partial plans: the first stages are placed, the others are not.
+"""Admissible lower bounds on the step time of partial plans, in which only the first stages are placed.
 
 Notation, for stage s of a plan (docs/algorithm.md has the proofs):
 
     f, b    times of F and of the backward of a micro-batch, B or I + W
-    r       the part of the backward that must end before the stage before can begin its own: B, or I if it is split (0
-            if the stage sends no gradient back, as the first one: its W is then all of its B)
+    r       the part of the backward that must end before the previous stage can begin its own: B, or I if the backward
+            is split (0 if the stage sends no gradient back, like the first one: all of B is then in W)
     x, y    transfer times of a micro-batch's activations to stage s + 1 and of its gradients back
     e       what must follow the last r of the stage: W if it is separate, the all-reduces, the update
     M, n    micro-batches of the step, and of one replica
     d       maximum in flight: F of micro-batch m + d follows r of micro-batch m on the same replica
     a       F of micro-batch m + a precedes r of micro-batch m on the same replica
 
-If replicas differ, times are minima over them. On devices that cannot compute while they transfer, f and r contain the
-transfers that must be over as well. The bounds, by name; a step cannot be shorter than
+If replicas differ, times are minima over them. On devices that cannot compute while they transfer, f and r also contain
+the transfers that must end by then. These are the bounds, by name. A step takes at least as long as
 
-    work              for one replica: reach stage s, do all its work, synchronize, update:
+    work              for one replica: the first micro-batch reaches stage s, then all work of the replica, all-reduces
+                      and update:
                           sum_{i<s} (f + x) + n (f_s + b_s) + e_s
-                      and replica k begins only after the stages before have run F of micro-batch k
-    return            for one replica: reach stage s, do all its F and r, go back to a stage j <= s, finish there:
+                      Replica k also waits until the earlier stages have run F of micro-batch k.
+    return            for one replica: the first micro-batch reaches stage s, then all F and r of the replica, then the
+                      way back to a stage j <= s, which finishes:
                           sum_{i<s} (f + x) + n (f_s + r_s) + max_j (sum_{j<=i<s} (y + r) + e_j)
-    link              the same with one direction of one link in place of the replica: one micro-batch makes the way to
-                      the last stage and back before or after all micro-batches cross the link
+    link              the same for one direction of a link instead of a replica: one micro-batch goes to the last stage
+                      and back, before or after all micro-batches cross the link
     round trip        one micro-batch goes from stage s to the last stage and back; then follow all r of a replica but
-                      the first, and the F that the order puts after that first r
-    last micro-batch  F of the last micro-batch reaches stage s when every stage before has passed it on; then it goes
-                      to the last stage and back to any stage j, which finishes. Stage i passes it on after
-                        - the F before it on its replica, and the r that its order puts before it
+                      the first, and the F that the order has after that first r
+    last micro-batch  the last micro-batch reaches stage s through all earlier stages, then goes to the last stage and
+                      back to any stage j, which finishes. Before its F, a stage i must run
+                        - the other F of its replica, and the r that the order has before the last F
                         - (M - 1) / d_i round trips from stage i to the last stage, one after another
-    zigzag            as before, but stage i passes it on after round trips from stage i to stage s only: F of
-                      micro-batch m goes from i to s, where r of m - a_s follows it; that comes back to i, where F of
-                      m - a_s + d_i follows it, and so on
-    shared device     for devices with several stages: the maximum work of one of them, and the mean over all
-    forwards first    for schedules with all F of a device before its first backward (GPipe): F of one of the final
-                      micro-batches leaves a stage only after k others, sum (f + x) + max (k f, k x); from there on
-                      only backwards remain: one micro-batch goes back to stage s, the other r follow, then back to j
+    zigzag            the same, with round trips from stage i only to stage s before F of the last micro-batch: F of
+                      micro-batch m goes from i to s, where r of m - a_s follows; that goes back to i, where F of
+                      m - a_s + d_i follows, and so on
+    shared device     if devices have several stages: the maximum work of a device, and the mean over all devices
+    forwards first    for schedules with all F of a device before its first backward (GPipe): one of the final
+                      micro-batches leaves a stage only after k others, sum (f + x) + max (k f, k x). Then only
+                      backwards remain: one micro-batch goes back to stage s, the other r follow, then the way back to j
 
-Each bound has two sides: `stage_bound.py` and `next_stage.py` compute it for the stages placed so far and the next one,
-`cost_to_go.py` for all stages still to come. A child's bound is the maximum over the bounds of prefix + next stage +
-cost-to-go. Every line that computes a bound names it.
+Each bound is computed in two parts: for the placed stages and the next one (`stage_bound.py`, `next_stage.py`), and for
+all later stages (`cost_to_go.py`). The bound of a child is the maximum over the bounds that combine both. Every line
+that computes a bound names it.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
@@ -63,7 +65,13 @@ from bapipe.planner.stages.stage_candidates import StageCandidates, StageCostTab
 
 
 class LowerBound:
-    """The bounds of one schedule and micro-batch size."""
+    """Computes the bounds for one schedule and micro-batch size, and makes the children of partial plans.
+
+    Attributes:
+        costs: the costs of stages.
+        num_microbatches: micro-batches of the step.
+        cost_to_go: the table without sync classes.
+    """
 
     def __init__(
         self,
@@ -75,7 +83,14 @@ class LowerBound:
         enabled: Set[str] = BOUND_NAMES,
         deadline: Deadline = UNLIMITED,
     ) -> None:
-        """`enabled` are the bounds to use, by name: with fewer, every lower bound is at most as high."""
+        """Makes empty tables.
+
+        Args:
+            forwards_first: whether the schedule runs all F of a device before its first backward.
+            sync_limits_ns: the ascending thresholds between the sync classes; see `cost_to_go.py`.
+            enabled: the bounds to use, by name; lower bounds are no larger with fewer of them.
+            deadline: after it, making tables raises OutOfTime.
+        """
         self.costs, self.num_microbatches = costs, num_microbatches
         self._forwards_first = forwards_first and FORWARDS_FIRST in enabled
         self._enabled, self._sync_limits_ns, self._deadline = enabled, tuple(sync_limits_ns), deadline
@@ -88,10 +103,10 @@ class LowerBound:
         self._make_tables(None)
 
     def narrowed(self, rows: Mapping[Hashable, IntArray]) -> "LowerBound":
-        """Returns the bounds of plans in which stages on a placement have some intervals only.
+        """Returns the bounds for plans in which stages may only have some intervals.
 
         Args:
-            rows: their numbers, by `sharing_key`.
+            rows: the indices of the intervals that a stage on each placement may have, by `sharing_key`.
         """
         other = copy(self)
         other._make_tables(rows)
@@ -109,33 +124,33 @@ class LowerBound:
                 rows=rows,
             )
 
-        # Two tables: roots and `extend` need one number per quantity, which one sync class gives; `children` needs the
-        # strong bounds, and takes the minimum over the classes at the end.
+        # Two tables: `roots` and `extend` need one number per quantity, so theirs has a single sync class. `children`
+        # uses several, for larger bounds, and takes the minimum over the classes at the end.
         self.cost_to_go = table(())
         self._cost_to_go_by_class = table(self._sync_limits_ns)
 
     def roots(
         self, first: tuple[StagePlacement, ...], num_positions: int, known_ns: int = 0
     ) -> Iterator[tuple[int, PartialPlan]]:
-        """Yields the bound and the empty plan for each first placement from which some completion may fit.
+        """Yields (bound, plan without placed stages) for each first placement with which some plan may fit.
 
         Args:
-            first: the placements that the first stage can have.
+            first: the possible placements of the first stage.
             num_positions: the number of devices if these have several stages, else 0.
-            known_ns: a lower bound of all these plans.
+            known_ns: a known lower bound on the step time of all these plans.
         """
         for placement in first:
             partial = PartialPlan((0,), (placement,), work_ns=(0,) * num_positions, bound_ns=known_ns)
             bound_ns = max(known_ns, self._root_bound_ns(partial, self.cost_to_go.of(placement)))
-            # An infinite cost-to-go proves that these devices have no feasible completion.
+            # An infinite cost-to-go proves that no plan with this placement fits.
             if bound_ns < INF:
                 yield bound_ns, partial
 
     def children(self, partial: PartialPlan) -> tuple[IntArray, IntArray, IntArray]:
-        """Returns for every child its bound, the end of the next stage, and the number of the placement after it.
+        """Returns for every child its bound, the end of the next stage, and the index of the successor after it.
 
-        A child fixes the end of the next stage and the successor that follows it; -1 stands for none, after the last
-        stage. Bounds are `INF` for children that do not fit. All three: [children]
+        The bound is `INF` if the child does not fit. The index counts in `StagePlacement.successors`; it is -1 if the
+        next stage is the last one. All three: [children]
         """
         placement, begin = partial.placements[-1], partial.boundaries[-1]
         stage = self.costs.candidates_from(placement, begin)
@@ -145,33 +160,41 @@ class LowerBound:
         if transitions is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        # All boundaries after `begin`, also those at which the stage does not fit. [ends]
+        # All boundaries after `begin`, with those at which the stage does not fit. [ends]
         ends = np.arange(begin + 1, begin + 1 + len(stage.fits))
         num_successors = len(placement.successors)
         bounds = self._child_bounds_ns(partial, stage, transitions.select(slice(None), slice(begin + 1, None)))
-        # A completion is in one of the sync classes. [N * C, ends] -> [N, ends]
+        # Each completion is in one of the sync classes, so the minimum over these holds. [N * C, ends] -> [N, ends]
         bounds = bounds.reshape(num_successors, self._cost_to_go_by_class.num_classes, len(ends)).min(axis=1)
-        # The children in the order of the flattened [N, ends] array: successor by successor.
+        # The children in the order of the flattened array [N, ends]: successor by successor.
         numbers = np.repeat(np.arange(num_successors), len(ends))
         return np.where(stage.fits, bounds, INF).ravel(), np.tile(ends, num_successors), numbers
 
     def _last_children(self, partial: PartialPlan, stage: StageCandidates) -> tuple[IntArray, IntArray, IntArray]:
-        """The only child of a partial plan whose next stage is the last: it takes all layers that remain."""
+        """Returns the only child of a plan whose next stage is the last one, which takes all remaining layers.
+
+        Arrays as in `children`, of one entry.
+        """
         next_stage = self._next_stage.bound(partial, stage, None)
         bounds = np.maximum(next_stage.step_ns, partial.bound_ns)
         if self._forwards_first:
             extended = self._next_stage.extend(partial, stage, next_stage, None)
-            # Bound "forwards first" for the last stage: when all F are over, and what follows its first r.
+            # Bound "forwards first" for the last stage: the end of all F, then what follows its first r.
             forwards_first_ns = extended.first_arrival_ns + extended.forwards_ns + extended.backwards_tail_ns
             bounds = np.maximum(bounds, forwards_first_ns)
         end = self.costs.intervals.num_boundaries - 1
         return np.where(stage.fits, clip_inf(bounds), INF).ravel(), np.array([end]), np.array([-1])
 
     def extend(self, partial: PartialPlan, end: int, number: int) -> PartialPlan:
-        """Returns the partial plan with the next stage ended at a boundary, then a successor given by number."""
+        """Returns the child of a partial plan whose next stage ends at a boundary.
+
+        Args:
+            end: the boundary.
+            number: the index of the placement after it, as in `children`.
+        """
         placement, begin = partial.placements[-1], partial.boundaries[-1]
-        # One interval, so all arrays have one entry. The class of the completion is not known yet, so `extend` takes
-        # the table without sync classes, which holds for every completion.
+        # One interval, so all arrays have one entry. The sync class of the completion is not known yet: use the table
+        # without sync classes, which holds for every completion.
         stage = self.costs.candidates_from(placement, begin).select(end - begin - 1)
         transitions = None if placement.is_last else self.cost_to_go.transitions(placement)
         if transitions is not None:
@@ -203,7 +226,7 @@ class LowerBound:
             forwards_ns=_scalar(extended.forwards_ns),
             send_ns=x,
             grad_ns=y,
-            # A child cannot be faster than its parent's bound, so a weaker bound of its own is replaced by that.
+            # The bound of its parent holds for the child, too.
             bound_ns=max(partial.bound_ns, _scalar(next_stage.step_ns)),
             round_trip_ns=partial.round_trip_ns + f + r + x + y,
             stages=(*partial.stages, placed),
@@ -211,15 +234,15 @@ class LowerBound:
         )
 
     def _child_bounds_ns(self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions) -> IntArray:
-        """The bounds of the children: prefix, next stage and cost-to-go together. [N * C, ends]"""
+        """Returns the bounds of the children, from placed stages, next stage and cost-to-go. [N * C, ends]"""
         next_stage = self._next_stage.bound(partial, stage, transitions)
         extended = self._next_stage.extend(partial, stage, next_stage, transitions)
         to_go = transitions.cost_to_go
         arrival = extended.first_arrival_ns
         bounds = [
             np.maximum(next_stage.step_ns, partial.bound_ns),
-            # Work, return, link, round trip of the stages to come: they are reached, and all is done there, or their
-            # last gradients come back and a stage of the prefix finishes.
+            # Work, return, link, round trip of the stages to come: the first micro-batch arrives, then they finish, or
+            # their last gradients come back and an earlier stage finishes.
             arrival + np.maximum(to_go.done, to_go.returned + extended.tail_ns),
         ]
         if LAST_MICROBATCH in self._enabled:
@@ -232,20 +255,20 @@ class LowerBound:
         return clip_inf(maximum(bounds))
 
     def _bound_shared_device(self, partial: PartialPlan, stage: StageCandidates, to_go: CostToGo) -> IntArray:
-        """Bound "shared device": the work of the next stage's device, and the mean work of all devices."""
+        """Returns the bound "shared device": the work of the next stage's device, and the mean work of all devices."""
         position = partial.placements[-1].position
         assert position is not None
         work = partial.work_ns
         here = work[position] + self.num_microbatches * stage.microbatch_ns
         per_microbatch = np.minimum(stage.microbatch_ns + to_go.total_work, INF // self.num_microbatches)
-        # The busiest device has at least the mean of all: the total divided by the number of devices.
+        # The busiest device has at least the mean work of all devices.
         total = sum(work) + self.num_microbatches * per_microbatch
         bound: IntArray = np.maximum(here, total // len(work))
         return bound
 
     def _root_bound_ns(self, partial: PartialPlan, to_go: CostToGo) -> int:
-        """The bound of an empty plan: the cost-to-go from the start of the chain."""
-        # [0, 0]: the one sync class of this table, and the start of the chain.
+        """Returns the bound of a plan without placed stages: the cost-to-go from the start of the chain."""
+        # [0, 0]: the only sync class of this table, at the start of the chain.
         bound_ns = int(max(to_go.done[0, 0], to_go.returned[0, 0]))
         if SHARED_DEVICE in self._enabled and partial.work_ns:
             total_ns = min(INF, self.num_microbatches * int(to_go.total_work[0, 0]))
@@ -256,7 +279,7 @@ class LowerBound:
 
 
 def _bound_forwards_first(extended: Extension, to_go: CostToGo) -> IntArray:
-    """Bound "forwards first", from the first arrival at the stages to come: all F, then only backwards."""
+    """Returns the bound "forwards first" from the first arrival at the stages to come: all F, then only backwards."""
     backwards = maximum(
         [
             to_go.backwards_done,
@@ -268,4 +291,5 @@ def _bound_forwards_first(extended: Extension, to_go: CostToGo) -> IntArray:
 
 
 def _scalar(values: IntArray) -> int:
+    """Returns the value of an array of one entry."""
     return int(values.flat[0])

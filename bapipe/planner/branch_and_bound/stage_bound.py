@@ -1,6 +1,6 @@
-"""Lower bounds of one stage, vectorized over layer intervals, counted from the start of its first F.
+"""Lower bounds for one stage with each of many layer intervals, in ns from the start of its first F.
 
-The letters and the names of the bounds are those of `lower_bound.py`; docs/algorithm.md proves each of them.
+The letters and the names of the bounds are those of `lower_bound.py`; the proofs are in docs/algorithm.md.
 """
 
 from collections.abc import Iterable, Set
@@ -23,18 +23,18 @@ SHARED_DEVICE = "shared device"
 FORWARDS_FIRST = "forwards first"
 
 BOUND_NAMES = frozenset({WORK, RETURN, LINK, ROUND_TRIP, LAST_MICROBATCH, ZIGZAG, SHARED_DEVICE, FORWARDS_FIRST})
-"""The bounds by name; see `lower_bound.py`. Each can be left out, which keeps the search exact but makes it slower."""
+"""The names of all bounds; see `lower_bound.py`. Without some of them the search remains exact, but is slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStalls:
-    """How long each transfer of a micro-batch blocks a device that cannot compute meanwhile; 0 if it can.
+    """How long each transfer of a micro-batch blocks a device of a stage; 0 if it can compute meanwhile.
 
-    Arrays have the shape of what they are added to, or broadcast to it.
+    Arrays broadcast with those of the stage's intervals.
 
     Attributes:
-        recv_activation_ns, send_gradient_ns: from the stage before, and back to it.
-        send_activation_ns, recv_gradient_ns: to the next stage, and from there.
+        recv_activation_ns, send_gradient_ns: transfers from the previous stage, and back to it.
+        send_activation_ns, recv_gradient_ns: transfers to the next stage, and back from it.
     """
 
     recv_activation_ns: IntArray | int = 0
@@ -44,23 +44,23 @@ class TransferStalls:
 
     @property
     def next_stage_ns(self) -> IntArray | int:
-        """Both transfers of a micro-batch between this stage and the next."""
+        """Both transfers of a micro-batch between this stage and the next one."""
         return self.send_activation_ns + self.recv_gradient_ns
 
 
 @dataclass(frozen=True, slots=True)
 class StageBound:
-    """Lower bounds of one stage, counted from the start of its first F.
+    """Lower bounds for one stage, in ns from the start of its first F.
 
-    Arrays have the shape of `StageCandidates`, broadcast with that of what follows the stage.
+    Arrays have the shape of those in `StageCandidates`, broadcast with that of the arguments about later stages.
 
     Attributes:
-        round_trip_ns: one micro-batch from here to the last stage and back, its backward here included.
+        round_trip_ns: one micro-batch to the last stage and back, with its F and r here.
         last_start_ns: until F of the last micro-batch starts.
-        backward_done_ns: until the last r is done.
-        returned_ns: the same, and until all gradients but the last ones have been sent to the stage before.
-        other_backwards_ns: what all r of a replica but its first add.
-        replica_done_ns: for distinct replicas, given by number, until their update is done.
+        backward_done_ns: until the last r ends.
+        returned_ns: until the last r ends and, if sending blocks the device, all gradients but the last are sent.
+        other_backwards_ns: the time of all r of a replica but its first.
+        replica_done_ns: for each distinct replica, (index, until its update is done).
     """
 
     round_trip_ns: IntArray
@@ -80,25 +80,25 @@ def bound_stage(
     stalls: TransferStalls,
     enabled: Set[str],
 ) -> StageBound:
-    """Returns the bounds of a stage with each of some intervals.
+    """Returns the bounds for a stage with each of some intervals.
 
     Args:
-        beyond_ns: one micro-batch from the end of its F here until its gradients are back: both transfers and the round
-            trip beyond. 0 for the last stage.
-        busy_link_ns: the same while all micro-batches cross the link to the next stage, or the link back.
+        num_microbatches: micro-batches of the step.
+        beyond_ns: the time of one micro-batch from the end of its F here until its gradients are back: both transfers
+            and the round trip from the next stage on. 0 for the last stage.
+        busy_link_ns: the same, if all micro-batches on the busiest link must cross it in one direction.
         stalls: how long transfers block the devices of the stage.
-        enabled: the bounds to use.
+        enabled: the bounds to use, by name.
     """
     f, r = stage.forward_ns, stage.critical_backward_ns
     depth = placement.schedule.max_in_flight
-    per_replica = -(
-        -num_microbatches // placement.num_replicas
-    )  # of the replica with the last micro-batch, or one more
-    # F of a replica that must follow its first r, because only `depth` micro-batches may be in flight.
+    # n of the replica that runs the last micro-batch, the maximum over the replicas.
+    per_replica = -(-num_microbatches // placement.num_replicas)
+    # How many F of a replica must follow its first r, because at most `depth` micro-batches may be in flight.
     late_forwards = max(0, per_replica - depth // placement.num_replicas)
     round_trip = f + r + beyond_ns
     others = (per_replica - 1) * (r + stalls.recv_gradient_ns)
-    # Work of distinct replicas, with the transfers that block them. The first activation comes before the first F.
+    # How long transfers block each distinct replica. The first activation is received before the first F.
     blocked = [
         count * stalls.next_stage_ns + (count - 1) * stalls.recv_activation_ns for count, _ in stage.replica_critical_ns
     ]
@@ -114,7 +114,7 @@ def bound_stage(
         enabled,
         otherwise=f + r,
     )
-    # Bound "return" if the device cannot compute while it sends: n - 1 gradients leave before the last one does.
+    # Bound "return" if sending blocks the device: n - 1 gradients are sent before the last one.
     returned = largest(
         [
             (RETURN, work + (count - 1) * stalls.send_gradient_ns)
@@ -143,17 +143,21 @@ def _last_start_ns(
     late_forwards: int,
     stalls: TransferStalls,
 ) -> IntArray:
-    """Bound "last micro-batch" within one stage: when F of the last micro-batch starts, from the first F on."""
+    """Returns L(s) of the bound "last micro-batch" from one stage: when F of the last micro-batch starts.
+
+    Args:
+        late_forwards: how many F of a replica must follow its first r.
+    """
     f, r = stage.forward_ns, stage.critical_backward_ns
     num_replicas, depth = placement.num_replicas, placement.schedule.max_in_flight
     per_replica = -(-num_microbatches // num_replicas)
-    # The replica has done its F before, and the r that its order puts before the last F.
+    # Before the last F, the replica has run its other F, and the r that its order puts before it.
     start: IntArray = (per_replica - 1) * (f + stalls.recv_activation_ns) + late_forwards * (r + stalls.next_stage_ns)
     if late_forwards:
-        # The first r needs a round trip; the others, and the F between them, follow it.
+        # The first r ends after a round trip; the other r before the last F, and the F between them, follow.
         start = np.maximum(start, round_trip + (late_forwards - 1) * (f + r))
-    # Every depth-th micro-batch before the last one makes a round trip, one after another.
-    # docs/algorithm.md, Last micro-batch, third item.
+    # Every depth-th micro-batch, counted back from the last one, makes its round trip before the next of these starts
+    # (docs/algorithm.md, "Last micro-batch", third item).
     rounds, extra = divmod(num_microbatches - 1, depth)
     if rounds:
         start = np.maximum(start, rounds * np.minimum(round_trip, INF // rounds) + extra // num_replicas * f)
@@ -161,7 +165,7 @@ def _last_start_ns(
 
 
 def largest(terms: Iterable[tuple[str, IntArray]], enabled: Set[str], otherwise: IntArray) -> IntArray:
-    """Returns the element-wise maximum of the terms of enabled bounds, `otherwise` if there are none."""
+    """Returns the element-wise maximum of the terms (bound, values) of enabled bounds; `otherwise` without any."""
     return maximum([values for name, values in terms if name in enabled] or [otherwise])
 
 
@@ -171,6 +175,6 @@ def maximum(values: Iterable[IntArray]) -> IntArray:
 
 
 def clip_inf(values: IntArray) -> IntArray:
-    """Returns the values, `INF` if they are larger: a sum of infinities stays infinity."""
+    """Returns the values, at most `INF`, so that sums with infinities remain infinity."""
     clipped: IntArray = np.minimum(values, INF)
     return clipped
