@@ -377,7 +377,7 @@ def test_nothing_fits_if_and_only_if_the_least_infeasible_plan_lacks_memory() ->
         found = least_infeasible(problems)
         assert found is not None
         least = min(least_lack(p, layout) for p in problems for layout in layouts(p))
-        lack = max(found[2].values())
+        lack = found.worst_bytes
         best = best_first(problems)
         assert lack == least if least > 0 and lack > 0 else lack <= 0  # what fits does not recompute to lack even less
         assert best is not None or least > 0

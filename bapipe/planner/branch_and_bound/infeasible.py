@@ -1,4 +1,4 @@
-"""When nothing fits: the least infeasible plan, the shortfall of each of its devices, and what would help."""
+"""If nothing fits: the least infeasible plan, the shortfall of each of its devices, and what would help."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,45 +23,59 @@ from bapipe.printable import and_others
 TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
 
 
-Closest = tuple[Problem, Layout, dict[int, int]]
-"""A layout of a problem, and the bytes that each rank in use lacks; negative if it fits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosestLayout:
+    """The layout whose worst device lacks the fewest bytes.
+
+    Attributes:
+        shortfall_bytes: what each rank in use lacks; 0 or negative if it has enough memory.
+    """
+
+    problem: Problem
+    layout: Layout
+    shortfall_bytes: Mapping[int, int]
+
+    @property
+    def worst_bytes(self) -> int:
+        """What the worst rank lacks."""
+        return max(self.shortfall_bytes.values())
 
 
-def fitting_layout(closest: Closest | None) -> SearchResult | None:
-    """Returns the layout with the smallest shortfall as a result if it fits; its bound is not proven and so nothing."""
-    if closest is None or max(closest[2].values()) > 0:
+def fitting_layout(closest: ClosestLayout | None) -> SearchResult | None:
+    """Returns the closest layout as a result with the lower bound 0, None if it does not fit."""
+    if closest is None or closest.worst_bytes > 0:
         return None
-    problem, layout, _ = closest
-    return SearchResult(problem=problem, layout=layout, step_ns=problem.step_ns(layout), lower_bound_ns=0)
+    step_ns = closest.problem.step_ns(closest.layout)
+    return SearchResult(problem=closest.problem, layout=closest.layout, step_ns=step_ns, lower_bound_ns=0)
 
 
-def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED) -> Closest | None:
-    """Returns the layout with the smallest shortfall of its worst device, and the shortfall of each device in bytes.
+def least_infeasible(problems: Sequence[Problem], deadline: Deadline = UNLIMITED) -> ClosestLayout | None:
+    """Returns the layout whose worst device lacks the fewest bytes; None if the constraints allow no layout.
 
-    Each stage is taken alone, as the search does. None if constraints leave no layout. O(placements * boundaries**2)
-    per problem.
+    Memory is counted stage by stage, as in the search: exact only if no device has several stages.
+    O(placements * boundaries**2) per problem.
 
     Raises:
-        OutOfTime: the deadline passed before.
+        OutOfTime: the deadline passed before the end.
     """
-    best: tuple[int, Problem, Layout, dict[int, int]] | None = None
+    best: ClosestLayout | None = None
     for problem in problems:
-        # The roots of a problem have placements in common, which one programme solves once.
+        # The roots of a problem have placements in common; these are solved once.
         shortfalls = _ShortfallDP(problem, deadline)
         for root in problem.roots:
             layout = shortfalls.best_layout(root)
             if layout is None:
                 continue
-            # `Problem.layout` recomputes nothing in a stage that never fits, although that may reduce its shortfall.
+            # `Problem.layout` recomputes nothing in a stage that cannot fit, although that may reduce its shortfall.
             layout = _recompute_if_better(problem, layout)
-            shortfall = problem.shortfall_bytes(layout)
-            if best is None or max(shortfall.values()) < best[0]:
-                best = (max(shortfall.values()), problem, layout, shortfall)
-    return None if best is None else best[1:]
+            found = ClosestLayout(problem=problem, layout=layout, shortfall_bytes=problem.shortfall_bytes(layout))
+            if best is None or found.worst_bytes < best.worst_bytes:
+                best = found
+    return best
 
 
 def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
-    """Returns the layout, which also recomputes stages that do not fit even so, if that reduces their shortfall."""
+    """Returns the layout, with whole stages recomputed that cannot fit, where that reduces their shortfall."""
     if layout.fits or not problem.lower_bound.costs.memory.may_recompute:
         return layout
     nothing = (frozenset[int](),) * len(layout.placements)
@@ -71,7 +85,7 @@ def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
     )
     chosen = []
     for ranks, of_stage, whole in zip(problem.ranks(layout.placements), layout.recompute, all_layers, strict=True):
-        # Replicas of a stage recompute together; the worst of them decides.
+        # All replicas of a stage recompute the same layers; the worst replica decides.
         worst = max(plain[rank] for rank in ranks)
         lacks_less = worst > 0 and max(recomputed[rank] for rank in ranks) < worst
         chosen.append(of_stage or (whole if lacks_less else of_stage))
@@ -80,12 +94,12 @@ def _recompute_if_better(problem: Problem, layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShortfallToGo:
-    """For a placement, per boundary at which its stage begins: the optimum, and the choices that give it.
+    """The optimum for a stage on a placement and all later ones, for each boundary at which the stage begins.
 
     Attributes:
-        shortfall_bytes: the minimum over layouts of the maximum shortfall from here on. [boundaries]
-        ends: where the stage then ends. [boundaries - 1]
-        successors: the number of the placement that then follows. [boundaries - 1]
+        shortfall_bytes: the maximum shortfall of these stages, minimized over their layouts. [boundaries]
+        ends: where the stage ends in the optimum. [boundaries - 1]
+        successors: the index of the next placement in the optimum. [boundaries - 1]
     """
 
     shortfall_bytes: IntArray
@@ -94,19 +108,19 @@ class _ShortfallToGo:
 
 
 class _ShortfallDP:
-    """Backward dynamic programme: the minimum over layouts of the maximum shortfall, per placement and boundary."""
+    """A backward dynamic programme that minimizes the maximum shortfall, per placement and boundary."""
 
     def __init__(self, problem: Problem, deadline: Deadline) -> None:
         self.problem, self.costs, self.deadline = problem, problem.lower_bound.costs, deadline
         self._solved: dict[StagePlacement, _ShortfallToGo] = {}
 
     def best_layout(self, root: Root) -> Layout | None:
-        """Returns the layout with the minimum, None if all are forbidden."""
+        """Returns a layout that minimizes the maximum shortfall; None if the constraints forbid all."""
         placement = min(root.first_placements, key=lambda first: int(self._to_go(first).shortfall_bytes[0]))
         if self._to_go(placement).shortfall_bytes[0] >= INF:
             return None
         boundaries, placements = [0], [placement]
-        while True:  # follow the choices that give the minimum
+        while True:  # follow the optimal choices
             to_go, begin = self._to_go(placements[-1]), boundaries[-1]
             boundaries.append(int(to_go.ends[begin]))
             if placements[-1].is_last:
@@ -124,13 +138,13 @@ class _ShortfallDP:
         following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
         if placement.is_last:
             following[0, -1] = -INF  # no stage follows the last boundary
-        elif placement.successors:  # else the devices that remain cannot make the stages that must follow
+        elif placement.successors:  # else too few devices remain for the stages that must follow
             following = np.array([self._solved[other].shortfall_bytes for other in placement.successors])
-        # The choice of the successor depends on the end of the stage alone. [successors, boundaries] -> [boundaries]
+        # The best successor depends only on the end of the stage. [successors, boundaries] -> [boundaries]
         best_successor = np.argmin(following, axis=0)  # [boundaries]
-        # Bottleneck programme: the worse of this stage and of what follows its end. [intervals]
+        # The maximum shortfall of this stage and of those after its end. [intervals]
         shortfall = np.maximum(self.costs.memory.shortfall_bytes(placement), following.min(axis=0)[intervals.ends])
-        # The minimum over the ends of each begin; a row of the intervals starts with the end begin + 1.
+        # The best end for each begin; a row of intervals starts with the end begin + 1.
         begins = range(intervals.num_boundaries - 1)
         ends = [int(np.argmin(shortfall[intervals.row(begin)])) + begin + 1 for begin in begins]
         return _ShortfallToGo(
@@ -144,26 +158,27 @@ def infeasible_error(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
     options: PlanOptions,
-    closest: Closest | None,
+    closest: ClosestLayout | None,
     deadline: Deadline,
     *,
     has_tried_all: bool,
 ) -> BapipeError:
-    """Returns an error about the plan whose worst device lacks the fewest bytes, and what would help.
+    """Returns the error that nothing fits: it names the closest plan, and what would help.
 
-    If constraints leave no plan at all, it is about these.
+    If the constraints allow no plan at all, the error is about them.
 
     Args:
+        closest: from `least_infeasible`; None if the constraints allow no plan.
         has_tried_all: whether a search has tried all plans.
     """
     if closest is None:
         return ConstraintsUnmet(_contradiction(profiles, cluster, options))
-    problem, layout, shortfall = closest
+    problem, layout, shortfall = closest.problem, closest.layout, closest.shortfall_bytes
     names = [layer.name for layer in next(iter(profiles.values())).layers]
     num_stages = len(layout.placements)
     has_unlike_cuts = disagree_at_cuts(profiles, cluster, microbatch_sizes(profiles, cluster, options))
     most = " with the most bytes that any kind of device has at its cuts" if has_unlike_cuts else ""
-    # What devices with several stages hold together is known of whole plans only, and not all of those were tried.
+    # The memory of devices with several stages is only known for whole plans, and not all of these were tried.
     is_proof = has_tried_all and not names_looped(options)
     tried, none_fits = _tried_devices(profiles, cluster, options), "fits" if is_proof else "was found that fits"
     return Infeasible(
@@ -177,7 +192,7 @@ def infeasible_error(
 
 
 def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
-    """Returns on which devices no plan fits, if not on any: others may."""
+    """Returns on which choices of devices no plan fits, in words; '' if that is so for all."""
     if tries_all_orders(profiles, cluster, options):
         return ""
     if tries_any_order(profiles, cluster, options):
@@ -187,10 +202,10 @@ def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
 
 
 def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
-    """Returns which constraint to drop: any of those without which there is a plan."""
+    """Returns the error text if the constraints allow no plan: it names those that can be dropped to get one."""
     culprits = []
     for i, text in enumerate(options.constraints):
-        # Without one constraint at a time: several may contradict each other, and dropping any one of them helps.
+        # One constraint is left out at a time. If several contradict each other, leaving out any of them helps.
         fewer = replace(options, constraints=(*options.constraints[:i], *options.constraints[i + 1 :]))
         if least_infeasible(search_space(profiles, cluster, fewer).problems) is not None:
             culprits.append(f"'{text}'")
@@ -203,7 +218,7 @@ def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
 
 
 def _device_texts(problem: Problem, layout: Layout, shortfall: Mapping[int, int], names: Sequence[str]) -> list[str]:
-    """Returns what the devices that lack most need, for which layers, and what they have."""
+    """Returns a text for each of the devices that lack most: the bytes that they need and have, and their layers."""
     limits = {rank: cls.limit_bytes for cls in problem.classes for rank in cls.ranks}
     layers_of: dict[int, list[str]] = {rank: [] for rank in shortfall}
     ranks_of_stage = problem.ranks(layout.placements)
@@ -231,8 +246,7 @@ def _advice(
     shortfall: Mapping[int, int],
     deadline: Deadline,
 ) -> str:
-    """Returns what would change without each of the options that restrict the search, as far as time allows."""
-    # Each option alone, as the user would change it.
+    """Returns how lifting each restriction of the options by itself would help, as far as time allows."""
     changes = {}
     if not options.recompute:
         changes["recomputation"] = replace(options, recompute=True)
@@ -248,7 +262,7 @@ def _advice(
             closest = least_infeasible(search_space(profiles, cluster, changed, deadline).problems, deadline)
         except BapipeError:
             continue
-        short = max(closest[2].values()) if closest else INF
+        short = closest.worst_bytes if closest else INF
         if short < max(shortfall.values()):
             effects.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
     text = f"{'; '.join(effects)}. " if effects else ""
@@ -256,9 +270,9 @@ def _advice(
 
 
 def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
-    """Returns a sentence about the largest layer if it alone exceeds every memory limit, else nothing."""
+    """Returns a sentence about the largest layer if it alone exceeds every memory limit, else ''."""
     layers = next(iter(profiles.values())).layers
-    # Activations are left out, so the sentence is certain.
+    # Without activations, so that the sentence holds for any micro-batch size.
     sizes = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers]
     num_bytes, max_limit = max(sizes), max(options.limits(cluster))
     largest = layers[sizes.index(num_bytes)]

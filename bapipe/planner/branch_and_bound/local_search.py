@@ -1,7 +1,8 @@
 """The neighbourhoods of the local search: another schedule or micro-batch size, a cut moved, a device moved.
 
-Each neighbourhood is a generator of complete plans whose lower bound is below the incumbent's step time, and of None
-where one is not, as there may be thousands of these; the caller takes the first that the simulator finds better.
+Each neighbourhood is a generator: it yields the complete plans whose lower bound is below the incumbent's step time,
+and None for each of the others: these may be thousands, and so the caller can check its deadline. The caller takes the
+first plan that is better in the simulator.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,36 +15,39 @@ from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.stages.placements import ClassCounts, StagePlacement
 
 CUT_MOVES = (-1, 1, -2, 2, -4, 4)
-"""By how many boundaries a cut is moved."""
+"""The numbers of boundaries by which a cut is moved."""
 
 DeviceGroups = tuple[ClassCounts, ...]
 """The number of devices of each class that each stage has. [stages, classes]"""
 
 
 def change_schedule(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
-    """Yields the same cuts and devices in another problem, if the bound is below."""
-    if plan.work_ns:  # devices with several stages: the cuts mean something else under another schedule
+    """Yields the plan with the same cuts and devices in another problem; None if that has none with a bound below."""
+    if plan.work_ns:  # with several stages per device, another schedule has other stages on each device
         return
     placements = placements_for(problem, _device_groups(problem, plan))
     yield None if placements is None else complete_on(problem, placements, plan.boundaries, upper_bound_ns)
 
 
 def move_cut(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
-    """Yields the plans with one cut moved whose bound is below."""
+    """Yields the plans with one cut moved; None for those whose bound is not below `upper_bound_ns`."""
     for k in range(1, len(plan.boundaries) - 1):
         for move in CUT_MOVES:
             boundaries = list(plan.boundaries)
             boundaries[k] += move
-            # Every stage keeps at least one layer.
+            # Every stage must keep a layer.
             if boundaries[k - 1] < boundaries[k] < boundaries[k + 1]:
                 yield complete_on(problem, plan.placements, boundaries, upper_bound_ns)
 
 
 def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Iterator[PartialPlan | None]:
-    """Yields the plans with a device moved, exchanged, added, or in a new stage, cut anew, whose bound is below."""
+    """Yields plans with new cuts and one device moved, exchanged, added, or in a stage of its own.
+
+    None for those whose bound is not below `upper_bound_ns`.
+    """
     if plan.work_ns:  # devices with several stages stay in their order
         return
-    # Several moves lead to the same groups; each is completed and bounded once.
+    # Several moves lead to the same groups; each is bounded once.
     seen = set()
     num_available = [len(cls.ranks) for cls in problem.classes]
     for groups in _neighbours(_device_groups(problem, plan), num_available):
@@ -54,12 +58,13 @@ def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Ite
 
 
 def _device_groups(problem: Problem, plan: PartialPlan) -> DeviceGroups:
+    """Returns how many devices of each class each stage of a complete plan has."""
     classes = range(len(problem.classes))
     return tuple(tuple(placement.device_classes.count(c) for c in classes) for placement in plan.placements)
 
 
 def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlacement, ...] | None:
-    """Returns the placements of stages with these devices, None if the problem has no such pipeline."""
+    """Returns a pipeline whose stages have these devices, None if the problem has none."""
     wanted = [tuple(c for c, count in enumerate(group) for _ in range(count)) for group in groups]
     num_devices = sum(map(len, wanted))
     for root in problem.roots:
@@ -67,8 +72,7 @@ def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlaceme
             path: list[StagePlacement] = []
             choices: Sequence[StagePlacement] = root.first_placements
             for devices in wanted:
-                # Groups have no order, so the first of the placements with these devices stands for all orders of its
-                # replicas.
+                # Groups have no order: of the placements with other orders of these replicas, take the first.
                 match = next((each for each in choices if tuple(sorted(each.device_classes)) == devices), None)
                 if match is None:
                     break
@@ -82,13 +86,14 @@ def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlaceme
 def complete_on(
     problem: Problem, placements: tuple[StagePlacement, ...], boundaries: Sequence[int] | None, upper_bound_ns: int
 ) -> PartialPlan | None:
-    """Returns a complete plan on these placements, None if its bound is not below.
+    """Returns a complete plan on these placements, None if its bound is not below `upper_bound_ns`.
 
-    It is cut at `boundaries`, or without them greedily, each stage ending at the boundary with the smallest bound.
+    Args:
+        boundaries: where its stages begin and end; if None, each stage in turn gets the end with the smallest bound.
     """
     lower_bound = problem.lower_bound
     num_positions = len({placement.position for placement in placements} - {None})
-    # The same steps as in the search tree, so each prefix is bounded and the plan is dropped as soon as one is pruned.
+    # The same steps as in the search tree: as soon as a prefix has a bound that is not below, the plan is dropped.
     roots = [plan for bound_ns, plan in lower_bound.roots(placements[:1], num_positions) if bound_ns < upper_bound_ns]
     plan = roots[0] if roots else None
     stage = 0
@@ -96,7 +101,7 @@ def complete_on(
         bounds_ns, ends, numbers = lower_bound.children(plan)
         placement = plan.placements[-1]
         number = -1 if placement.is_last else placement.successors.index(placements[stage + 1])
-        # Only the children whose successor is the given placement. [children]
+        # The children whose next placement is the given one. [children]
         eligible = numbers == number
         if boundaries is not None:
             eligible = eligible & (ends == boundaries[stage + 1])
@@ -112,8 +117,12 @@ def complete_on(
 
 
 def _neighbours(groups: DeviceGroups, num_available: Sequence[int]) -> Iterator[DeviceGroups]:
-    """Yields the assignments of devices to stages that one move away from `groups`; some of them more than once."""
-    # Devices that the plan leaves unused. [classes]
+    """Yields the groups that one move makes of `groups`; some of them more than once.
+
+    Args:
+        num_available: how many devices of each class the cluster has. [classes]
+    """
+    # How many devices are unused. [classes]
     num_spare = [count - sum(group[c] for group in groups) for c, count in enumerate(num_available)]
     stages, classes = range(len(groups)), range(len(num_available))
     for source, target in permutations(stages, 2):
@@ -123,19 +132,20 @@ def _neighbours(groups: DeviceGroups, num_available: Sequence[int]) -> Iterator[
                 moved = _add(_add(groups, source, c, -1), target, c, 1)
                 yield tuple(group for group in moved if any(group))
                 for d in classes:
-                    if d != c and groups[target][d]:  # exchange it for one of another class
+                    if d != c and groups[target][d]:  # exchange it for a device of another class
                         yield _add(_add(moved, target, d, -1), source, d, 1)
     for c in classes:
         if num_spare[c]:  # add an unused device to a stage
             yield from (_add(groups, stage, c, 1) for stage in stages)
         alone = tuple(int(d == c) for d in classes)
-        for stage in stages:  # make a new stage of one device, unused or taken from a stage
+        for stage in stages:  # add a stage with one device, an unused one or one taken from `stage`
             remaining = groups if num_spare[c] else _add(groups, stage, c, -1)
             if min(remaining[stage]) >= 0 and any(remaining[stage]):
                 yield from ((*remaining[:at], alone, *remaining[at:]) for at in range(len(groups) + 1))
 
 
 def _add(groups: DeviceGroups, stage: int, c: int, change: int) -> DeviceGroups:
+    """Returns the groups with `change` more devices of class `c` in a stage."""
     group = groups[stage]
     changed = (*group[:c], group[c] + change, *group[c + 1 :])
     return (*groups[:stage], changed, *groups[stage + 1 :])

@@ -1,4 +1,4 @@
-"""Builds the problems of a search space: one per schedule and micro-batch size, from what they have in common."""
+"""Builds the problems of a search space: one per schedule and micro-batch size."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
 
 MAX_PERMUTED_DEVICES = 5
-"""Maximum number of devices of a cluster with which the replicas of a stage are tried in every order; with more, the
-fastest comes first."""
+"""In clusters of at most this many devices, replicas of a stage are tried in every order; else the fastest is first."""
 
 SYNC_CLASS_DIVISORS = (20, 5)
-"""Thresholds between the sync classes: an ideal step time divided by these; see `cost_to_go.py`."""
+"""The thresholds between the sync classes are an ideal step time divided by these; see `cost_to_go.py`."""
 
 PROBE_STAGES, PROBE_MICROBATCHES = 2, 16
-"""Size of the table that tells whether a schedule runs all forwards first: more micro-batches than are in flight."""
+"""Size of the table from which is seen whether a schedule runs all forwards first: other schedules have fewer than
+these micro-batches in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,11 @@ class ProblemBuilder:
     """Builds the problems of a space from what they have in common.
 
     Attributes:
-        profiles: of the kinds of the classes' devices.
-        classes: of the cluster's devices.
-        lines: the orders in which devices are taken, by class; none where any order is tried.
+        profiles: the profiles of the kinds of devices in use.
+        classes: the classes of the cluster's devices.
+        links: the links between these classes.
+        lines: orders of all devices, by class, of which pipelines take the first ones; () to take them in any order.
+        deadline: after it, building, and later making tables, raises OutOfTime.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -60,11 +62,11 @@ class ProblemBuilder:
     deadline: Deadline
 
     def problems(self, sizes: Sequence[int]) -> tuple[list[Problem], IntervalIndex | None]:
-        """Returns the problems at some micro-batch sizes, and the intervals of all of them; None without a size."""
+        """Returns the problems at some micro-batch sizes, and the intervals of layers; None if there are no sizes."""
         first = next(iter(self.profiles.values()))
         intervals: IntervalIndex | None = None
         problems = []
-        # Problems of one micro-batch size share chains and costs; the intervals serve all sizes, as legal cuts do not
+        # Problems of one micro-batch size share chains and costs; all share the intervals, because legal cuts do not
         # depend on the size.
         for size in reversed(sizes):
             self.deadline.check()
@@ -75,6 +77,7 @@ class ProblemBuilder:
         return problems, intervals
 
     def _problem(self, schedule: str, size: int, chains: Sequence[Chain], costs: StageCostTable) -> Problem:
+        """Returns the problem of a schedule; `chains` are the layers on each class. [classes]"""
         classes, options = self.classes, self.options
         work_ns, num_microbatches = _min_work_ns(self.profiles, self.cluster, size), options.minibatch_size // size
         placements = PlacementGraph(
@@ -85,7 +88,7 @@ class ProblemBuilder:
             permute_replicas=len(self.cluster.devices) <= MAX_PERMUTED_DEVICES,
             deadline=self.deadline,
         )
-        # All work spread evenly over all devices: the scale for the thresholds between sync classes.
+        # An ideal step has all work spread evenly over all devices: the scale of the thresholds between sync classes.
         ideal_step_ns = int(num_microbatches * work_ns / total_rate([len(cls.ranks) for cls in classes], classes))
         lower_bound = LowerBound(
             costs,
@@ -116,10 +119,10 @@ class ProblemBuilder:
         )
 
     def _stage_costs(self, intervals: IntervalIndex, size: int, chains: Sequence[Chain]) -> StageCostTable:
-        """Returns the costs of all stages at a micro-batch size; `chains` are the layers on each class."""
+        """Returns the costs of all stages at a micro-batch size; `chains` are the layers on each class. [classes]"""
         profiles, classes = self.profiles, self.classes
-        # Kinds of devices may disagree about the bytes at a cut: memory takes the maximum, transfers the minimum.
-        # Groups of another size hold other bytes, so only those of one size are compared for memory.
+        # If kinds of devices disagree about the bytes at a cut, memory takes the maximum and transfers the minimum. In
+        # groups of different sizes a member holds different bytes, so the maximum is over groups of one size.
         max_bytes = {
             num_members: _max_at_cuts([chain for chain in chains if chain.num_members == num_members])
             for num_members in {chain.num_members for chain in chains}
@@ -158,6 +161,7 @@ class ProblemBuilder:
         )
 
     def _recomputation(self, intervals: IntervalIndex, size: int) -> Recomputation:
+        """Returns the bounds and the choice of recomputed layers at a micro-batch size."""
         bounds = {
             kind: RecomputationBound(intervals, scalable_times(profile, size, self.cluster), self.deadline)
             for kind, profile in self.profiles.items()
@@ -166,14 +170,17 @@ class ProblemBuilder:
 
 
 def _runs_forwards_first(schedule: str) -> bool:
-    """Whether a schedule with one stage per device runs all F of a device before its first backward, as GPipe does."""
+    """Returns whether a schedule has one stage per device and all F of a device before its first backward (GPipe)."""
     if schedule not in SCHEDULES:
         return False
     return all(map(runs_forwards_first, SCHEDULES[schedule](PROBE_STAGES, PROBE_MICROBATCHES).order))
 
 
 def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int) -> int:
-    """F and B, or I and W, of all layers, each on the kind of device that is fastest for it at speed 1."""
+    """Returns a lower bound on F and the backward of a micro-batch in all layers, at speed 1.
+
+    Each layer counts on the kind of device that is fastest for it, with B or I + W.
+    """
     rows = [
         [
             m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
@@ -185,7 +192,7 @@ def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: i
 
 
 def _chains(profiles: Mapping[str, ModelProfile], classes: Sequence[DeviceClass], size: int) -> list[Chain]:
-    """The chain as each class runs it; classes of one kind and speed share it. [classes]"""
+    """Returns the layers on each class of devices; classes of one kind and speed share a chain. [classes]"""
     at_speed_1 = {kind: Chain(profiles[kind], size, 1.0) for kind in {cls.device.kind for cls in classes}}
     keys = dict.fromkeys((cls.device.kind, cls.device.speed) for cls in classes)
     chains = {(kind, speed): at_speed_1[kind].at_speed(speed) for kind, speed in keys}
@@ -193,7 +200,7 @@ def _chains(profiles: Mapping[str, ModelProfile], classes: Sequence[DeviceClass]
 
 
 def _max_at_cuts(chains: Sequence[Chain]) -> tuple[list[int], list[int]]:
-    """The maximum over the chains of the activations and of the gradients before every layer. [layers + 1]"""
+    """Returns the maxima over the chains of the activations and of the gradients at each cut, in bytes. [layers + 1]"""
     return (
         [max(values) for values in zip(*(chain.send_bytes for chain in chains), strict=True)],
         [max(values) for values in zip(*(chain.grad_bytes for chain in chains), strict=True)],
@@ -201,5 +208,5 @@ def _max_at_cuts(chains: Sequence[Chain]) -> tuple[list[int], list[int]]:
 
 
 def _min_at_boundaries(cut_bytes: Sequence[Sequence[int]], intervals: IntervalIndex) -> IntArray:
-    """The minimum over the chains of the bytes at every boundary. [chains, layers + 1] -> [boundaries]"""
+    """Returns the minimum over the chains of the bytes at each boundary. [chains][layers + 1] -> [boundaries]"""
     return np.array([min(values[cut] for values in cut_bytes) for cut in intervals.cuts], dtype=np.int64)

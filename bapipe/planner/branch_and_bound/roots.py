@@ -1,6 +1,6 @@
-"""Roots of the search tree: which devices, and orders of devices, a pipeline may have.
+"""Roots of the search tree: the choices of devices, and orders of devices, that are searched.
 
-With few devices every choice is searched in any order; with many, the first devices of some orders (`device_orders`).
+If there are few devices, these are all choices in any order; else the first devices of some orders (`device_orders`).
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -21,19 +21,19 @@ from bapipe.schedules import SCHEDULES
 from bapipe.units import decimal
 
 MAX_DEVICE_GROUPS = 3_000
-"""Maximum number of pairs (devices of a stage, devices that remain after it) with which devices are taken in any order;
-with more, they are taken in some orders."""
+"""Devices are taken in any order if there are at most this many pairs (devices of a stage, devices that remain after
+it), counted by class."""
 
 MAX_DEVICE_ORDERS = 500
-"""Maximum number of orders of the devices of one pipeline, for a schedule with several stages per device."""
+"""Maximum number of orders of a number of devices that are all tried, if devices have several stages."""
 
 SOME_ORDERS = f"{GIVEN_ORDER}, those of a host together, the fastest first, or those with the most memory first"
-"""The orders that are tried where all are too many, in the words of a certificate; they are part of plan files."""
+"""The orders that are tried otherwise, as certificates, and so plan files, describe them."""
 
 
 def allow_any_order(classes: Sequence[DeviceClass], max_devices: int) -> bool:
-    """Returns whether the ways to choose devices are few enough for all orders of at most `max_devices` devices."""
-    # The number of (devices of a stage, devices that remain after it).
+    """Returns whether plans on at most `max_devices` devices are few enough to take devices in any order."""
+    # The number of pairs (devices of a stage, devices that remain after it).
     num_groups = 1
     for cls in classes:
         n = min(len(cls.ranks), max_devices)
@@ -51,13 +51,13 @@ def make_roots(
     max_stages: int,
     lines: Sequence[ClassSequence],
 ) -> list[Root]:
-    """Returns the roots of a problem: every choice of devices, with the placements that its first stage can have.
+    """Returns the roots of a problem, one for each choice of devices that is searched.
 
     Args:
-        work_ns: F and the backward of a micro-batch in all layers, at speed 1.
-        num_stages: fixed if given.
-        max_stages: how many stages the legal cuts allow.
-        lines: the orders in which all devices are taken, by class; none where any order is tried.
+        work_ns: a lower bound on F and the backward of a micro-batch in all layers, at speed 1.
+        num_stages: the number of stages; None if it is free.
+        max_stages: the number of stages that the legal cuts allow.
+        lines: orders of all devices, by class, of which pipelines take the first ones; () to take them in any order.
     """
     if num_stages is not None and num_stages > max_stages:
         return []
@@ -67,7 +67,7 @@ def make_roots(
     roots = []
 
     def add(used: ClassCounts, first: tuple[StagePlacement, ...], num_positions: int = 0) -> None:
-        # All work at the speed of all devices together, less half a nanosecond for each time that is rounded.
+        # All work at the speed of all devices together, less half a nanosecond for each time that may be rounded.
         slack_ns = 3 * num_microbatches * max(sum(used), max_stages)
         bound_ns = max(0, int(num_microbatches * work_ns / total_rate(used, classes)) - slack_ns)
         if first:
@@ -81,19 +81,19 @@ def make_roots(
                 )
             )
 
-    # Several stages per device: the order of the devices is the only choice, so each order is a root.
+    # With several stages per device, the order of the devices fixes the placements: a root per order.
     if placements.schedule not in SCHEDULES:
         for devices, used in _device_orders(classes, max_stages, lines):
             count = len(positions_of_stages(placements.schedule, len(devices)))
             if count in _allowed_stage_counts(num_stages, max_stages):
                 add(used, placements.roots_multi_stage(devices), len(devices))
-    # A root per number of devices of each class; its placements divide them among stages in every way.
+    # Any order: a root per choice of devices, whose placements divide them among stages in every way.
     elif not lines:
         for used in product(*(range(len(cls.ranks) + 1) for cls in classes)):
             if 0 < sum(used) <= max_devices and (num_stages is None or sum(used) >= num_stages):
                 add(used, placements.roots_any_order(used, num_stages))
     else:
-        # Too many choices: the first devices of each order, consecutive ones for each stage.
+        # Too many choices: a root for the first devices of each order; each stage takes consecutive ones.
         for count in range(num_stages or 1, min(len(lines[0]), max_devices) + 1):
             for devices in _first_devices(lines, count):
                 add(_count_classes(devices, classes), placements.roots_in_order(devices, num_stages))
@@ -101,30 +101,32 @@ def make_roots(
 
 
 def _allowed_stage_counts(num_stages: int | None, max_stages: int) -> range:
+    """Returns the numbers of stages that are asked for and possible."""
     return range(1, max_stages + 1) if num_stages is None else range(num_stages, min(num_stages, max_stages) + 1)
 
 
 def _classes_by_rank(classes: Sequence[DeviceClass]) -> list[int]:
-    """The class of every device, in the cluster's order. [ranks]"""
+    """Returns the class of every device, in the cluster's order. [ranks]"""
     return [c for _, c in sorted((rank, c) for c, cls in enumerate(classes) for rank in cls.ranks)]
 
 
 def _count_classes(devices: ClassSequence, classes: Sequence[DeviceClass]) -> ClassCounts:
+    """Returns how many of some devices each class has. [classes]"""
     return tuple(devices.count(c) for c in range(len(classes)))
 
 
 def num_in_any_order(classes: Sequence[DeviceClass]) -> int:
-    """Returns up to which number of devices all orders of them are tried with several stages per device."""
+    """Returns the largest number of devices of which all orders are tried, if devices have several stages."""
     return max((count for count, orders in _all_orders(classes) if orders), default=0)
 
 
 def _device_orders(
     classes: Sequence[DeviceClass], max_stages: int, lines: Sequence[ClassSequence]
 ) -> list[tuple[ClassSequence, ClassCounts]]:
-    """Orders of devices by class, and their counts, for schedules with several stages per device.
+    """Returns the orders of devices, by class, that are tried with several stages per device; with counts by class.
 
-    All orders of 1 device, of 2 devices, ... as long as there are at most `MAX_DEVICE_ORDERS`; for more devices those
-    of `SOME_ORDERS`. If `lines` are given, these alone.
+    If `lines` are given, only the first 1, 2, ... devices of these. Else all orders of 1, 2, ... devices as long as
+    there are at most `MAX_DEVICE_ORDERS`, and for larger numbers the first devices of `SOME_ORDERS`.
     """
     orders: list[tuple[ClassSequence, ClassCounts]] = []
     for count, all_of_count in _all_orders(classes):
@@ -136,19 +138,19 @@ def _device_orders(
 
 
 def _first_devices(lines: Sequence[ClassSequence], count: int) -> list[ClassSequence]:
-    """Returns the first devices of some orders, those of equal classes once."""
+    """Returns the first `count` devices of some orders, by class, without duplicates."""
     return list(dict.fromkeys(line[:count] for line in lines))
 
 
 def _all_orders(classes: Sequence[DeviceClass]) -> Iterator[tuple[int, list[ClassSequence]]]:
-    """Yields (n, all orders of n devices by class) for each n; no orders if there are more than `MAX_DEVICE_ORDERS`.
+    """Yields (n, all orders of n devices by class) for n = 1, 2, ...; [] if there are more than `MAX_DEVICE_ORDERS`.
 
-    Hosts with the same devices are used in their given order, since exchanging two of them changes no step.
+    Hosts with equal devices are used in their given order, because exchanging them changes no step time.
     """
     alike = _alike_hosts(classes)
     of_count: list[ClassSequence] = [()]
     for count in range(1, sum(len(cls.ranks) for cls in classes) + 1):
-        # Each order of one device less is continued by every class that has a device left.
+        # Each order of one device less is extended by a device of every class that has one left.
         of_count = [
             (*devices, c)
             for devices in of_count
@@ -161,7 +163,7 @@ def _all_orders(classes: Sequence[DeviceClass]) -> Iterator[tuple[int, list[Clas
 
 
 def _alike_hosts(classes: Sequence[DeviceClass]) -> dict[str, tuple[str, ...]]:
-    """Returns, for each host that makes a difference to a link, the hosts with the same devices."""
+    """Returns for each host on which links depend the hosts with equal devices, with itself."""
     devices_of: dict[str, list[tuple[int, int]]] = {}
     for cls in classes:
         if cls.host is not None:
@@ -173,14 +175,14 @@ def _alike_hosts(classes: Sequence[DeviceClass]) -> dict[str, tuple[str, ...]]:
 
 
 def _comes_later(host: str | None, used: Container[str | None], alike: Mapping[str, Sequence[str]]) -> bool:
-    """Returns whether a host is not used, and another with the same devices is the first that is not."""
+    """Returns whether a host is unused, and another one with equal devices must be used before it."""
     return host is not None and host not in used and next(other for other in alike[host] if other not in used) != host
 
 
 def _some_orders(classes: Sequence[DeviceClass]) -> list[ClassSequence]:
     """Returns the classes of all devices in the orders of `SOME_ORDERS`."""
     by_rank = _classes_by_rank(classes)
-    # A class without a host of its own is a host here.
+    # A class without a host counts as a host here.
     hosts = [c if cls.host is None else cls.host for c, cls in enumerate(classes)]
     first = {host: by_rank.index(c) for c, host in reversed([*enumerate(hosts)])}
     orders = [by_rank, sorted(by_rank, key=lambda c: first[hosts[c]]), sorted(by_rank)]
@@ -189,7 +191,7 @@ def _some_orders(classes: Sequence[DeviceClass]) -> list[ClassSequence]:
 
 
 def total_rate(used: Sequence[int], classes: Sequence[DeviceClass]) -> Fraction:
-    """Returns the sum of the speeds of some devices, given as the number of each class."""
-    # Exact rational numbers: a bound must not exceed its true value by rounding.
+    """Returns the sum of the speeds of some devices, given as the number of each class. [classes]"""
+    # In exact rational numbers, because rounding must not make a bound larger than it is.
     speeds = (count * decimal(cls.device.speed) for count, cls in zip(used, classes, strict=True))
     return sum(speeds, start=Fraction(0))

@@ -1,4 +1,4 @@
-"""The search space: one problem per schedule and micro-batch size, each with its roots (choices of devices)."""
+"""The search space of some options: a problem per schedule and micro-batch size, with its choices of devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ from bapipe.schedules import LOOPED, SCHEDULES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The problems to solve, and what a certificate says of them.
+    """The problems to solve, and their description for the certificate.
 
     Attributes:
-        order: how devices are given to stages, in words.
+        order: in which orders stages take devices, in words; '' if there is one device.
         stage_counts: the numbers of stages that devices, layers and schedules allow, ascending.
-        device_counts: the numbers of devices tried, ascending.
+        device_counts: the numbers of devices that are tried, ascending.
     """
 
     problems: tuple[Problem, ...]
@@ -52,9 +52,9 @@ def search_space(
     """Returns the search space of some options.
 
     Raises:
-        BapipeError: constraints that name what is not there.
-        ConstraintsUnmet: constraints that contradict one another, or a number of stages that is impossible.
-        OutOfTime: the deadline passed before.
+        BapipeError: a constraint names an unknown layer or device.
+        ConstraintsUnmet: the constraints contradict one another, or the number of stages is impossible.
+        OutOfTime: the deadline passed before the end.
     """
     check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
     sizes = microbatch_sizes(profiles, cluster, options)
@@ -77,11 +77,11 @@ def build_space(
     sizes: Sequence[int],
     deadline: Deadline = UNLIMITED,
 ) -> SearchSpace:
-    """Returns every problem of a space. Placements and cost-to-go are computed when a search asks for them.
+    """Returns the space at some micro-batch sizes. Placements and cost-to-go are computed when a search needs them.
 
     Args:
         sizes: micro-batch sizes that divide the mini-batch.
-        deadline: ends the making of the space, and later of its tables, with OutOfTime.
+        deadline: after it, making the space, and later its tables, raises OutOfTime.
     """
     classes = _classes_of(profiles, cluster, options)
     orders = () if _allows_any_order(profiles, cluster, options, classes) else device_orders(profiles, cluster, options)
@@ -107,15 +107,16 @@ def build_space(
 
 
 def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
-    """Returns whether the space has any order of the devices, which are few or alike, or only `device_orders`.
+    """Returns whether the space has devices in any order, or only in those of `device_orders`.
 
-    With several stages on each of many devices it has some orders also then.
+    This is about schedules with one stage per device. With several stages on each of many devices, the space has only
+    some orders even if this is true; see `tries_all_orders`.
     """
     return _allows_any_order(profiles, cluster, options, _classes_of(profiles, cluster, options))
 
 
 def tries_all_orders(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
-    """Returns whether the space has all orders of the devices, of every schedule."""
+    """Returns whether the space has all orders of the devices, for every schedule."""
     has_many = num_in_any_order(_classes_of(profiles, cluster, options)) < len(cluster.devices)
     has_some = has_many and names_looped(options)
     return not has_some and tries_any_order(profiles, cluster, options)
@@ -124,26 +125,29 @@ def tries_all_orders(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
 def _classes_of(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
 ) -> tuple[DeviceClass, ...]:
+    """Returns the classes of the cluster's devices under some options."""
     allowed = parse_constraints(options.constraints).allowed_layers(cluster)
     return device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
 
 
 def has_sorted_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
-    """Returns whether a cluster has its devices in the order in which stages take theirs."""
+    """Returns whether the cluster lists its devices in the order of their classes; see `are_sorted`."""
     return are_sorted(_classes_of(profiles, cluster, options))
 
 
 def _allows_any_order(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
 ) -> bool:
-    # A stage has at most one replica per micro-batch, and there are at most as many stages as layers.
+    """Returns whether the devices are few or alike enough to be taken in any order."""
+    # A plan uses no more devices: a replica has at least one micro-batch, and a stage at least one layer.
     return allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * num_layers(profiles)))
 
 
 def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int) -> tuple[int, ...]:
+    """Returns the numbers of stages that are possible with some schedule of the problems, ascending."""
     stage_counts: set[int] = set()
     for placements in {problem.schedule: problem.placements for problem in problems}.values():
-        # One stage per device, any number of devices; or several stages per device, in numbers that the table fixes.
+        # With one stage per device any number is possible; with several, the table fixes the number.
         if placements.schedule in SCHEDULES:
             stage_counts |= set(range(1, min(num_devices, max_stages) + 1))
         else:
@@ -159,10 +163,10 @@ def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int
 def _device_order_text(
     orders: Sequence[str], cluster: Cluster, classes: Sequence[DeviceClass], schedules: Sequence[str]
 ) -> str:
-    """Returns how devices are given to stages, in the words of the certificate; they are part of plan files.
+    """Returns in which orders stages take devices, in words that are part of certificates, and so of plan files.
 
     Args:
-        orders: those that are tried, in words; none where any order is.
+        orders: the words of the orders that are tried; () for any order.
     """
     if len(cluster.devices) == 1:
         return ""
