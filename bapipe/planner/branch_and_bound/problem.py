@@ -1,6 +1,7 @@
-"""One subproblem of the search: a schedule at one micro-batch size on a cluster.
+"""One problem of the search: a schedule at one micro-batch size on a cluster.
 
-A solution is a `Layout`: the cuts of the layer chain and the placement of each stage. The simulator times it.
+A solution is a `Layout`: the cuts of the chain of layers, and for each stage its placement and the layers that it
+recomputes. Its step time and memory come from the simulator.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,18 +27,18 @@ from bapipe.simulator.stage import Stage
 from bapipe.simulator.timeline import StepColumns
 
 MAX_CACHED_SCHEDULES = 500
-"""Schedules on ranks of the cluster that a problem keeps compiled."""
+"""Maximum number of compiled schedules on ranks of the cluster that a problem caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """A root of the search tree: all pipelines on a certain choice of devices.
+    """A root of the search tree: all pipelines on one choice of devices.
 
     Attributes:
         num_devices: how many devices these are.
-        num_of_class: how many of each class.
-        first_placements: the placements that the first stage can have.
-        bound_ns: a lower bound of the step time that costs nothing: all work at the speed of all devices together.
+        num_of_class: how many of each class. [device classes]
+        first_placements: the possible placements of the first stage.
+        bound_ns: a lower bound on the step time that needs no tables: all work at the speed of all devices together.
         num_positions: the number of devices if these have several stages, else 0.
     """
 
@@ -53,11 +54,13 @@ class Layout:
     """A solution of a problem: stage s holds the layers [cuts[s], cuts[s + 1]) on placements[s].
 
     Attributes:
+        cuts: the layers at which stages begin, and the number of layers. [stages + 1]
+        placements: the devices of each stage. [stages]
         recompute: the numbers of the layers that each stage recomputes. [stages]
-        is_best: whether no other choice of these layers can be faster.
-        fits: whether the stages fit in memory, each by itself.
-        is_checked: whether `fits` is the simulator's answer for the devices.
-        bound_ns: no step of these stages is shorter, whatever layers they recompute.
+        is_best: whether it is proven that no other choice of recomputed layers is faster.
+        fits: whether each stage fits in memory by itself.
+        is_checked: whether `fits` is already what the simulator says of whole devices.
+        bound_ns: a lower bound on the step with these cuts and placements and any choice of recomputed layers.
     """
 
     cuts: tuple[int, ...]
@@ -74,12 +77,13 @@ class Problem:
 
     Attributes:
         classes: the classes of the cluster's devices.
-        chains: the layers as each class of devices runs them. [classes]
-        placements: the graph of the placements that stages can have.
-        lower_bound: the bounds of partial plans.
-        roots: the choices of devices.
-        deadline: ends computations of the problem with OutOfTime.
-        must_check_memory: whether the bounds' memory check is only necessary, not sufficient.
+        chains: the layers on each class of devices. [classes]
+        placements: makes the placements of stages.
+        lower_bound: computes the bounds for partial plans.
+        roots: the choices of devices that are searched.
+        deadline: after it, long computations raise OutOfTime.
+        must_check_memory: whether the memory check of the search is only approximate, because profiles may disagree
+            about the sizes of tensors at cuts.
     """
 
     def __init__(
@@ -100,37 +104,36 @@ class Problem:
         self.cluster, self.classes, self.chains = cluster, tuple(classes), tuple(chains)
         self.schedule, self.microbatch_size, self.num_microbatches = schedule, microbatch_size, num_microbatches
         self.placements, self.lower_bound, self.roots = placements, lower_bound, tuple(roots)
-        # Profiles of several kinds of devices may disagree about the sizes of tensors at a cut.
         self.must_check_memory = len({chain.device_kind for chain in chains}) > 1
-        # Compiled schedules by their placements, and by numbers of replicas and devices: before the ranks of the
-        # cluster are put in, all placements with equal numbers share one.
+        # Compiled schedules on ranks of the cluster, by placements; and on ranks 0, 1, ..., by the numbers of replicas
+        # and of devices, so that all placements with equal numbers share one.
         self._on_cluster: dict[tuple[StagePlacement, ...], tuple[Schedule, CompiledSchedule]] = {}
         self._on_first_ranks: dict[tuple[tuple[int, ...], int], tuple[Schedule, CompiledSchedule]] = {}
         self._shared_devices: dict[tuple[StagePlacement, ...], SharedDevices] = {}
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers before which the chain may be cut, its start and its end. [boundaries]"""
+        """The layers at which stages may begin, and the number of layers. [boundaries]"""
         return self.lower_bound.costs.intervals.cuts
 
     def with_num_devices(self, num_devices: int) -> "Problem":
-        """Returns the problem on exactly this number of devices; both share bounds and compiled schedules."""
+        """Returns the problem on exactly this number of devices; it shares its caches with this one."""
         return self.with_roots([root for root in self.roots if root.num_devices == num_devices])
 
     def with_roots(self, roots: Sequence[Root]) -> "Problem":
-        """Returns the problem with other roots; it shares its bounds and compiled schedules with this one."""
+        """Returns the problem with other roots; it shares its caches with this one."""
         other = copy(self)
         other.roots = tuple(roots)
         return other
 
     def narrowed(self, rows: Mapping[Hashable, IntArray]) -> "Problem":
-        """Returns the problem with stages of some intervals only; see `LowerBound.narrowed`."""
+        """Returns the problem in which stages may only have some intervals; see `LowerBound.narrowed`."""
         other = copy(self)
         other.lower_bound = self.lower_bound.narrowed(rows)
         return other
 
     def layout(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
-        """Returns the layout with stages between boundaries; those recompute layers that do not fit without."""
+        """Returns the layout of a pipeline cut at boundaries; stages that do not fit recompute layers."""
         if placements[0].position is not None:
             return self._layout_on_shared_devices(boundaries, placements)
         costs = self.lower_bound.costs
@@ -147,7 +150,7 @@ class Problem:
         )
 
     def _layout_on_shared_devices(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:
-        """Returns the layout on devices with several stages, which recompute layers where they do not fit without."""
+        """Returns the layout on devices with several stages; stages of devices on which they do not fit recompute."""
         layout = Layout(
             cuts=tuple(self.cuts[i] for i in boundaries),
             placements=placements,
@@ -176,8 +179,7 @@ class Problem:
         )
 
     def ranks(self, placements: Sequence[StagePlacement]) -> tuple[tuple[int, ...], ...]:
-        """Returns the ranks of each stage: within a class, ranks are used in ascending order."""
-        # Devices of a class are equal, so any of them would do; ascending ranks make the plan deterministic.
+        """Returns the ranks of each stage: of each class, the unused ones in ascending order. [stages][replicas]"""
         unused = [iter(cls.ranks) for cls in self.classes]
         rank_at: dict[int, int] = {}
         ranks = []
@@ -185,20 +187,20 @@ class Problem:
             if placement.position is None:
                 ranks.append(tuple(next(unused[c]) for c in placement.device_classes))
                 continue
-            # Several stages per device: the first stage at a position takes a rank, the others follow it.
+            # With several stages per device, the first stage at a position takes a rank, and the others share it.
             if placement.position not in rank_at:
                 rank_at[placement.position] = next(unused[placement.device_classes[0]])
             ranks.append((rank_at[placement.position],))
         return tuple(ranks)
 
     def compiled(self, placements: tuple[StagePlacement, ...]) -> tuple[Schedule, CompiledSchedule]:
-        """Returns the schedule on the ranks of the placements, and its compiled form."""
+        """Returns the schedule of a pipeline on ranks of the cluster, and its compiled form."""
         if placements not in self._on_cluster:
             if len(self._on_cluster) >= MAX_CACHED_SCHEDULES:
                 self._on_cluster.clear()
                 self._shared_devices.clear()
             ranks = self.ranks(placements)
-            # The cluster's rank of each rank of the schedule's own table.
+            # The rank in the cluster of each rank in the schedule's own table.
             if placements[0].position is None:
                 permutation = [rank for group in ranks for rank in group]
             else:
@@ -213,20 +215,19 @@ class Problem:
         return self._on_cluster[placements]
 
     def _compile(self, placements: Sequence[StagePlacement], num_devices: int) -> tuple[Schedule, CompiledSchedule]:
-        """The schedule on ranks 0, 1, ..., compiled once for all placements with these numbers of replicas."""
+        """Returns the same on ranks 0, 1, ..., compiled once for all placements with equal numbers of replicas."""
         num_replicas = tuple(placement.num_replicas for placement in placements)
         if (num_replicas, num_devices) not in self._on_first_ranks:
             schedule = self.placements.table(num_devices)
             if placements[0].position is None:
-                # Stage s takes the ranks [firsts[s], firsts[s + 1]) of the table with one device per stage: its
-                # replicas.
+                # The replicas of stage s are ranks [firsts[s], firsts[s + 1]) of the table with one stage per device.
                 firsts = accumulate(num_replicas, initial=0)
                 schedule = merge_stages(schedule, [tuple(range(a, b)) for a, b in pairwise(firsts)], num_devices)
             self._on_first_ranks[num_replicas, num_devices] = schedule, compile_schedule(schedule)
         return self._on_first_ranks[num_replicas, num_devices]
 
     def stages(self, layout: Layout) -> tuple[Stage, ...]:
-        """Returns the costs of the layout's stages."""
+        """Returns the costs of the layout's stages. [stages]"""
         return tuple(
             stage_on([self.chains[c] for c in placement.device_classes], begin, end, recompute=recompute)
             for placement, (begin, end), recompute in zip(
@@ -235,21 +236,21 @@ class Problem:
         )
 
     def shortfall_bytes(self, layout: Layout) -> dict[int, int]:
-        """Returns how many bytes each rank in use needs beyond its limit, by the simulator; negative if it fits."""
+        """Returns by how many bytes each rank in use exceeds its limit in the simulator; negative if it has room."""
         schedule, compiled = self.compiled(layout.placements)
-        # By the simulator's own count: here devices with several stages are exact, too.
         peaks = peak_memory(schedule, self.stages(layout), compiled)
         return {rank: peaks[rank].total - limit for rank, limit in self._limits(schedule).items()}
 
     def _limits(self, schedule: Schedule) -> dict[int, int]:
-        """The bytes that each rank in use may hold."""
+        """Returns the bytes that each rank in use may hold."""
         limits = {rank: cls.limit_bytes for cls in self.classes for rank in cls.ranks}
         return {rank: limits[rank] for rank in sorted({rank for ranks in schedule.devices for rank in ranks})}
 
     def fits(self, layout: Layout) -> bool:
-        """Returns whether a layout whose stages fit by the bounds' check fits by the simulator's count.
+        """Returns whether a layout fits in memory.
 
-        The two differ only for profiles of several kinds, devices with several stages, and recomputed layers.
+        It must fit by the check of the search and in the simulator. These differ only with profiles of several kinds,
+        with several stages on a device, and with recomputed layers, so only then the simulator is asked.
         """
         if not layout.fits or layout.is_checked:
             return layout.fits
@@ -258,22 +259,22 @@ class Problem:
         return all(shortfall <= 0 for shortfall in self.shortfall_bytes(layout).values())
 
     def is_cheap_to_simulate(self, layout: Layout) -> bool:
-        """Returns whether the longest path gives the step time: no link is contended, no device stalls."""
+        """Returns whether the longest path gives the step time, so that the event-driven engine is not needed."""
         return longest_path_is_exact(self.compiled(layout.placements)[1], self.cluster)
 
     def step_ns(self, layout: Layout) -> int:
-        """Returns the simulator's step time, without the rest of the timeline."""
+        """Returns the simulated step time, without computing the whole timeline if possible."""
         return step_ns_of(*self.compiled(layout.placements), self.stages(layout), self.cluster)
 
     def simulate(self, layout: Layout) -> StepColumns:
-        """Returns one step."""
+        """Returns the timeline of a simulated step."""
         schedule, compiled = self.compiled(layout.placements)
         return simulate_columns(schedule, self.stages(layout), self.cluster, compiled)
 
 
 def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[Stage], cluster: Cluster) -> int:
-    """Returns the simulator's step time of a compiled schedule, without the rest of the timeline."""
-    # Only the whole timeline has the sums of tied weights across stages, and all-reduces between a device's stages.
+    """Returns the simulated step time of a compiled schedule, without computing the whole timeline if possible."""
+    # Only the whole timeline has sums of tied weights, and all-reduces between the actions of a device's stages.
     if any(stage.tied_gradients for stage in stages) or _sums_between_stages(schedule, stages):
         return simulate_columns(schedule, stages, cluster, compiled).step_ns
     done_ns = finish_ns(compiled, stages, cluster)
@@ -286,7 +287,7 @@ def step_ns_of(schedule: Schedule, compiled: CompiledSchedule, stages: Sequence[
 
 
 def _sums_between_stages(schedule: Schedule, stages: Sequence[Stage]) -> bool:
-    """Whether devices with several stages have all-reduces: those of the members of a group."""
+    """Returns whether devices with several stages have all-reduces: those of the members of a group."""
     if not any(stage.bucket_bytes for stage in stages):
         return False
     ranks = [rank for of_stage in schedule.devices for rank in of_stage]
@@ -294,25 +295,31 @@ def _sums_between_stages(schedule: Schedule, stages: Sequence[Stage]) -> bool:
 
 
 def _synced_ns(stage: Stage, ranks: Sequence[int], schedule: Schedule, done_ns: Sequence[int], cluster: Cluster) -> int:
-    """Returns when the all-reduces of a stage are done whose devices have no other stage."""
+    """Returns when the all-reduces of a stage are done, 0 without any; its devices must have no other stage.
+
+    Args:
+        done_ns: when the last action of each rank ends. [ranks]
+    """
     if not stage.bucket_bytes:
         return 0
     last: list[LastBackward | None] = []
     for cost, rank in zip(stage.costs, ranks, strict=True):
         phase = schedule.order[rank][-1].phase if schedule.order[rank] else None
-        # The last action of the stage on a replica is its last B, or W: buckets become ready while it runs.
+        # A replica ends with its last B or W, during which its buckets become ready.
         last.append(None if phase is None else (done_ns[rank] - cost.ns(phase), phase))
     return reduce_buckets(stage, ranks, last, cluster)[-1][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best layout of the best problem, and a bound that no layout of any problem beats.
+    """The best layout found over all problems, and a lower bound on the step of every layout of them.
 
     `lower_bound_ns == step_ns` proves the layout optimal.
 
     Attributes:
-        is_exhausted: whether the search left no layout out: what gap there is, is due to other recomputed layers.
+        problem: the problem of the layout.
+        is_exhausted: whether all layouts were searched. If a gap remains, only another choice of recomputed layers can
+            be faster.
     """
 
     problem: Problem

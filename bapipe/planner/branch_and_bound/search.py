@@ -1,11 +1,12 @@
 """Best-first branch and bound over partial plans.
 
 The queue holds nodes of the search tree, the smallest lower bound first. A node is a root (a choice of devices), a
-partial plan, or a child that is not made yet: the children of a partial plan are bounded all at once by numpy, sorted,
-and pushed one at a time; popping one pushes its next sibling (lazy successor generation), so that the queue has one
-entry per expanded node. When the smallest bound in the queue reaches the step time of the incumbent, that is optimal.
+partial plan, or a child that has not been made yet: the children of a partial plan are bounded all at once with numpy,
+sorted, and pushed one at a time. Popping a child pushes its next sibling (lazy successor generation), so the queue has
+one entry per expanded node. When the smallest bound in the queue reaches the incumbent's step time, the incumbent is
+optimal.
 
-Incumbents come from dives (greedy completions by the smallest bound), each improved by local search. Everything is
+Incumbents come from dives (greedy completions by the smallest bound), and are improved by local search. All work is
 charged to the node budget, so that the result does not depend on the speed of the machine.
 """
 
@@ -28,13 +29,13 @@ DEFAULT_MAX_NODES = 20_000
 """Node budget of a search."""
 
 ACTIONS_PER_NODE = 1200
-"""Exchange rate: actions that the simulator runs in the time that expanding one partial plan takes."""
+"""How many actions the simulator runs in the time in which one partial plan is expanded."""
 
 EVENT_DRIVEN_FACTOR = 20
-"""Exchange rate: how many times as long the event-driven engine of the simulator takes as the longest path."""
+"""How many times as long as the longest path the event-driven engine of the simulator takes."""
 
 NODES_BETWEEN_DIVES = 20
-"""Partial plans expanded between two dives."""
+"""How many partial plans are expanded between two dives."""
 
 
 def best_first(
@@ -45,18 +46,19 @@ def best_first(
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Returns the fastest layout over all problems, None if none fits.
+    """Returns the fastest layout over all problems, None if it is proven that none fits.
 
-    The bound never exceeds the simulated time, so when it reaches the incumbent's step time, that is proven optimal.
-    After `max_nodes`, or at the deadline, the incumbent is returned with the bound reached; simulations count as nodes
-    at the rates above.
+    It is optimal unless the search ended early, after `max_nodes` or at the deadline; its `lower_bound_ns` is the bound
+    proven by then.
 
     Args:
+        max_nodes: the node budget; simulations count as nodes, at the rates above.
         incumbent: a layout to begin with.
 
     Raises:
-        OutOfTime: the deadline passed before any layout was found that fits.
-        NothingFoundError: none was found with `max_nodes`, or of some not all choices of recomputed layers were tried.
+        OutOfTime: the deadline passed before a layout that fits was found.
+        NothingFoundError: no layout that fits was found, but there may be one: the budget was spent, or some choices of
+            recomputed layers were not tried.
     """
     search = _BestFirst(problems, progress, deadline)
     if incumbent is not None:
@@ -85,14 +87,15 @@ def best_below(
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> tuple[SearchResult | None, int]:
-    """Returns the fastest layout found with a step shorter than `below_ns`, None without one, and a lower bound.
+    """Returns the fastest layout found with a step below `below_ns`, None without one, and a lower bound.
 
-    The bound holds for all layouts, as far as it does not exceed `below_ns`.
+    The lower bound holds for all layouts, and is at most `below_ns`.
 
     Args:
-        below_ns: the step time of a plan that is known.
-        max_gap: the search ends when the fastest step known exceeds the bound by no more than this part of it.
-        deadline: ends the search with what it has.
+        below_ns: the step time of a known plan.
+        max_gap: the search ends when the fastest known step exceeds the bound by at most this fraction of the bound.
+        max_nodes: the node budget.
+        deadline: ends the search with what has been found.
     """
     search = _BestFirst(problems, progress, deadline)
     search.upper_bound_ns = min(below_ns, INF)
@@ -108,17 +111,18 @@ class _BestFirst:
 
     Attributes:
         incumbent: the best layout so far.
-        upper_bound_ns: the step time of the fastest plan known, the incumbent or a plan of the caller; else `INF`.
-        num_nodes: the budget spent: nodes, and simulations in nodes.
-        queue: (lower bound, tie-breaker, sequence number, node): of equal bounds, the deepest first, then the oldest.
+        upper_bound_ns: the step time of the fastest known plan: the incumbent, or a plan of the caller; else `INF`.
+        num_nodes: the budget spent, in nodes.
+        queue: (lower bound, tie-breaker, sequence number, node); of equal bounds, the deepest first, then the oldest.
     """
 
     def __init__(self, problems: Sequence[Problem], progress: SearchProgress | None, deadline: Deadline) -> None:
         self.problems, self.progress, self.deadline = problems, progress, deadline
         self.incumbent: SearchResult | None = None
         self.upper_bound_ns = INF
-        self._proved_ns = 0
-        self._not_best_ns = INF
+        self._largest_popped_ns = 0
+        # The smallest bound of a simulated layout for which another choice of recomputed layers might be faster.
+        self._open_choice_ns = INF
         self.num_nodes = self._num_simulated = self._num_pushed = self._since_dive = 0
         self.queue: list[tuple[int, int, int, _Node]] = []
         for problem in problems:
@@ -134,29 +138,31 @@ class _BestFirst:
 
     @property
     def has_tried_all(self) -> bool:
-        """Whether no other layout can be better, or fit."""
-        return not self.is_open and self._not_best_ns >= self.upper_bound_ns
+        """Whether no layout can be better than the incumbent or, if there is none, fit."""
+        return not self.is_open and self._open_choice_ns >= self.upper_bound_ns
 
     def is_within(self, gap: float) -> bool:
-        """Returns whether the incumbent exceeds the bound proved by no more than a part of the bound."""
+        """Returns whether the fastest known step exceeds the lower bound by at most a fraction `gap` of the bound."""
         return self.upper_bound_ns <= self.lower_bound_ns * (1 + gap)
 
     @property
     def lower_bound_ns(self) -> int:
-        """The bound proved so far on all layouts: whatever was pruned or is not open is no better than the incumbent.
+        """The lower bound proven so far for all layouts with the recomputed layers that the planner chooses.
 
-        If devices have several stages, a child's bound may be smaller than its parent's, which holds for it, too: so
-        the smallest bound in the queue may decrease, but what it once proved remains true.
+        Pruned layouts are no better than the incumbent, and the bounds in the queue hold for all others. If devices
+        have several stages, a child's bound may be smaller than its parent's, which holds for it, too. So the smallest
+        bound in the queue may decrease, but its largest value so far remains valid.
         """
         smallest_ns = self.queue[0][0] if self.queue else self.upper_bound_ns
-        return min(self.upper_bound_ns, max(self._proved_ns, smallest_ns))
+        return min(self.upper_bound_ns, max(self._largest_popped_ns, smallest_ns))
 
     @property
     def proven_bound_ns(self) -> int:
-        """The lower bound, also of plans with other recomputed layers, where the best choice of these is not known."""
-        return min(self.lower_bound_ns, self._not_best_ns)
+        """The lower bound proven so far for all layouts with any choice of recomputed layers."""
+        return min(self.lower_bound_ns, self._open_choice_ns)
 
     def result(self) -> SearchResult | None:
+        """Returns the incumbent with the bound proven so far; None if there is no incumbent."""
         if self.incumbent is None:
             return None
         return SearchResult(
@@ -170,40 +176,41 @@ class _BestFirst:
     def expand_best(self) -> None:
         """Expands the node with the smallest lower bound."""
         entry = heappop(self.queue)
-        self._proved_ns = max(self._proved_ns, entry[0])
+        self._largest_popped_ns = max(self._largest_popped_ns, entry[0])
         self.num_nodes += 1
         try:
             self._expand(entry[0], entry[3])
         except OutOfTime:
-            # Some of its children may not be in the queue yet: the node stays, so that the bound covers them.
+            # Some of its children may not be in the queue yet: the node goes back, so that the bound covers them.
             heappush(self.queue, entry)
             raise
 
     def _expand(self, bound_ns: int, node: "_Node") -> None:
+        """Makes the partial plan of a node, then pushes its children, or simulates it if it is complete."""
         if node.root is not None:
             self._expand_root(node.problem, node.root)
             return
         partial = node.partial
         assert partial is not None
-        # Lazy successor generation: the next sibling takes this child's place in the queue, then the child is made.
+        # Lazy successor generation: the next sibling replaces this child in the queue, then the child is made.
         if node.siblings is not None:
             self._push_child(node.problem, partial, node.siblings, node.number + 1)
             partial = node.problem.lower_bound.extend(partial, *node.siblings.choice(node.number))
         if partial.is_complete:
             self._try_and_improve(node.problem, partial, bound_ns)
             return
-        # Branching: all children are bounded at once, and those that cannot beat the incumbent are dropped.
+        # Branching: all children are bounded at once; those that cannot beat the incumbent are dropped.
         children = _Children(*node.problem.lower_bound.children(partial), self.upper_bound_ns)
         self._push_child(node.problem, partial, children, 0)
         self._since_dive += 1
-        # The node just expanded had the smallest bound of all: the fastest plans may be below it.
+        # This node had the smallest bound of all, so the fastest plans may be among its completions.
         if self._since_dive >= NODES_BETWEEN_DIVES:
             self._since_dive = 0
             self._dive(node.problem, partial, bound_ns)
 
     def _expand_root(self, problem: Problem, root: Root) -> None:
-        """Pushes an empty plan per first placement: bounds of roots cost nothing, those of empty plans a table."""
-        # Where placements are fixed, the root has a bound of its own, which holds for all plans below.
+        """Pushes a plan without placed stages for each first placement. Its bound needs tables, the root's did not."""
+        # If devices have several stages, the bound of the root may come from another search, and is kept.
         known_ns = root.bound_ns if root.num_positions else 0
         empty_plans = [
             (bound_ns, partial)
@@ -213,43 +220,42 @@ class _BestFirst:
         for bound_ns, partial in empty_plans:
             self._num_pushed += 1
             heappush(self.queue, (bound_ns, 0, self._num_pushed, _Node(problem, partial=partial)))
-        # Without an upper bound nothing can be pruned, so the first plan is made before any expansion.
+        # Without an upper bound nothing is pruned, so a first plan is made before any expansion.
         if empty_plans and self.upper_bound_ns >= INF:
             bound_ns, partial = min(empty_plans, key=lambda entry: entry[0])
             self._dive(problem, partial, bound_ns)
 
     def _push_child(self, problem: Problem, partial: PartialPlan, children: "_Children", number: int) -> None:
-        """Pushes one child; its next sibling is pushed when it is popped."""
-        # Siblings ascend by bound: if this one cannot beat the incumbent, neither can those after it.
+        """Pushes one child, unless it and all later siblings cannot beat the incumbent: their bounds ascend."""
         if number < len(children.bounds_ns) and children.bounds_ns[number] < self.upper_bound_ns:
             self._num_pushed += 1
             entry = (int(children.bounds_ns[number]), -len(partial.boundaries), self._num_pushed)
             heappush(self.queue, (*entry, _Node(problem, partial=partial, siblings=children, number=number)))
 
     def _dive(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
-        """Primal heuristic: completes a partial plan, each time by the child with the smallest bound."""
+        """Completes a partial plan greedily, each time by the child with the smallest bound, and simulates it."""
         while not partial.is_complete:
             self.deadline.check()
             bounds_ns, ends, numbers = problem.lower_bound.children(partial)
             self.num_nodes += 1
             best = int(np.argmin(bounds_ns))
-            # All children are pruned: the dive ends without a plan.
+            # All children are pruned.
             if bounds_ns[best] >= self.upper_bound_ns:
                 return
             partial = problem.lower_bound.extend(partial, int(ends[best]), int(numbers[best]))
         self._try_and_improve(problem, partial, bound_ns)
 
     def _try_and_improve(self, problem: Problem, partial: PartialPlan, bound_ns: int) -> None:
-        """Simulates a complete plan; a new incumbent is improved by local search to a local optimum."""
+        """Simulates a complete plan; if it is a new incumbent, improves it by local search to a local optimum."""
         improved = (problem, partial) if self._try_incumbent(problem, partial) else None
-        # A plan that attains the bound of the node that it came from is optimal below that node.
+        # Once the step equals the bound of the node, no plan below that node is faster.
         while improved is not None and bound_ns < self.upper_bound_ns:
             improved = self._first_improvement(*improved)
         if self.progress and self.incumbent:
             self.progress(self._num_simulated, self.upper_bound_ns, min(bound_ns, self.upper_bound_ns))
 
     def _first_improvement(self, problem: Problem, partial: PartialPlan) -> tuple[Problem, PartialPlan] | None:
-        """Returns the first neighbour that is better than the incumbent, None if there is none."""
+        """Returns the first neighbour that is better than the incumbent, now the incumbent; None if there is none."""
         others = [other for other in self.problems if other is not problem]
         for neighbours, in_problems in ((change_schedule, others), (move_cut, [problem]), (move_device, [problem])):
             for candidate_problem in in_problems:
@@ -263,7 +269,7 @@ class _BestFirst:
         return None
 
     def begin_with_least_memory(self) -> None:
-        """Makes the layout with the least memory the incumbent if it fits, for when no dive has found one that does."""
+        """Makes the layout that lacks the least memory the incumbent, if it fits. Used if dives found none."""
         self.incumbent = fitting_layout(least_infeasible(self.problems, self.deadline))
         if self.incumbent is not None:
             self.upper_bound_ns = self.incumbent.step_ns
@@ -271,13 +277,13 @@ class _BestFirst:
     def _try_incumbent(self, problem: Problem, partial: PartialPlan) -> bool:
         """Simulates a complete plan; returns whether it fits and became the incumbent."""
         layout = problem.layout(partial.boundaries, partial.placements)
-        # At most F, I and W of each micro-batch in each stage.
+        # At most F, I and W for each micro-batch in each stage.
         num_actions = 3 * len(layout.placements) * problem.num_microbatches
         factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
         self.num_nodes += num_actions * factor // ACTIONS_PER_NODE
         self._num_simulated += 1
         if not layout.is_best:
-            self._not_best_ns = min(self._not_best_ns, max(partial.bound_ns, layout.bound_ns))
+            self._open_choice_ns = min(self._open_choice_ns, max(partial.bound_ns, layout.bound_ns))
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)
@@ -299,13 +305,20 @@ class _Children:
         self.bounds_ns, self.ends, self.numbers = bounds_ns[ascending], ends[ascending], numbers[ascending]
 
     def choice(self, number: int) -> tuple[int, int]:
-        """Returns the end and the number of the next placement of a child: the arguments of `LowerBound.extend`."""
+        """Returns the end of a child's stage and the index of its next placement: arguments of `LowerBound.extend`."""
         return int(self.ends[number]), int(self.numbers[number])
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node of the search tree: a root, a partial plan, or child `number` of a partial plan, not made yet."""
+    """A node of the search tree: a root, a partial plan, or a child of a partial plan that has not been made yet.
+
+    Attributes:
+        root: of a root only.
+        partial: the partial plan, or the parent of the child.
+        siblings: the children of `partial` if this is one of them.
+        number: the index of this child in `siblings`.
+    """
 
     problem: Problem
     root: Root | None = None
