@@ -1,14 +1,14 @@
 """Branch and bound over the cuts of pipelines whose placements are fixed, with bounds from paths.
 
-A node is a pipeline and a set of possible cuts (`possible_cuts.py`). Its bound is that of the game of cuts against
-paths (`path_bound.py`), played on these cuts alone (`cut_game.py`). Each path and each mixture of paths also removes
-the intervals that no cuts faster than the best step have. The node with the smallest bound is next; it is divided at
-the cut whose position the mixed strategy of the cuts leaves most open. A node with few cuts is searched to its end:
-the longest known path is a lower bound of each, and those below the best step are simulated.
+A node is a pipeline and a set of possible cuts (`possible_cuts.py`). Its bound comes from the game of cuts against
+paths (`path_bound.py`), played only with these cuts (`cut_game.py`). Each path and each mixture of paths also removes
+the intervals that no cuts faster than the best step have. The node with the smallest bound is expanded next: it is
+divided at the cut whose position varies most in the mixed strategy of the cuts. A node with few cuts is enumerated: the
+longest known path is a lower bound on the step of each cut, and those below the best step are simulated.
 
-The nearer the best step to the bound, the more intervals are removed. So the search asks first whether any cuts are
-faster than a limit between the two. If no node of this limit is left, it is a bound, and the next limit is farther up;
-else the next one is nearer to the bound.
+The smaller the gap between the bound and the best step, the more intervals are removed. So the search first asks if any
+cuts are faster than a *limit* between the two. An attempt at a limit that ends without open nodes proves that there are
+none: the limit is a bound, and the next limit is higher. If an attempt exceeds its budget, the next limit is lower.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.cut_game import (
     NUM_LAST_KEPT,
     CutGame,
-    Simulated,
+    CutTimes,
     is_exact,
-    least_whole,
+    round_up,
     sweep_cost,
 )
 from bapipe.planner.fixed_placements.local_search import PRODUCTS_PER_ACTION
@@ -40,41 +40,42 @@ from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress
 
 MAX_PIPELINES = 64
-"""Maximum number of pipelines of all problems together, for this search to take them, ..."""
+"""This search is used if all problems together have at most this many pipelines ..."""
 
 MAX_ENTRIES = 20_000_000
-"""... and of the entries of their tables: the times of all replicas with all intervals."""
+"""... and their tables, of the times of all replicas with all intervals, at most this many entries."""
 
 MAX_ENUMERATED = 4_000
-"""Maximum number of cuts of a node that is enumerated."""
+"""A node is enumerated if it has at most this many cuts."""
 
 FIRST_ACTIONS = 3_000_000
-"""The budget of the first attempt, in simulated actions; it doubles with each that fails."""
+"""The budget of the first attempt, in simulated actions; it doubles after each attempt that exceeds it."""
 
 MAX_FILTERS, MAX_FILTER_SUMS = 300, 3_000_000
-"""Maximum number of known paths that remove intervals when a node is opened, and of the sums that this takes."""
+"""Maximum number of known paths that remove intervals when a node is expanded, and of the sums that this takes."""
 
 MAX_FIRST_ROUNDS, MAX_ROUNDS = 30, 6
-"""Rounds of the game of a pipeline's first node, and of the others."""
+"""Maximum number of rounds of the game of a pipeline's root node, and of that of any other node."""
 
 FIRST_SHARE = 1 / 4
-"""How much of the gap between the bound and the best step lies below the first limit."""
+"""The share of the gap between the bound and the best step that lies below the first limit."""
 
 MIN_GAP_DIVISOR = 1_000
-"""If bound and best step differ by less than 1 / `MIN_GAP_DIVISOR` of the step, no limit is set between them."""
+"""There is no limit between bound and best step if these differ by less than 1 / `MIN_GAP_DIVISOR` of the step."""
 
 MIN_RISE, MAX_STALLED = 1.002, 2
-"""A round that raises the bound of a node by less than this factor is stalled; this many of them end its game."""
+"""A game ends after `MAX_STALLED` rounds in a row that raise the bound by less than the factor `MIN_RISE`."""
 
 
 def few_pipelines(problems: Sequence[Problem]) -> tuple[tuple[Problem, Root, tuple[StagePlacement, ...]], ...]:
-    """Returns every pipeline of some problems, () if they are too many or too large, or not known in time."""
-    with suppress(OutOfTime):  # a caller may know a plan by then
+    """Returns every pipeline of some problems; () if these are too many or too large, or not made in time."""
+    with suppress(OutOfTime):  # the caller may know a plan already
         return _few_pipelines(problems)
     return ()
 
 
 def _few_pipelines(problems: Sequence[Problem]) -> tuple[tuple[Problem, Root, tuple[StagePlacement, ...]], ...]:
+    """Returns the same; raises OutOfTime if they are not made in time."""
     found: list[tuple[Problem, Root, tuple[StagePlacement, ...]]] = []
     num_entries = 0
     for problem in problems:
@@ -100,12 +101,12 @@ def search_cuts(
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,
 ) -> SearchResult | None:
-    """Returns the fastest layout of some pipelines and a lower bound of all; None if it found none that fits.
+    """Returns the fastest layout found, with a lower bound for all layouts; None if none that fits was found.
 
     Args:
-        pipelines: all of the problems, from `few_pipelines`; at least one.
-        max_actions: how much work it may do, in simulated actions.
-        deadline: ends it with the best layout so far.
+        pipelines: all pipelines of the problems, from `few_pipelines`; at least one.
+        max_actions: the budget, in simulated actions.
+        deadline: ends the search with the best layout so far.
         incumbent: a layout to begin with.
     """
     search = _CutSearch(Budget(max_actions, deadline), progress, incumbent)
@@ -116,13 +117,13 @@ def search_cuts(
 
 @dataclass(slots=True)
 class _Tree:
-    """The nodes of one pipeline.
+    """The search tree of one pipeline.
 
     Attributes:
-        pipeline: None before its first node is opened.
-        paths: those known.
-        bound_ns: of all its cuts.
-        first_paths, first_simulated: what the game of its first node found.
+        paths: the known paths.
+        bound_ns: a lower bound on the step of all cuts.
+        pipeline: None until the root node is first expanded.
+        first_paths, first_cut_times: what the game of the root node found, from which the next attempt begins.
     """
 
     problem: Problem
@@ -131,24 +132,40 @@ class _Tree:
     bound_ns: int
     pipeline: Pipeline | None = None
     first_paths: Paths = field(default_factory=dict)
-    first_simulated: Simulated = field(default_factory=dict)
+    first_cut_times: CutTimes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A set of cuts of a pipeline, None for all, and the paths and cuts that its game begins with."""
+    """A node of a tree.
+
+    Attributes:
+        possible: its cuts; None in the root node, which has all.
+        paths, cut_times: the paths and cuts with which its game begins.
+    """
 
     tree: _Tree
     possible: PossibleCuts | None
     paths: Paths
-    simulated: Simulated
+    cut_times: CutTimes
 
 
 class _CutSearch:
+    """The state of a search.
+
+    Attributes:
+        incumbent, best_ns: the best layout so far, and its step time; None and `INF` without one.
+        open_choice_ns: the smallest bound of a simulated layout for which another choice of recomputed layers might be
+            faster.
+        limit_ns: the limit of the current attempt; `INF` if it looks for any faster cuts.
+        proven_ns: a lower bound on the step of all cuts, with the recomputed layers that the planner chooses.
+        queue: (lower bound, tie-breaker, node): of equal bounds, the newest first.
+    """
+
     def __init__(self, budget: Budget, progress: SearchProgress | None, incumbent: SearchResult | None) -> None:
         self.budget, self.progress, self.incumbent = budget, progress, incumbent
         self.best_ns = INF if incumbent is None else incumbent.step_ns
-        self.not_best_ns = self.limit_ns = INF
+        self.open_choice_ns = self.limit_ns = INF
         self.proven_ns = 0
         self.num_simulated = self._num_pushed = 0
         self.trees: list[_Tree] = []
@@ -156,6 +173,7 @@ class _CutSearch:
         self._attempt_end = FIRST_ACTIONS
 
     def add(self, problem: Problem, root: Root, placements: tuple[StagePlacement, ...]) -> None:
+        """Adds a pipeline to be searched."""
         self.trees.append(_Tree(problem, placements, {}, root.bound_ns))
 
     def _push(self, bound_ns: int, node: _Node) -> None:
@@ -164,11 +182,11 @@ class _CutSearch:
 
     @property
     def below_ns(self) -> int:
-        """Cuts that are no faster than this are of no interest: the best step, or the limit of an attempt."""
+        """Only faster cuts than this are searched: the best step, or the limit of the current attempt."""
         return min(self.best_ns, self.limit_ns)
 
     def run(self) -> SearchResult | None:
-        """Proves that no cuts are faster than the best step or, step by step, than limits below it."""
+        """Makes attempts at one limit after another; returns the incumbent with the bound proven, None without one."""
         self.proven_ns = min((tree.bound_ns for tree in self.trees), default=INF)
         share, actions = FIRST_SHARE, FIRST_ACTIONS
         while self.proven_ns < self.best_ns and not self.budget.is_over():
@@ -181,19 +199,22 @@ class _CutSearch:
             share, actions = (min(1.0, 2 * share), actions) if is_done else (share / 2, 2 * actions)
         if self.incumbent is None:
             return None
-        return replace(self.incumbent, lower_bound_ns=min(self.proven_ns, self.best_ns, self.not_best_ns))
+        return replace(self.incumbent, lower_bound_ns=min(self.proven_ns, self.best_ns, self.open_choice_ns))
 
     def _attempt(self) -> None:
-        """Opens the node with the smallest bound until none is below the limit, or the attempt's budget is spent."""
+        """Expands the node with the smallest bound until none is below the limit, or the attempt's budget is spent.
+
+        If the queue is then empty, no cuts are faster than the limit.
+        """
         self.queue.clear()
         for tree in self.trees:
             if tree.bound_ns < self.below_ns:
-                self._push(tree.bound_ns, _Node(tree, None, tree.first_paths, tree.first_simulated))
+                self._push(tree.bound_ns, _Node(tree, None, tree.first_paths, tree.first_cut_times))
         while self.queue and self.queue[0][0] < self.below_ns and not self._is_over():
             entry = heappop(self.queue)
             self.proven_ns = max(self.proven_ns, entry[0])
             try:
-                self._open(entry[0], entry[2])
+                self._expand(entry[0], entry[2])
             except OutOfTime:
                 heappush(self.queue, entry)
                 break
@@ -204,62 +225,66 @@ class _CutSearch:
         self.proven_ns = max(self.proven_ns, min(self.below_ns, self.queue[0][0]) if self.queue else self.below_ns)
 
     def _is_over(self) -> bool:
-        """Whether the attempt ends; without a plan that fits only the search's own budget ends it."""
+        """Returns whether the attempt must end. If no known plan fits, only the budget of the whole search ends it."""
         return self.budget.is_over() or (self.best_ns < INF and self.budget.spent >= self._attempt_end)
 
     def _check(self) -> None:
+        """Raises OutOfTime if the attempt must end."""
         if self._is_over():
             raise OutOfTime("the search of cuts ended before it was done")
 
-    def _open(self, bound_ns: int, node: _Node) -> None:
-        """Raises the bound of a node; then searches its cuts one by one, or divides them."""
-        possible, paths, simulated = self._begin(node)
+    def _expand(self, bound_ns: int, node: _Node) -> None:
+        """Raises the bound of a node, then enumerates its cuts or pushes two nodes into which it is divided."""
+        possible, paths, cut_times = self._start_of(node)
         bound_ns, possible = self._filter(node.tree, bound_ns, possible, paths)
         if bound_ns >= self.below_ns or possible.is_empty:
             return
         if possible.count() <= MAX_ENUMERATED:
-            self._try_every(node.tree, possible)
+            self._enumerate(node.tree, possible)
             return
-        simulated = {cuts: times for cuts, times in simulated.items() if possible.contains(cuts)} or simulated
+        cut_times = {cuts: times for cuts, times in cut_times.items() if possible.contains(cuts)} or cut_times
         assert node.tree.pipeline is not None
-        game = CutGame(node.tree.pipeline, possible, bound_ns, paths, simulated)
+        game = CutGame(node.tree.pipeline, possible, bound_ns, paths, cut_times)
         self._play(node.tree, game, MAX_FIRST_ROUNDS if node.possible is None else MAX_ROUNDS)
         if node.possible is None:
             tree = node.tree
-            tree.first_paths, tree.first_simulated = dict(game.paths), dict(game.simulated)
+            tree.first_paths, tree.first_cut_times = dict(game.paths), dict(game.cut_times)
             tree.bound_ns = max(tree.bound_ns, min(game.bound_ns, self.below_ns))
         if game.bound_ns >= self.below_ns or game.possible.is_empty:
             return
         if game.possible.count() <= MAX_ENUMERATED:
-            self._try_every(node.tree, game.possible)
+            self._enumerate(node.tree, game.possible)
             return
-        paths, simulated = game.handed_down()
-        for part in game.possible.split(*game.division()):
-            self._push(game.bound_ns, _Node(node.tree, part, paths, simulated))
+        paths, cut_times = game.most_used()
+        for part in game.possible.split(*game.split_point()):
+            self._push(game.bound_ns, _Node(node.tree, part, paths, cut_times))
 
     def _play(self, tree: _Tree, game: CutGame, max_rounds: int) -> None:
-        """Plays until the bound rises no more, or no cuts are left."""
+        """Plays rounds of a game until its bound hardly rises any more, or no cuts are left."""
         stalled = 0
         for _ in range(max_rounds):
             self._check()
             before = game.bound_ns
             self.budget.spend(game.cost)
-            cuts = game.improve(self.below_ns)
-            if cuts is None or cuts in game.simulated:
+            cuts = game.play_round(self.below_ns)
+            if cuts is None or cuts in game.cut_times:
                 return
             stalled = stalled + 1 if game.bound_ns < before * MIN_RISE else 0
             if stalled == MAX_STALLED:
                 return
-            game.simulated[cuts], weights = self._try_cuts(tree, cuts)
+            game.cut_times[cuts], weights = self._try_cuts(tree, cuts)
             game.add_path(weights)
 
-    def _begin(self, node: _Node) -> tuple[PossibleCuts, Paths, Simulated]:
-        """Returns what a node begins with: a first node, the cuts of naive plans and of the best layout."""
+    def _start_of(self, node: _Node) -> tuple[PossibleCuts, Paths, CutTimes]:
+        """Returns the cuts of a node, and the paths and time vectors with which its game begins.
+
+        In a root node these include naive cuts, and those of the best layout.
+        """
         tree = node.tree
         if tree.pipeline is None:
             tree.pipeline = Pipeline(tree.problem, tree.placements)
         possible = all_cuts(tree.pipeline) if node.possible is None else node.possible
-        paths, simulated = dict(node.paths), dict(node.simulated)
+        paths, cut_times = dict(node.paths), dict(node.cut_times)
         if node.possible is None:
             starts = list(naive_cuts(tree.problem, tree.placements))
             best = self.incumbent
@@ -267,11 +292,14 @@ class _CutSearch:
                 starts.append(tuple(tree.problem.cuts.index(cut) for cut in best.layout.cuts))
             for cuts in starts:
                 times, weights = self._try_cuts(tree, cuts)
-                simulated[cuts], paths[weights.tobytes()] = times, weights
-        return possible, paths, simulated
+                cut_times[cuts], paths[weights.tobytes()] = times, weights
+        return possible, paths, cut_times
 
     def _filter(self, tree: _Tree, bound_ns: int, possible: PossibleCuts, paths: Paths) -> tuple[int, PossibleCuts]:
-        """Removes intervals by the paths known of a pipeline; adds the longest ones to `paths`."""
+        """Raises the bound of a node and removes intervals by known paths of its pipeline.
+
+        Returns the bound and the cuts that are left; adds to `paths` those that give the largest bounds.
+        """
         assert tree.pipeline is not None
         while not possible.is_empty:
             count = min(len(tree.paths), MAX_FILTERS, MAX_FILTER_SUMS // possible.size)
@@ -283,7 +311,7 @@ class _CutSearch:
             weights = np.array(known, dtype=float)
             found = minimize(tree.pipeline, weights, np.ones(len(known)), possible, self.below_ns)
             self.budget.spend(sweep_cost(len(known), possible))
-            bound_ns, possible = max(bound_ns, least_whole(found.bounds.max())), found.possible
+            bound_ns, possible = max(bound_ns, round_up(found.bounds.max())), found.possible
             if bound_ns >= self.below_ns:
                 break
             for i in np.argsort(-found.bounds, kind="stable")[:NUM_LAST_KEPT]:
@@ -292,8 +320,8 @@ class _CutSearch:
                 break
         return bound_ns, possible
 
-    def _try_every(self, tree: _Tree, possible: PossibleCuts) -> None:
-        """Simulates the cuts that may be faster than the best layout, those with the smallest bound first."""
+    def _enumerate(self, tree: _Tree, possible: PossibleCuts) -> None:
+        """Simulates the cuts that may be below the limit, those with the smallest bounds first."""
         assert tree.pipeline is not None
         every = possible.every()
         times, _ = tree.pipeline.time_vectors(every)
@@ -312,13 +340,16 @@ class _CutSearch:
             bounds_ns[i] = np.inf
 
     def _try_cuts(self, tree: _Tree, cuts: Cuts) -> tuple[IntArray, IntArray]:
-        """Simulates cuts if their longest path is shorter than the best step; returns their times, and that path."""
+        """Simulates cuts if their longest path is shorter than the best step.
+
+        Returns their time vector and the weights of the longest path.
+        """
         pipeline = tree.pipeline
         assert pipeline is not None
         times, fits = pipeline.time_vectors([cuts])
         length_ns, weights = pipeline.longest_path(times[0])
         self.budget.spend(2 * pipeline.num_actions)
-        # The last path known comes last.
+        # A path that was known before moves to the end.
         tree.paths.pop(weights.tobytes(), None)
         tree.paths[weights.tobytes()] = weights
         if fits[0] and length_ns < self.best_ns:
@@ -326,13 +357,14 @@ class _CutSearch:
         return times[0], weights
 
     def _simulate(self, tree: _Tree, cuts: Cuts, length_ns: int) -> None:
+        """Simulates cuts, whose longest path is given, and keeps them if they are the best."""
         assert tree.pipeline is not None
         problem = tree.problem
         self.budget.spend(tree.pipeline.simulation_cost)
         self.num_simulated += 1
         layout = problem.layout(cuts, tree.placements)
-        if not layout.is_best:  # other recomputed layers may be faster, but not than the longest path of the least ones
-            self.not_best_ns = min(self.not_best_ns, max(length_ns, layout.bound_ns))
+        if not layout.is_best:  # another choice of recomputed layers may be faster, but not below the longest path
+            self.open_choice_ns = min(self.open_choice_ns, max(length_ns, layout.bound_ns))
         if not problem.fits(layout):
             return
         step_ns = problem.step_ns(layout)
