@@ -1,11 +1,20 @@
 """Searches the cuts of pipelines whose placements are fixed: lower bounds from paths, local search, branch and bound.
 
-Where devices have several stages, the schedule's table says which device runs each stage, so the choice of devices
-fixes the placements; where each device has one stage and all are alike, their number does. Begin with `search.py`,
-which gives every such pipeline its turns; `pipeline.py` has the times of all cuts as vectors (`stage_times.py`: those
-of a stage), and paths as weights of such vectors; `path_bound.py` is the lower bound, by a matrix game
-(`matrix_game.py`) of cuts against paths (`planner/stages/longest_path.py`); `naive_cuts.py` makes the first cuts,
-`local_search.py` and then `random_moves.py` improve them. If problems of any kind have few pipelines, `cut_search.py`
-divides their cuts (`possible_cuts.py`) until the best are proven. docs/algorithm.md has the proofs. The problems,
-layouts and results are those of `bapipe.planner.branch_and_bound`.
+If devices have several stages, the schedule's table says which device runs each stage, so the order of the devices
+fixes all placements. If each device has one stage and all devices are alike, a sequence of numbers of replicas does.
+Only the cuts remain to be chosen.
+
+    search.py            the search if devices have several stages: begin here
+    pipeline.py          the times of all cuts as vectors, and paths through a step as weights of such vectors;
+                         stage_times.py: the part of one stage
+    path_bound.py        the lower bound, from a game of cuts against paths; matrix_game.py solves it, and
+                         planner/stages/longest_path.py finds paths
+    naive_cuts.py        the first cuts
+    local_search.py      improves cuts by small moves; then random_moves.py
+    cut_search.py        branch and bound over sets of cuts (possible_cuts.py), if problems of any kind have few
+                         pipelines; cut_game.py is the game of one node
+    improve.py           improves the result of any other search
+    budget.py            the budget of all of these
+
+docs/algorithm.md has the proofs. The problems, layouts and results are those of `bapipe.planner.branch_and_bound`.
 """

@@ -1,21 +1,21 @@
-"""The budget of a search, counted in simulated actions so that results do not depend on the speed of the machine."""
+"""The budget of a search, in simulated actions, so that results do not depend on the speed of the machine."""
 
 from bapipe.planner.compute.deadline import Deadline
 
 
 class Budget:
-    """How much work a search may do.
+    """How much work a search may still do.
 
     Attributes:
-        spent: how much it has done, in actions.
+        spent: the work done so far, in simulated actions.
     """
 
     def __init__(self, max_actions: int, deadline: Deadline) -> None:
-        """`deadline` ends the search although work is left."""
+        """`deadline` ends the search even if some of the budget is left."""
         self._max_actions, self._deadline, self.spent = max_actions, deadline, 0
 
     def spend(self, num_actions: int) -> None:
-        """Counts work that takes as long as the simulation of so many actions."""
+        """Counts work that takes as long as simulating `num_actions` actions."""
         self.spent += num_actions
 
     @property
@@ -24,5 +24,5 @@ class Budget:
         return self._deadline.is_over
 
     def is_over(self) -> bool:
-        """Returns whether all the work is done, or the deadline has passed."""
+        """Returns whether the budget is spent or the deadline has passed."""
         return self.spent >= self._max_actions or self.is_out_of_time

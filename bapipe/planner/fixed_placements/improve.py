@@ -1,7 +1,7 @@
-"""Improves the result of any search: holds it against naive plans, and moves the cuts of the better one.
+"""Improves the result of any search: compares it with naive plans, then moves the cuts of the best plan.
 
-Naive plans have one stage per device on the first devices of the cluster, or one stage on all of them; their cuts give
-equal times or equal numbers of layers. A search that ends early may miss them.
+Naive plans have one stage per device, or one stage on all devices; their cuts give equal times or equal numbers of
+layers. A search that ends early may miss them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,22 +20,23 @@ from bapipe.planner.stages.equal_groups import pipeline_with_replicas
 from bapipe.planner.stages.placements import StagePlacement
 
 MAX_ENTRIES = 20_000_000
-"""Maximum number of entries of a pipeline's table, the times of all replicas with all intervals, for local search."""
+"""Local search follows only if a pipeline's table of all replicas and intervals has at most this many entries."""
 
 
 def improve(
     problems: Sequence[Problem], found: SearchResult, *, max_actions: int, deadline: Deadline = UNLIMITED
 ) -> SearchResult:
-    """Returns the layout found, or a faster one made from naive plans and by moving cuts, with the same bound.
+    """Returns the result of a search, or a faster layout with the same lower bound.
 
     Args:
-        problems: those that were searched.
-        max_actions: how many actions may be simulated.
+        problems: the problems that were searched.
+        found: the result.
+        max_actions: the budget, in simulated actions.
         deadline: ends it with the best layout so far.
     """
     budget = Budget(max_actions, deadline)
     best = found
-    with suppress(OutOfTime):  # of the tables of a pipeline
+    with suppress(OutOfTime):  # raised while a pipeline's tables are made
         for problem in problems:
             for placements in _naive_pipelines(problem):
                 for cuts in naive_cuts(problem, placements):
@@ -48,7 +49,7 @@ def improve(
 
 
 def _naive_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
-    """Yields one stage per device, then one stage on all devices, each on as many devices as can be."""
+    """Yields a pipeline with one stage per device, then one with a single stage, on as many devices as possible."""
     roots = sorted((root for root in problem.roots if not root.num_positions), key=lambda root: -root.num_devices)
     for on_all in (False, True):
         paths = (pipeline_with_replicas(root.first_placements, root.num_devices if on_all else 1) for root in roots)
@@ -58,6 +59,7 @@ def _naive_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
 def _better_of(
     best: SearchResult, problem: Problem, cuts: Cuts, placements: tuple[StagePlacement, ...]
 ) -> SearchResult:
+    """Returns the best result, or a layout of a pipeline with some cuts if that fits and is faster."""
     costs = problem.lower_bound.costs
     for placement, (begin, end) in zip(placements, pairwise(cuts), strict=True):
         if not costs.candidates_from(placement, begin).fits[end - begin - 1]:
@@ -70,7 +72,7 @@ def _better_of(
 
 
 def _with_moved_cuts(best: SearchResult, budget: Budget) -> SearchResult:
-    """Local search from the cuts of a layout, and from the naive cuts of its pipeline."""
+    """Returns the best layout, or a faster one by local search from its cuts and from naive cuts of its pipeline."""
     problem, placements = best.problem, best.layout.placements
     num_intervals = len(problem.lower_bound.costs.intervals.begins)
     if num_intervals * sum(placement.num_replicas for placement in placements) > MAX_ENTRIES:

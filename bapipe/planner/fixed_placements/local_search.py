@@ -1,9 +1,9 @@
-"""Local search over the cuts of a pipeline, each neighbour first bounded by the paths known so far.
+"""Local search over the cuts of a pipeline, with lower bounds on neighbours from known paths.
 
-A neighbour moves one cut, or all cuts between two stages, by a few boundaries: so a layer moves from any stage to any
-other one. The longest of the known paths is a lower bound of a neighbour's step time. It costs one product of matrices
-for all neighbours; only those whose bound is below the best step are simulated, and each of these adds its own longest
-path. So soon almost every neighbour that is no better is recognized without a simulation.
+A neighbour has one cut, or several consecutive cuts, moved by a few boundaries; so a layer can move from any stage to
+any other one. The longest of the known paths is a lower bound on a neighbour's step time. One product of matrices gives
+it for all neighbours. Only those whose bound is below the best step are simulated, and then their longest paths are
+known, too. So soon almost every neighbour that is no better is recognized without a simulation.
 """
 
 import numpy as np
@@ -14,14 +14,20 @@ from bapipe.planner.fixed_placements.path_bound import PathBound
 from bapipe.planner.stages.intervals import IntArray
 
 CUT_MOVES, BLOCK_MOVES = (1, 2, 4, 8), (1, 2)
-"""By how many boundaries one cut is moved, and several neighbouring ones together."""
+"""The numbers of boundaries by which one cut is moved, and by which several consecutive ones are."""
 
 PRODUCTS_PER_ACTION = 1_500
-"""Exchange rate: multiplications in a product of matrices that take as long as one simulated action."""
+"""How many multiplications in a product of matrices take as long as one simulated action."""
 
 
 def descend(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget) -> tuple[int, Cuts]:
-    """Returns a local minimum reached from some cuts, with its step time; paths on the way become known to the game."""
+    """Returns the step time and the cuts of a local minimum reached from some cuts.
+
+    Longest paths that are found on the way are added to `game`. Ends early if the budget is over.
+
+    Args:
+        step_ns: the step time of `cuts`.
+    """
     while not budget.is_over():
         better = _first_improvement(game, cuts, step_ns, budget)
         if better is None:
@@ -31,7 +37,7 @@ def descend(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget) -> tuple[
 
 
 def _first_improvement(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget) -> tuple[int, Cuts] | None:
-    """Returns a neighbour with a shorter step, those with the smallest bounds first; None if there is none."""
+    """Returns (step time, cuts) of the first faster neighbour, in the order of their bounds; None if there is none."""
     pipeline = game.pipeline
     neighbours = _neighbours(np.array(cuts))
     times, fits = pipeline.time_vectors(neighbours)
@@ -58,7 +64,7 @@ def _first_improvement(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget
 
 
 def _neighbours(cuts: IntArray) -> IntArray:
-    """The cuts with one of them, or all from one to another, moved. [n, stages + 1]"""
+    """Returns the cuts with one of them, or several consecutive ones, moved. [n, stages + 1]"""
     inner = np.arange(1, len(cuts) - 1)
     first, last = (inner[i] for i in np.triu_indices(len(inner)))
     moved = np.zeros((len(first), len(cuts)), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Approximate solution of a matrix game in numbers that are the same on every machine.
+"""Solves a matrix game approximately, with the same result on every machine.
 
-Regret matching+ with alternating updates and linear averaging (Tammelin 2014, arXiv:1407.5042). Both strategies are
-whole numbers, and all sums stay below 2^53, so that floating point is exact in them.
+Regret matching+ with alternating updates and linear averaging (Tammelin 2014, arXiv:1407.5042). Strategies consist of
+integers, and all sums stay below 2^53, so floating-point arithmetic is exact.
 """
 
 import numpy as np
@@ -9,20 +9,21 @@ import numpy as np
 from bapipe.planner.stages.intervals import IntArray
 
 TOTAL = 1 << 20
-"""The numbers of a strategy add up to about this."""
+"""The weights of a strategy add up to about this."""
 
 PAYOFF_BITS = 20
-"""Number of bits to which payoffs are rounded."""
+"""Payoffs are scaled and rounded to integers of this many bits."""
 
 
 def solve_game(payoffs: IntArray, num_iterations: int) -> tuple[IntArray, IntArray]:
-    """Returns strategies of the player of the rows, who maximizes, and of the columns, who minimizes.
+    """Returns the mixed strategies of the row player, who maximizes, and of the column player, who minimizes.
 
-    A strategy is a weight per row (or column), an integer; a bound from it is valid however good it is.
+    A strategy has an integer weight per row, or per column. Bounds are valid for any strategy, whatever its quality.
+    [rows], [columns]
 
     Args:
-        payoffs: [rows, columns]
-        num_iterations: at most 1,000; the error falls about as one over this.
+        payoffs: what the column player pays for each choice of both. [rows, columns]
+        num_iterations: at most 1,000; the error is about proportional to its inverse.
     """
     spread = max(int(payoffs.max() - payoffs.min()), 1)
     scaled = np.floor((payoffs - payoffs.min()) * (1 << PAYOFF_BITS) / spread)
@@ -43,7 +44,7 @@ def solve_game(payoffs: IntArray, num_iterations: int) -> tuple[IntArray, IntArr
 
 
 def _strategy(weights: IntArray) -> IntArray:
-    """The weights scaled to a sum of about `TOTAL`; equal ones if all are zero."""
+    """Returns the weights scaled to a sum of about `TOTAL`; equal weights if all are zero."""
     total = weights.sum()
     if total == 0:
         weights, total = np.ones_like(weights), float(len(weights))

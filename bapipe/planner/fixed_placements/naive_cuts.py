@@ -9,13 +9,13 @@ from bapipe.planner.stages.nearest_cuts import nearest_cuts
 from bapipe.planner.stages.placements import StagePlacement
 
 Cuts = tuple[int, ...]
-"""The boundaries at which stages begin and end, from 0 to the last one."""
+"""The boundaries (not layers) at which stages begin and end, from 0 to the last one. [stages + 1]"""
 
 
 def naive_cuts(problem: Problem, placements: Sequence[StagePlacement]) -> Iterator[Cuts]:
-    """Yields cuts that give each stage time in proportion to its devices' speeds, then equal numbers of layers."""
+    """Yields cuts into equal times, by the speeds of each stage's devices, then cuts into equal numbers of layers."""
     intervals = problem.lower_bound.costs.intervals
-    from_start = np.arange(intervals.num_boundaries - 1)  # the intervals from the start of the chain to each boundary
+    from_start = np.arange(intervals.num_boundaries - 1)  # indices of the intervals [0, j)
     rates, work = [], np.zeros(intervals.num_boundaries)
     for placement in placements:
         of_device = [problem.lower_bound.costs.times[c].at(from_start) for c in placement.device_classes]

@@ -1,8 +1,8 @@
-"""A pipeline whose placements are fixed: the times of all its cuts as vectors, paths as weights of such vectors.
+"""A pipeline whose placements are fixed: the times of its cuts as vectors, and paths as weights of such vectors.
 
-A *time vector* has an entry per kind of event of the step: each phase of each replica of each stage, what each replica
-does after its last action (all-reduces and update), and one transfer of each channel. It is determined by the cuts. A
-*weight vector* says how often each of these occurs on a path, so the path takes weights @ times, whatever the cuts are.
+The *time vector* of some cuts has an entry in ns for each kind of event in a step: each phase of each replica of each
+stage, the all-reduces and update of each replica, and a transfer of each channel. The *weight vector* of a path says
+how often each of these occurs on the path; it does not depend on the cuts. So the path takes weights @ times.
 """
 
 from collections.abc import Hashable, Sequence
@@ -22,10 +22,10 @@ from bapipe.simulator.compiled import NUM_PHASES
 from bapipe.simulator.simulate import longest_path_is_exact
 
 INTERVALS_PER_ACTION = 20
-"""Exchange rate: intervals of the dynamic programme that take as long as one simulated action."""
+"""How many intervals of the dynamic programme take as long as one simulated action."""
 
 VECTORS_COST = 100
-"""Exchange rate: simulated actions that take as long as one stage's times in hundreds of vectors."""
+"""How many simulated actions take as long as computing one stage's part of hundreds of time vectors."""
 
 MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
@@ -35,32 +35,32 @@ class Pipeline:
     """A problem on one sequence of placements.
 
     Attributes:
-        num_actions: of its schedule.
-        simulation_cost: how many actions the longest path engine runs in the time of one simulation.
+        num_actions: the number of actions of its schedule.
+        simulation_cost: the cost of a simulation, in actions of the longest-path engine.
     """
 
     def __init__(self, problem: Problem, placements: tuple[StagePlacement, ...], *, in_any_order: bool = False) -> None:
-        """With `in_any_order`, times are the minima over all orders of the pipeline's devices: for a lower bound."""
+        """With `in_any_order`, times are minima over the pipeline's device classes: for bounds on all orders."""
         self.problem, self.placements = problem, placements
         self.costs = problem.lower_bound.costs
-        self._anywhere = sorted({c for p in placements for c in p.device_classes}) if in_any_order else []
+        self._any_of_classes = sorted({c for p in placements for c in p.device_classes}) if in_any_order else []
         self.intervals = self.costs.intervals
         schedule, self._compiled = problem.compiled(placements)
         self.num_actions = len(self._compiled.actions)
         is_cheap = longest_path_is_exact(self._compiled, problem.cluster)
         self.simulation_cost = self.num_actions * (1 if is_cheap else EVENT_DRIVEN_FACTOR)
         self._ranks = schedule.devices
-        # A replica has an entry per phase that occurs, then one for its all-reduces and update. Stage s has the entries
-        # first[s] to first[s + 1] of a vector, the channels follow.
+        # Each replica has an entry per phase that occurs, then one for its all-reduces and update. Stage s has the
+        # entries [_first_entry[s], _first_entry[s + 1]); those of the channels follow.
         phases = frozenset().union(*(placement.schedule.phases for placement in placements))
         self._phases = [i for i, phase in enumerate(Phase) if phase in phases]
-        self._num_times = len(self._phases) + 1
+        self._entries_per_replica = len(self._phases) + 1
         num_replicas = [placement.num_replicas for placement in placements]
-        self._first = [0, *np.cumsum([self._num_times * count for count in num_replicas]).tolist()]
+        self._first_entry = [0, *np.cumsum([self._entries_per_replica * count for count in num_replicas]).tolist()]
         self._stages = self._make_stages()
         self._limit_ns, self._tables = INF, list[StageTable]()
         self._transfers = self._times_of_transfers()
-        # The channels whose transfers happen at the end of each stage.
+        # The channels whose transfers cross the cut at the end of each stage. [stages]
         self._channels_after: list[list[int]] = [[] for _ in placements]
         for channel, (_, _, stage, is_forward) in enumerate(self._compiled.channels):
             self._channels_after[stage if is_forward else stage - 1].append(channel)
@@ -69,7 +69,7 @@ class Pipeline:
         self._fastest: tuple[Cuts, Layout] | None = None
 
     def _make_stages(self) -> list[StageTimes]:
-        """The times of each stage; equal ones are shared."""
+        """Returns the times of each stage; equal stages share them. [stages]"""
         shared: dict[Hashable, StageTimes] = {}
         stages = []
         for placement in self.placements:
@@ -81,14 +81,14 @@ class Pipeline:
                     placement,
                     self._phases,
                     self.problem.num_microbatches,
-                    self._anywhere,
+                    self._any_of_classes,
                     self.problem.deadline,
                 )
             stages.append(shared[key])
         return stages
 
     def _times_of_transfers(self) -> list[IntArray]:
-        """Per channel the time of one transfer at each boundary. [channels][boundaries]"""
+        """Returns the time of a transfer of each channel, if its cut is at each boundary. [channels][boundaries]"""
         class_of = {
             rank: c
             for placement, ranks in zip(self.placements, self._ranks, strict=True)
@@ -96,21 +96,21 @@ class Pipeline:
         }
         return [
             self.costs.transfers.min_ns(
-                self._anywhere or [class_of[channel.source]],
-                self._anywhere or [class_of[channel.target]],
+                self._any_of_classes or [class_of[channel.source]],
+                self._any_of_classes or [class_of[channel.target]],
                 channel.forward,
             )
             for channel in self._compiled.channels
         ]
 
     def _queues(self) -> list[bool]:
-        """Whether transfers of each channel wait for those before them on their link; the same for all device orders.
+        """Returns whether transfers of each channel wait for earlier ones on their link, at all cuts. [channels]
 
-        Those of a channel that has its link alone do, as none overtakes another. Where channels share a link, transfers
-        must not become ready at once: that is so if they and all actions before them take time at every cut.
+        If a channel has its link to itself they do, because none overtakes another. If channels share a link, they do
+        if no two transfers become ready at once: if all transfers, and all actions that send, take time at every cut.
         """
         classes = sorted({c for placement in self.placements for c in placement.device_classes})
-        units = self.intervals.row_offset[:-1]  # the shortest intervals; longer ones take as long or longer
+        units = self.intervals.row_offset[:-1]  # the shortest intervals; longer ones take no less
         sending = []
         for times in (self.costs.times[c] for c in classes):
             at = times.at(units)
@@ -125,7 +125,10 @@ class Pipeline:
         return [takes_time[channel.forward] or not may_overtake[c] for c, channel in enumerate(channels)]
 
     def time_vectors(self, cuts: Sequence[Cuts] | IntArray) -> tuple[IntArray, BoolArray]:
-        """Returns the time vectors of several cuts, and which of them fit by the bounds' count. [n, entries], [n]"""
+        """Returns the time vectors of several cuts, and which cuts fit by the memory check of the search.
+
+        [n, stages + 1] -> [n, entries], [n]
+        """
         boundaries = np.asarray(cuts)
         begins, ends = boundaries[:, :-1], boundaries[:, 1:]
         at = self.intervals.row_offset[begins] + ends - begins - 1
@@ -139,24 +142,27 @@ class Pipeline:
         return np.concatenate(columns, axis=1), fits
 
     def stage_fits(self, s: int) -> BoolArray:
-        """Returns which intervals a stage can hold. [intervals]"""
+        """Returns which intervals stage s can hold. [intervals]"""
         return self._stages[s].every.fits
 
     def stage_entries(self, s: int) -> tuple[IntArray, slice]:
-        """Returns the entries of a stage in time vectors, with each interval, and where. [entries, intervals]"""
-        return self._stages[s].every.entries, slice(self._first[s], self._first[s + 1])
+        """Returns the entries of stage s for each interval, and their slice in time vectors. [entries, intervals]"""
+        return self._stages[s].every.entries, slice(self._first_entry[s], self._first_entry[s + 1])
 
     def transfers_after(self, s: int) -> tuple[IntArray, IntArray]:
-        """Returns the entries of the transfers at each end of a stage, and where. [channels, boundaries], [channels]"""
+        """Returns the times of transfers at each end of stage s, and their indices in time vectors.
+
+        [channels, boundaries], [channels]
+        """
         channels = self._channels_after[s]
         times = [self._transfers[channel] for channel in channels]
         none = np.zeros((0, self.intervals.num_boundaries), dtype=np.int64)
-        return np.stack(times) if times else none, self._first[-1] + np.array(channels, dtype=np.int64)
+        return np.stack(times) if times else none, self._first_entry[-1] + np.array(channels, dtype=np.int64)
 
     def longest_path(self, times: IntArray) -> tuple[int, IntArray]:
-        """Returns the length of the longest path, and its weights. [entries] -> [entries]"""
-        last = self._first[-1]
-        per_replica = times[:last].reshape(-1, self._num_times)
+        """Returns the length in ns and the weights of the longest path of a time vector. [entries] -> [entries]"""
+        last = self._first_entry[-1]
+        per_replica = times[:last].reshape(-1, self._entries_per_replica)
         tail_ns = [0] * self._compiled.num_ranks
         replicas = [(rank, s) for s, ranks in enumerate(self._ranks) for rank in ranks]
         for (rank, _), sync_ns in zip(replicas, per_replica[:, -1].tolist(), strict=True):
@@ -167,7 +173,7 @@ class Pipeline:
             durations.ravel().tolist(), times[last:].tolist(), tail_ns
         )
         weights = np.zeros(len(times), dtype=np.int64)
-        by_replica = weights[:last].reshape(-1, self._num_times)
+        by_replica = weights[:last].reshape(-1, self._entries_per_replica)
         by_replica[:, :-1] = np.array(counts).reshape(-1, NUM_PHASES)[:, self._phases]
         by_replica[:, -1] = [rank == last_rank for rank, _ in replicas]
         weights[last:] = transfers
@@ -175,8 +181,8 @@ class Pipeline:
 
     def lengths(self, times: IntArray) -> IntArray:
         """Returns the lengths of the longest paths of several time vectors. [n, entries] -> [n]"""
-        last = self._first[-1]
-        per_replica = times[:, :last].reshape(len(times), -1, self._num_times)
+        last = self._first_entry[-1]
+        per_replica = times[:, :last].reshape(len(times), -1, self._entries_per_replica)
         tail_ns = np.zeros((self._compiled.num_ranks, len(times)), dtype=np.int64)
         for replica, rank in enumerate(rank for ranks in self._ranks for rank in ranks):
             tail_ns[rank] += per_replica[:, replica, -1]
@@ -185,13 +191,13 @@ class Pipeline:
         return self._path.lengths(durations.reshape(-1, len(times)), times[:, last:].T.copy(), tail_ns)
 
     def forbid_slow(self, limit_ns: int) -> None:
-        """Leaves out the intervals whose work alone takes a step as long as a limit."""
+        """Excludes intervals with so much work that a step takes `limit_ns` or more; see `min_cuts`."""
         if limit_ns < self._limit_ns:
             self._limit_ns = limit_ns
             self._tables = [table.only(table.work_ns < limit_ns) for table in self._tables]
 
-    def _left(self) -> list[StageTable]:
-        """The intervals of each stage that fit and are not left out, tabulated when first asked for."""
+    def _remaining_tables(self) -> list[StageTable]:
+        """Returns the table of each stage: the intervals that fit and are not excluded. Made when first needed."""
         if not self._tables:
             tables: dict[StageTimes, StageTable] = {}
             for stage in self._stages:
@@ -201,20 +207,20 @@ class Pipeline:
         return self._tables
 
     def min_cuts(self, weights: IntArray) -> tuple[int, Cuts] | None:
-        """Returns the minimum of weights @ times over all cuts that are left, and cuts that attain it; None if none is.
+        """Returns the minimum of weights @ times over all cuts that fit and are not excluded, and cuts that attain it.
 
-        A dynamic programme from the last stage to the first, O(stages * intervals).
+        None if there are no such cuts. A dynamic programme from the last stage to the first, O(stages * intervals).
         """
         num_boundaries = self.intervals.num_boundaries
         to_go = np.full(num_boundaries, INF)
         to_go[-1] = 0
-        tables, values = self._left(), list[IntArray]()
+        tables, values = self._remaining_tables(), list[IntArray]()
         for s in reversed(range(len(self.placements))):
             if s + 1 < len(self.placements):
                 for channel in self._channels_after[s]:
-                    to_go = to_go + weights[self._first[-1] + channel] * self._transfers[channel]
+                    to_go = to_go + weights[self._first_entry[-1] + channel] * self._transfers[channel]
             table = tables[s]
-            stage_weights = weights[self._first[s] : self._first[s + 1]]
+            stage_weights = weights[self._first_entry[s] : self._first_entry[s + 1]]
             value = to_go[self.intervals.ends[table.rows]]
             for i in np.flatnonzero(stage_weights):
                 value = value + stage_weights[i] * table.entries[i]
@@ -236,26 +242,26 @@ class Pipeline:
 
     @property
     def vectors_cost(self) -> int:
-        """The cost of `time_vectors` of hundreds of cuts, in simulated actions: little if they come from tables."""
+        """The cost of `time_vectors` for hundreds of cuts, in simulated actions: 0 if they come from tables."""
         return VECTORS_COST * sum(not stage.is_tabled for stage in self._stages)
 
     @property
     def min_cuts_cost(self) -> int:
         """The cost of `min_cuts` in simulated actions."""
-        return sum(len(table.rows) for table in self._left()) // INTERVALS_PER_ACTION
+        return sum(len(table.rows) for table in self._remaining_tables()) // INTERVALS_PER_ACTION
 
     @cached_property
     def _maxima(self) -> list[int]:
-        """No less than each entry with any cuts."""
+        """Upper bounds on the entries of time vectors, over all cuts. [entries]"""
         of_stages = [longest for stage in self._stages for longest in stage.maxima()]
         return of_stages + [int(times.max()) for times in self._transfers]
 
     def max_sum(self, weights: IntArray) -> int:
-        """Returns an upper bound of weights @ times over all cuts."""
+        """Returns an upper bound on weights @ times over all cuts."""
         return sum(weight * longest for weight, longest in zip(weights.tolist(), self._maxima, strict=True))
 
     def step_ns(self, cuts: Cuts) -> int | None:
-        """Returns the simulated step time, None if it does not fit."""
+        """Returns the simulated step time of some cuts; None if they do not fit."""
         _, fits = self.time_vectors([cuts])
         if not fits[0]:
             return None
@@ -268,7 +274,7 @@ class Pipeline:
         return step_ns
 
     def layout(self, cuts: Cuts) -> Layout:
-        """Returns the layout with these cuts; that of the fastest ones is known, without what it takes to choose it."""
+        """Returns the layout with some cuts; that of the fastest is kept, because choosing its layers takes long."""
         if self._fastest is not None and self._fastest[0] == cuts:
             return self._fastest[1]
         return self.problem.layout(cuts, self.placements)

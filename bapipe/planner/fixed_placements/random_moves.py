@@ -1,8 +1,8 @@
-"""A climb over the cuts of a pipeline by random moves, many of which are estimated at once.
+"""Improves the cuts of a pipeline by random moves (a climb), many of which are estimated at once.
 
-A move shifts one cut, or all from one to another, by a few boundaries; a neighbour is one to three moves away. The
-longest path of the step estimates a neighbour; run through for hundreds of neighbours at once, in columns, it costs
-little more than one simulation. Only neighbours that are estimated to be faster are simulated.
+A move shifts one cut, or several consecutive ones, by a few boundaries; a neighbour is one to three moves away. The
+length of the longest path estimates the step of a neighbour. Computed for hundreds of neighbours at once, as columns of
+arrays, it costs little more than one simulation. Only neighbours that are estimated to be faster are simulated.
 """
 
 from collections.abc import Callable
@@ -16,37 +16,37 @@ from bapipe.planner.fixed_placements.pipeline import Pipeline
 from bapipe.planner.stages.intervals import IntArray
 
 MAX_MOVES, ONE_CUT_SHARE = 3, 0.6
-"""Maximum number of moves from cuts to a neighbour of theirs; the share of moves that shift a single cut."""
+"""Maximum number of moves from cuts to a neighbour; the share of moves that shift a single cut."""
 
 SHIFTS = np.array((1, 1, 1, 2, 2, 3, 4, 8))
-"""By how many boundaries cuts are shifted, small shifts more often."""
+"""The numbers of boundaries by which cuts are shifted; small ones occur more often."""
 
 MANY_BOUNDARIES = 200
-"""With more boundaries than this, half of the shifts are larger: in proportion to the number of boundaries."""
+"""With at least twice this many boundaries, half of the shifts are longer, in proportion to their number."""
 
 NUM_NEIGHBOURS, MAX_ENDS = 256, 4_000_000
-"""Maximum number of neighbours that are estimated at once, and of the ends of actions of all of them together."""
+"""Maximum number of neighbours that are estimated at once, and of their actions together."""
 
 MAX_SIMULATED = 3
-"""Maximum number of these that are simulated."""
+"""Maximum number of neighbours that are simulated after each estimate of many."""
 
 MAX_WORSE = 16
-"""A climb ends after this number of rounds without a faster neighbour."""
+"""A climb ends after this many tries in a row without a faster neighbour."""
 
 TRIES_PER_TURN = 32
 """How many times a climb looks for a faster neighbour before another search has its turn."""
 
 ESTIMATE_COST = 3
-"""Exchange rate: simulated actions that take as long as an action of all neighbours that are estimated at once."""
+"""How many simulated actions take as long as estimating one action for all neighbours at once."""
 
 
 @dataclass(slots=True)
 class Climb:
-    """Where a climb is.
+    """The state of a climb.
 
     Attributes:
-        cuts, step_ns: the last ones, and their step time.
-        num_worse: how many times in a row no faster neighbour was found.
+        cuts, step_ns: the best cuts so far, and their step time.
+        num_worse: how many tries in a row have found no faster neighbour.
     """
 
     cuts: Cuts
@@ -58,7 +58,7 @@ class Climb:
         return self.num_worse >= MAX_WORSE
 
 
-def go_on(
+def continue_climb(
     climb: Climb,
     pipeline: Pipeline,
     *,
@@ -66,10 +66,10 @@ def go_on(
     budget: Budget,
     random: np.random.Generator,
 ) -> None:
-    """Goes on with a climb for a turn, or to its end.
+    """Continues a climb for `TRIES_PER_TURN` tries, or to its end.
 
     Args:
-        simulated_ns: times cuts, and keeps the best ones; None if they do not fit.
+        simulated_ns: returns the simulated step time of cuts, None if they do not fit.
     """
     for _ in range(TRIES_PER_TURN):
         if climb.is_over or budget.is_over():
@@ -83,7 +83,7 @@ def go_on(
 
 
 def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budget) -> list[Cuts]:
-    """The cuts with the shortest estimates, if these are below the step."""
+    """Returns the cuts with the shortest estimated steps, if below `step_ns`. `others` are [n, stages + 1]."""
     times, fits = pipeline.time_vectors(others)
     others, times = others[fits], times[fits]
     budget.spend(ESTIMATE_COST * pipeline.num_actions + pipeline.vectors_cost)
@@ -95,7 +95,7 @@ def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budge
 
 
 def neighbours(pipeline: Pipeline, cuts: Cuts, random: np.random.Generator) -> IntArray:
-    """Returns cuts that random moves lead to, every stage with a layer; there may be none. [n, stages + 1]"""
+    """Returns random neighbours of some cuts in which every stage has a layer; there may be none. [n, stages + 1]"""
     num, at = max(1, min(NUM_NEIGHBOURS, MAX_ENDS // pipeline.num_actions)), np.arange(len(cuts))
     moved = np.tile(np.array(cuts), (num, 1))
     if len(cuts) < 3:

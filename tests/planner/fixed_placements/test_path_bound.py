@@ -67,7 +67,7 @@ def test_no_cuts_beat_the_bound(schedules: tuple[str, ...]) -> None:
         for cuts in naive_cuts(problem, placements):
             game.add_cuts(cuts)
         for _ in range(3):
-            game.improve()
+            game.play_round()
         found = [pipeline.step_ns(cuts) for cuts in random_cuts(random, problem, len(placements), 25)]
         step_ns = [each for each in found if each is not None]
         if step_ns:
@@ -98,7 +98,7 @@ def test_the_bound_without_an_order_of_the_devices_holds_for_all_orders() -> Non
             game = PathBound(Pipeline(problem, placements, in_any_order=True), {})
             for cuts in naive_cuts(problem, placements):
                 game.add_cuts(cuts)
-            game.improve()
+            game.play_round()
             for other in problem.roots:
                 if other.num_of_class == root.num_of_class:
                     (reordered,) = pipelines(other.first_placements)
@@ -120,7 +120,7 @@ def test_the_bound_is_near_the_step_of_equal_times(schedule: str) -> None:
         game.add_cuts(cuts)
         steps.append(pipeline.step_ns(cuts))
     for _ in range(25):
-        game.improve()
+        game.play_round()
     # All work at the speed of all devices leaves a gap more than twice as large.
     best = min(step for step in steps if step is not None)
     assert game.bound_ns <= best <= 1.1 * game.bound_ns
@@ -173,7 +173,7 @@ def test_long_times_leave_the_bound_valid() -> None:
     game = PathBound(Pipeline(problem, placements), {})
     (cuts, *_) = naive_cuts(problem, placements)
     game.add_cuts(cuts)
-    game.improve()
+    game.play_round()
     step_ns = game.pipeline.step_ns(cuts)
     assert step_ns is not None
     assert 0 < game.bound_ns <= step_ns

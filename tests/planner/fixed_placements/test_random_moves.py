@@ -9,7 +9,7 @@ from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
-from bapipe.planner.fixed_placements.random_moves import Climb, go_on, neighbours
+from bapipe.planner.fixed_placements.random_moves import Climb, continue_climb, neighbours
 from bapipe.schedules import LOOPED
 from tests.planner.fixed_placements.test_path_bound import random_cuts, random_placements
 
@@ -50,7 +50,7 @@ def test_climbs_end_at_the_best_cuts_of_nine_tenths_of_small_problems() -> None:
 
         climb, random = Climb(start, steps_ns[start]), np.random.default_rng(0)
         while not climb.is_over:
-            go_on(climb, pipeline, simulated_ns=simulated_ns, budget=Budget(10**9, UNLIMITED), random=random)
+            continue_climb(climb, pipeline, simulated_ns=simulated_ns, budget=Budget(10**9, UNLIMITED), random=random)
         num_problems += 1
         num_best += min(found.values()) == min(steps_ns.values())
     assert num_best >= 0.9 * num_problems > 10
