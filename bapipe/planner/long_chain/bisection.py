@@ -1,13 +1,13 @@
 """Long chains: a lower bound by bisection over a relaxation, and the best of many plans constructed near it.
 
-If a chain can be cut at very many places, partial plans are too many to expand. `relaxation.py` decides for a step time
-T whether any plan may be so fast; bisection finds the smallest such T, which no plan beats. The steps:
+If a chain can be cut at very many places, there are too many partial plans to expand. `relaxation.py` decides for a
+step time T whether any plan may be within T. Bisection finds the smallest such T, which is a lower bound. The steps:
 
     1. construct_balanced  plans with equal numbers of replicas per stage, cut as evenly as possible, then with slightly
-                           longer stages where that makes transfers shorter
-    2. raise_bound         bisection, one micro-batch size after another; the relaxation's own paths are simulated, too
-    3. hill_climb          the best plans move their cuts as long as the simulator says that it helps
-    4. close_gap           if a gap remains, best-first search among the intervals that the relaxation leaves
+                           longer stages if that makes transfers shorter
+    2. raise_bound         bisection for one micro-batch size after another; paths of the relaxation are also simulated
+    3. hill_climb          moves the cuts of the best plans as long as that makes their simulated steps shorter
+    4. close_gap           if a gap remains, a best-first search among the intervals that the relaxation leaves
 
 The budget is counted in simulated actions, so that results do not depend on the speed of the machine.
 """
@@ -28,36 +28,36 @@ from bapipe.planner.stages.stage_candidates import StageCostTable
 from bapipe.progress import SearchProgress
 
 MIN_BOUNDARIES = 300
-"""Minimum number of boundaries of a long chain, for which this search is used."""
+"""A chain with at least this many boundaries is long: this search is used."""
 
 DEFAULT_MAX_ACTIONS = 12_000_000
-"""Budget: actions that the simulator may run."""
+"""The budget in simulated actions."""
 
 ACTIONS_PER_NODE = 400
-"""Simulated actions of this search, and of that for fixed placements, that take about as long as a node of a best-first
-search, which takes longer than the simulation of its actions."""
+"""How many simulated actions of this search, or of that for fixed placements, take about as long as a node of a
+best-first search."""
 
 PRECISION_DIVISOR = 400
-"""Bisection ends when the limits differ by no more than 1 / `PRECISION_DIVISOR` of their value."""
+"""Bisection ends when its two ends differ by at most 1 / `PRECISION_DIVISOR` of their value."""
 
 BALANCE_SLACKS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2)
-"""By how much stages may exceed the most even cut, for shorter transfers."""
+"""Factors by which stages may be longer than with the most even cuts, for shorter transfers."""
 
 MAX_GAP = 0.01
-"""A best-first search follows if the best plan exceeds the bound by more than this share of it, ..."""
+"""A best-first search follows if the best plan exceeds the bound by more than this fraction of the bound ..."""
 
 MAX_EXACT_INTERVALS = 20_000_000
-"""... among no more intervals of all placements than this."""
+"""... and it has at most this many intervals, summed over the placements."""
 
 NUM_CLIMBED = 4
-"""The number of plans that are varied: cut in several ways, and improved by hill climbing."""
+"""How many of the best plans are cut in several ways, and are improved by hill climbing."""
 
 CUT_MOVES = (32, 16, 8, 4, 3, 2, 1)
-"""By how many boundaries a cut is moved at once."""
+"""The numbers of boundaries by which a cut is moved."""
 
 
 def is_long_chain(problems: Sequence[Problem]) -> bool:
-    """Returns whether there are too many boundaries for partial plans to be expanded one by one."""
+    """Returns whether some problem has so many boundaries that it needs this search."""
     return any(problem.lower_bound.costs.intervals.num_boundaries >= MIN_BOUNDARIES for problem in problems)
 
 
@@ -70,16 +70,17 @@ def solve_long_chain(
     deadline: Deadline = UNLIMITED,
     progress: SearchProgress | None = None,
 ) -> SearchResult | None:
-    """Returns the best layout found and a bound on all, None if nothing fits.
+    """Returns the best layout found, with a lower bound for all layouts; None if it is proven that nothing fits.
 
     Args:
-        max_actions: after how many simulated actions the heuristics end.
-        max_exact_intervals: among no more intervals of all placements a best-first search follows.
-        max_gap: a best-first search follows if the best plan exceeds the bound by more than this share of it.
+        max_actions: the budget, in simulated actions, of the steps before the best-first search, which gets as much.
+        max_exact_intervals: the maximum number of intervals of the best-first search, summed over the placements.
+        max_gap: a best-first search follows if the best plan exceeds the bound by more than this fraction of the bound.
         deadline: ends the search with the best layout so far.
 
     Raises:
-        OutOfTime: the deadline passed before any layout was found that fits.
+        OutOfTime: the deadline passed before a layout that fits was found.
+        NothingFoundError: no layout that fits was found, but there may be one.
     """
     search = _LongChainSearch(problems, max_actions, deadline, progress)
     try:
@@ -91,7 +92,7 @@ def solve_long_chain(
             error.lower_bound_ns = search.bound_ns
             raise
     best = search.result()
-    # No plan could be constructed. If the relaxation has none either, that proves that nothing fits.
+    # No plan was found. If the relaxation has none either, nothing fits.
     if best is None:
         if not search.may_fit:
             return None
@@ -112,16 +113,20 @@ def solve_long_chain(
 
 
 class _LongChainSearch:
-    """The plans simulated, and the bound so far.
+    """The state of a search: the simulated plans, and the bound so far.
 
-    Problems of one micro-batch size share their costs, hence their feasible intervals and their bound.
+    Problems of one micro-batch size share their costs, and so their feasible intervals and their bound. Their costs
+    serve as the key of the micro-batch size.
 
     Attributes:
-        bounds_ns: per micro-batch size (its costs), a time that no step of its problems beats.
-        simulated: the step time of each path of each problem, by its number; None if it does not fit.
-        ranked: (step time, sequence number, number of the problem, path) of those that fit.
-        num_actions: simulated so far.
-        may_fit: whether the relaxation has any pipeline that fits in memory.
+        problems: the problems with at least one root. Problem i is `problems[i]`.
+        feasible: the feasible intervals for each micro-batch size.
+        bounds_ns: for each micro-batch size, a lower bound on the step of all plans.
+        simulated: the step time by problem and path; None if the path does not fit.
+        ranked: (step time, sequence number, problem, path) of all simulated paths that fit.
+        best_ns: the best step time so far; None without one.
+        num_actions: the number of actions simulated so far.
+        may_fit: whether the relaxation has a pipeline that fits in memory.
     """
 
     def __init__(
@@ -139,9 +144,9 @@ class _LongChainSearch:
             if costs not in self.feasible:
                 same_size = [other for other in self.problems if other.lower_bound.costs is costs]
                 self.feasible[costs] = FeasibleIntervals(costs, _first_placements(same_size))
-        # First bounds: one micro-batch through the whole chain and back, and all work at the speed of all devices.
+        # First bounds: one micro-batch through the whole chain and back; all work at the speed of all devices.
         self.bounds_ns = {
-            costs: max(int(feasible.before_ns[-1]), self._min_root_ns(costs))
+            costs: max(int(feasible.trip_before_ns[-1]), self._min_root_ns(costs))
             for costs, feasible in self.feasible.items()
         }
         self._bisected: set[StageCostTable] = set()
@@ -152,22 +157,25 @@ class _LongChainSearch:
         self.may_fit = True
 
     def _min_root_ns(self, costs: StageCostTable) -> int:
+        """Returns the smallest bound of a root with one micro-batch size."""
         problems = [problem for problem in self.problems if problem.lower_bound.costs is costs]
         return min(root.bound_ns for problem in problems for root in problem.roots)
 
     @property
     def bound_ns(self) -> int:
-        """A time that no step of any problem beats."""
+        """A lower bound on the step of all plans of all problems."""
         return min(self.bounds_ns.values(), default=0)
 
     @property
     def is_over(self) -> bool:
+        """Whether the best plan is optimal or the budget is spent; raises OutOfTime after the deadline."""
         self.deadline.check()
         if self.best_ns is None:
             return False
         return self.best_ns <= self.bound_ns or self.num_actions > self.max_actions
 
     def result(self) -> SearchResult | None:
+        """Returns the best layout with the bound so far; None if no layout that fits is known."""
         if not self.ranked:
             return None
         step_ns, _, i, (boundaries, placements) = self._best_plans(1)[0]
@@ -180,6 +188,7 @@ class _LongChainSearch:
         )
 
     def _best_plans(self, count: int) -> list[tuple[int, int, int, Path]]:
+        """Returns the entries of `ranked` with the shortest steps."""
         return sorted(self.ranked, key=lambda plan: plan[:2])[:count]
 
     def step_ns(self, i: int, path: Path) -> int | None:
@@ -195,6 +204,7 @@ class _LongChainSearch:
         return self.simulated[i, path]
 
     def _simulate(self, problem: Problem, path: Path) -> int | None:
+        """Simulates a path; returns its step time, None if it does not fit."""
         boundaries, placements = path
         for placement, (begin, end) in zip(placements, pairwise(boundaries), strict=True):
             self.deadline.check()
@@ -203,15 +213,15 @@ class _LongChainSearch:
         layout = problem.layout(boundaries, placements)
         if not problem.fits(layout):
             return None
-        # F and B of each micro-batch in each stage, in units of the longest-path engine.
+        # F and B of each micro-batch in each stage; the cost is in actions of the longest-path engine.
         factor = 1 if problem.is_cheap_to_simulate(layout) else EVENT_DRIVEN_FACTOR
         self.num_actions += 2 * len(placements) * problem.num_microbatches * factor
         return problem.step_ns(layout)
 
     def construct_balanced(self) -> None:
-        """Step 1: simulates uniform pipelines with balanced cuts; the best of them also with longer stages."""
+        """Step 1: simulates uniform pipelines with balanced cuts, then the best of them with longer stages."""
         balanced: list[tuple[int, int, int, BalancedCuts]] = []
-        # One pipeline of each problem in turn, so that a small budget sees all problems.
+        # One pipeline of each problem in turn, so that a small budget covers all problems.
         for pipelines in zip_longest(*(uniform_pipelines(problem) for problem in self.problems)):
             for i, placements in enumerate(pipelines):
                 if placements is None:
@@ -230,16 +240,17 @@ class _LongChainSearch:
                     self.step_ns(i, path)
 
     def _feasible(self, problem: Problem) -> FeasibleIntervals:
+        """Returns the feasible intervals at the problem's micro-batch size."""
         return self.feasible[problem.lower_bound.costs]
 
     def raise_bound(self) -> None:
-        """Step 2: raises the bound by bisection, one micro-batch size after another, that of the best plan first."""
+        """Step 2: raises the bound by bisection for each micro-batch size, that of the best plan first."""
         best = self._best_plans(1)[0][2] if self.ranked else 0
         first = self.problems[best].lower_bound.costs if self.problems else None
         for costs in sorted(self.bounds_ns, key=lambda costs: costs is not first):
             if not self.is_over:
                 numbers = [i for i, problem in enumerate(self.problems) if problem.lower_bound.costs is costs]
-                # The bound on all problems is the minimum over the sizes: no size needs more than another has.
+                # The bound on all plans is the minimum over the sizes: no size needs a larger bound than another has.
                 known = [bound_ns for other, bound_ns in self.bounds_ns.items() if other in self._bisected]
                 self._bisect_bound(costs, numbers, min(known, default=None))
                 self._bisected.add(costs)
@@ -247,29 +258,33 @@ class _LongChainSearch:
         self.may_fit = self.best_ns is not None or self.bound_ns < INF >> 2
 
     def _bisect_bound(self, costs: StageCostTable, numbers: Sequence[int], sufficient_ns: int | None) -> None:
-        """Raises the bound of the problems of one size, to `sufficient_ns` at most, and simulates paths on the way.
+        """Raises the bound for one micro-batch size by bisection, and simulates paths of the relaxation.
 
         Invariant: no plan is faster than bounds_ns[costs]; `high_ns` is feasible for the relaxation, None if unknown.
+
+        Args:
+            numbers: the problems of this size.
+            sufficient_ns: a bound that need not be exceeded, because another size has it; None if there is none.
         """
         relaxations = [(i, self.relaxation(self.problems[i])) for i in numbers]
 
         def is_feasible(limit_ns: int) -> bool:
             at = next((at for at, (_, relaxation) in enumerate(relaxations) if relaxation.is_feasible(limit_ns)), None)
-            # No problem of this size has a plan within the limit: the next nanosecond is a bound.
+            # No problem of this size has a plan within the limit: the limit + 1 ns is a bound.
             if at is None:
                 self.bounds_ns[costs] = max(self.bounds_ns[costs], limit_ns + 1)
                 return False
-            relaxations.insert(0, relaxations.pop(at))  # the most likely to be feasible for the next limit
+            relaxations.insert(0, relaxations.pop(at))  # the most likely to be feasible at the next limit
             i, relaxation = relaxations[0]
             path = relaxation.best_path()
             if path is not None:
                 self.step_ns(i, path)
             return True
 
-        # Without a time limit only memory restricts the stages; this also gives a first path to simulate.
+        # With no limit on time, only memory restricts the stages; this also gives a first path to simulate.
         if self.best_ns is None and not is_feasible(INF >> 2):
             return
-        # Another size has a bound of `sufficient_ns`; a larger bound here would not raise the minimum over the sizes.
+        # A bound above `sufficient_ns` would not raise the minimum over the sizes.
         if sufficient_ns is not None and not is_feasible(sufficient_ns - 1):
             return
         high_ns = sufficient_ns if sufficient_ns is not None else self.best_ns
@@ -291,7 +306,7 @@ class _LongChainSearch:
         )
 
     def hill_climb(self) -> None:
-        """Step 3: moves the cuts of the best plans for as long as that helps."""
+        """Step 3: moves the cuts of the best plans as long as that makes them faster."""
         for _, _, i, path in self._best_plans(NUM_CLIMBED):
             improved = True
             while improved and not self.is_over:
@@ -299,10 +314,10 @@ class _LongChainSearch:
                 path, improved = moved, moved != path
 
     def _move_cuts(self, i: int, path: Path) -> Path:
-        """Returns the path after every cut in turn has been moved wherever that helps."""
+        """Returns the path after each cut in turn has been moved if that makes the step shorter."""
         boundaries, placements = path
         best_ns = self.step_ns(i, path)
-        # No farther than the mean length of a stage.
+        # At most the mean length of a stage.
         max_move = max(1, boundaries[-1] // len(placements))
         for cut in range(1, len(placements)):
             for move in [sign * size for size in CUT_MOVES if size <= max_move for sign in (-1, 1)]:
@@ -316,4 +331,5 @@ class _LongChainSearch:
 
 
 def _first_placements(problems: Sequence[Problem]) -> list[StagePlacement]:
+    """Returns the possible placements of the first stage, over all roots of some problems."""
     return [placement for problem in problems for root in problem.roots for placement in root.first_placements]

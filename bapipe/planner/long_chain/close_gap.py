@@ -1,9 +1,9 @@
-"""Best-first search of a long chain among the intervals that the relaxation leaves to plans within a limit.
+"""Closes the gap of a long chain: best-first search among the intervals that plans within a *limit* can have.
 
-The lower the limit, the fewer intervals are left: of hundreds of millions often a few thousand, so that tables and
-nodes take little time. First a part of the budget goes to plans faster than the best one, mostly to find one. Then the
-search asks whether any plan is within a limit between the bound and the best step. If there is none, the limit is a
-bound, and the next one is farther up; if an attempt exceeds its budget, the next limit is nearer to the bound.
+These intervals come from the relaxation. The lower the limit, the fewer there are: of hundreds of millions often a few
+thousand, so that tables and nodes take little time. Part of the budget first goes to a search for any faster plan. Then
+the search asks whether any plan is within a limit between the bound and the best step. If there is none, the limit is a
+bound, and the next limit is higher. If an attempt exceeds its budget, the next limit is lower.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ PARTS_OF_BUDGET = 2
 """The search for any faster plan gets 1 / `PARTS_OF_BUDGET` of the time and of the nodes."""
 
 FIRST_NODES, NODES_PER_PLACEMENT = 1_000, 4
-"""The budget of the first attempt at a limit; it doubles with each that fails. Each placement that is possible adds to
-it, as making its tables takes about as long as some nodes."""
+"""The budget of the first attempt at a limit, which doubles after each that exceeds it, and what each placement adds to
+it, because making its tables takes about as long as these nodes."""
 
 FIRST_SHARE = 1 / 4
-"""How much of the gap between the bound and the best step lies below the first limit."""
+"""The share of the gap between the bound and the best step that lies below the first limit."""
 
 MIN_GAP_DIVISOR = 1_000
-"""If bound and best step differ by less than 1 / `MIN_GAP_DIVISOR` of the step, no limit is set between them."""
+"""There is no limit between bound and best step if these differ by less than 1 / `MIN_GAP_DIVISOR` of the step."""
 
 
 def close_gap(
@@ -41,13 +41,15 @@ def close_gap(
     progress: SearchProgress | None,
     num_simulated: int,
 ) -> SearchResult:
-    """Returns a layout as fast as the best one or faster, and a bound as large as its bound or larger.
+    """Returns the best layout, or a faster one, with the same lower bound or a larger one.
 
     Args:
-        max_nodes: the budget.
-        max_intervals: limits that leave more intervals to the placements of all problems are not tried.
-        deadline: ends it with the best layout and bound so far.
-        num_simulated: the number of plans simulated before, for the progress.
+        relaxation_of: makes the relaxation of a problem.
+        best: the best layout so far, and the bound so far.
+        max_nodes: the node budget.
+        max_intervals: a limit is not tried if it leaves more intervals, summed over all placements of all problems.
+        deadline: ends the search with the best layout and bound so far.
+        num_simulated: the number of plans simulated before, to report progress.
     """
     search = _Closing(problems, relaxation_of, best, max_intervals, deadline, progress, num_simulated)
     with suppress(OutOfTime):
@@ -57,6 +59,12 @@ def close_gap(
 
 
 class _Closing:
+    """The state of the search.
+
+    Attributes:
+        best, bound_ns: the best layout, and the lower bound on the step of all layouts, so far.
+    """
+
     def __init__(
         self,
         problems: Sequence[Problem],
@@ -71,10 +79,10 @@ class _Closing:
         self._relaxation_of, self._max_intervals = relaxation_of, max_intervals
         self._relaxations: dict[Problem, Relaxation] = {}
         self._deadline, self._progress = deadline, progress
-        self._num_before = self._num_simulated = num_simulated  # before this attempt, and with it
+        self._num_before = self._num_simulated = num_simulated  # before the current attempt, and with it
 
     def raise_limits(self, max_nodes: int) -> None:
-        """Proves that no plan is within one limit after another."""
+        """Makes attempts at one limit after another until the gap is closed or the budget is spent."""
         share, nodes = FIRST_SHARE, FIRST_NODES
         while self.bound_ns < self.best.step_ns and max_nodes > 0:
             self._deadline.check()
@@ -84,7 +92,11 @@ class _Closing:
             share, nodes = (min(1.0, 2 * share), nodes) if is_done else (share / 2, 2 * nodes)
 
     def attempt(self, share: float, max_nodes: int, deadline: Deadline) -> bool:
-        """Searches for plans within a share of the gap; returns whether it is done."""
+        """Searches for plans within a limit; returns whether there are none, or the best of them is known.
+
+        Args:
+            share: the share of the gap between the bound and the best step that lies below the limit.
+        """
         step_ns = self.best.step_ns
         limit_ns = min(step_ns - 1, self.bound_ns + int(share * (step_ns - self.bound_ns)))
         original, num_placements = self._narrowed(limit_ns)
@@ -106,10 +118,10 @@ class _Closing:
         return bound_ns > limit_ns or (found is not None and bound_ns == found.step_ns)
 
     def _narrowed(self, limit_ns: int) -> tuple[dict[Problem, Problem] | None, int]:
-        """The problems with no other intervals than plans within a limit can have, and the original of each.
+        """Returns the problems with only those intervals that plans within a limit can have, by them the originals.
 
-        And how many placements such plans can have. None if there are too many intervals. Problems without such plans
-        are left out.
+        Problems without such plans are left out. None if there are too many intervals. The second number is how many
+        placements such plans can have.
         """
         original: dict[Problem, Problem] = {}
         num_intervals = num_placements = 0
@@ -126,6 +138,7 @@ class _Closing:
         return original, num_placements
 
     def _report(self, num_simulated: int, best_ns: int, bound_ns: int) -> None:
+        """Reports the progress of the whole search from that of an attempt."""
         self._num_simulated = self._num_before + num_simulated
         if self._progress:
             best_ns = min(best_ns, self.best.step_ns)

@@ -1,8 +1,8 @@
 """Which layer intervals a stage may hold within a limit on the step time: for each begin, those up to some last end.
 
-The more layers, the more time and memory they take. If that is not so, as with all-reduces in buckets, an interval
-counts as little as the minimum over all longer ones with the same begin (a suffix minimum). So nothing here exceeds
-what the simulator says, and the feasible intervals with one begin form a range of ends: `relaxation.py` needs that.
+Time and memory mostly grow with the number of layers. Where they do not, as with all-reduces in buckets, an interval
+counts as the minimum over itself and all longer ones with the same begin (a suffix minimum). So nothing here exceeds
+what the simulator says, and the feasible ends of each begin are a range, which `relaxation.py` needs.
 
 Shapes: `[intervals]` and `[boundaries]` as in `stages/intervals.py`.
 """
@@ -21,17 +21,17 @@ from bapipe.simulator.in_flight import InFlight
 from bapipe.simulator.interval_costs import gradient_crosses, prefix_sums
 
 _MemoryKey = tuple[tuple[tuple[int, tuple[InFlight, ...], int], ...], bool]
-"""(class, memory peaks, micro-batches) of the replicas; whether the stage receives activations, and may recompute."""
+"""(device class, memory peaks, micro-batches) of the replicas; whether the stage receives activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckReplica:
-    """The replica of a placement with the most micro-batches, by prefix sums over the layers. All [boundaries].
+    """The replica of a placement with the most micro-batches.
 
     Attributes:
-        forward_sums, backward_sums: F, and the r that the stage before waits for, of one micro-batch.
-        num_microbatches: how many it runs.
-        num_disjoint_forwards: F of these that it cannot run during the round trip of one micro-batch.
+        forward_sums, backward_sums: F and r of one micro-batch in all layers before each boundary. [boundaries]
+        num_microbatches: how many it runs in a step.
+        num_disjoint_forwards: how many F it cannot run during the round trip of one micro-batch.
     """
 
     forward_sums: IntArray
@@ -41,7 +41,7 @@ class BottleneckReplica:
 
     @property
     def disjoint_work_sums(self) -> IntArray:
-        """What the replica does outside the round trip of one micro-batch: the other r, and some F."""
+        """The work outside the round trip of one micro-batch: all other r, and some F. [boundaries]"""
         sums: IntArray = (
             self.num_microbatches - 1
         ) * self.backward_sums + self.num_disjoint_forwards * self.forward_sums
@@ -50,10 +50,10 @@ class BottleneckReplica:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntervalLimits:
-    """The minimum step time that allows each interval, for placements that differ only in memory. Hashed by identity.
+    """A lower bound on the step time if a stage holds each interval. Hashed by identity.
 
     Attributes:
-        plain_ns, recompute_ns: of stages without and with recomputation; suffix minima over the ends. [intervals]
+        plain_ns, recompute_ns: without and with recomputation; suffix minima over the ends. [intervals]
     """
 
     plain_ns: IntArray
@@ -64,12 +64,12 @@ class FeasibleIntervals:
     """The feasible intervals of all placements at one micro-batch size.
 
     Attributes:
-        head_ns: a lower bound of F of one micro-batch in all layers before each boundary. [boundaries]
-        before_ns: the same of F and r. [boundaries]
+        forward_before_ns: a lower bound on F of one micro-batch in all layers before each boundary. [boundaries]
+        trip_before_ns: a lower bound on its F and r there. [boundaries]
     """
 
     def __init__(self, costs: StageCostTable, first_placements: Sequence[StagePlacement]) -> None:
-        """`first_placements` are those of the first stage of every pipeline."""
+        """`first_placements` are the possible placements of the first stage."""
         self.costs, self.intervals = costs, costs.intervals
         self._layer_sums: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._limits: dict[Hashable, IntervalLimits] = {}
@@ -77,37 +77,37 @@ class FeasibleIntervals:
         self._transfers: dict[Hashable, tuple[IntArray, IntArray]] = {}
         self._time_ends: dict[IntervalLimits, tuple[IntArray, IntArray]] = {}
         self._limit_ns = -1
-        # If I runs apart from W, a stage that sends no gradient back has none: the first one, or any that begins at a
-        # cut without gradients. If there are such cuts, no I counts.
+        # With a split backward, r is 0 in a stage that sends no gradient back: the first one, or one that begins at a
+        # cut without gradients. If there are such cuts inside the chain, the r of all layers counts 0.
         crosses = gradient_crosses(costs.times[0].profile)[list(costs.intervals.cuts)]
         self._counts_input_grad = bool(crosses[1:-1].all())
-        # Suffix minima make memory grow with the end, so that the ends that fit are a range. [classes][intervals]
+        # Suffix minima grow with the end, so that the ends that fit are a range. [classes][intervals]
         self._static_bytes = [self._suffix_min(memory.static_bytes) for memory in costs.memory.of_class]
-        # The layers before a boundary may be on any devices of any pipeline, not only on those of a first stage.
+        # The layers before a boundary may be on any placement of any pipeline.
         placements = reachable(first_placements)
         distinct = {(p.device_classes, p.schedule.has_split_backward): p for p in placements}.values()
-        self.before_ns = _sums_of_min([self.microbatch_sums(placement) for placement in distinct])
+        self.trip_before_ns = _sums_of_min([self.microbatch_sums(placement) for placement in distinct])
         forward_sums = [self._sums_on(placement, c)[0] for placement in distinct for c in placement.device_classes]
-        self.head_ns = _sums_of_min(forward_sums)
+        self.forward_before_ns = _sums_of_min(forward_sums)
 
     def microbatch_sums(self, placement: StagePlacement) -> IntArray:
-        """Returns prefix sums of F and r of one micro-batch: per layer, the minimum over the replicas. [boundaries]"""
+        """Returns prefix sums of F and r of one micro-batch, for each layer the minimum over replicas. [boundaries]"""
         on_each = [self._sums_on(placement, c) for c in placement.device_classes]
         return _sums_of_min([forward + backward for forward, backward in on_each])
 
     def forward_sums(self, placement: StagePlacement) -> IntArray:
-        """Returns the same of F alone. [boundaries]"""
+        """Returns prefix sums of F of one micro-batch, for each layer the minimum over replicas. [boundaries]"""
         return _sums_of_min([self._sums_on(placement, c)[0] for c in placement.device_classes])
 
     def bottleneck(self, placement: StagePlacement, lower_bound: LowerBound) -> BottleneckReplica:
         """Returns the replica of a placement that runs the most micro-batches."""
         loads = placement.schedule.replicas
-        # Any replica gives a valid bound; the one with the most micro-batches is usually the busiest.
+        # Any replica would give a valid bound; the one with the most micro-batches is usually the busiest.
         k = max(range(len(loads)), key=lambda k: loads[k].num_microbatches)
         forward_sums, backward_sums = self._sums_on(placement, placement.device_classes[k])
         num = loads[k].num_microbatches
-        # At most `max_in_flight` F start before the first backward ends; in a forwards-first schedule, F of the
-        # micro-batches before the final one are over before any backward starts.
+        # Until the first r ends, and so during the round trip of its micro-batch, at most `max_in_flight` F start. In a
+        # forwards-first schedule, the F of earlier micro-batches come before the round trip of a final one.
         max_in_flight = max((peak.kept for peak in loads[k].memory_peaks), default=num)
         forwards_first = lower_bound.cost_to_go.forwards_first
         num_before = num_before_final(placement, lower_bound.num_microbatches) if forwards_first else 0
@@ -119,13 +119,14 @@ class FeasibleIntervals:
         )
 
     def _sums_on(self, placement: StagePlacement, c: int) -> tuple[IntArray, IntArray]:
-        """Prefix sums of F and r of one micro-batch on a class of devices. [boundaries]"""
+        """Returns prefix sums of F and of r of one micro-batch on a device of class `c`. [boundaries], [boundaries]"""
         key = (c, placement.schedule.has_split_backward)
         if key not in self._layer_sums:
             units = self.intervals.row_offset[:-1]  # the intervals from each boundary to the next
             forward_ns, backward_ns = self.costs.device_times(placement, c, units)
             counts = self._counts_input_grad or not placement.schedule.has_split_backward
-            # The time of an interval is rounded as a whole, F and W each: its units may be half a nanosecond too long.
+            # The simulator rounds once per stage and phase, so the sum over units may be half a nanosecond too long for
+            # each of them, unless the speed is 1.
             slack = 0 if self.costs.classes[c].device.speed == 1.0 else 2
             self._layer_sums[key] = (
                 prefix_sums(np.maximum(forward_ns - slack, 0)),
@@ -134,77 +135,92 @@ class FeasibleIntervals:
         return self._layer_sums[key]
 
     def limits(self, placement: StagePlacement) -> IntervalLimits:
-        """Returns the limits that the work of a replica sets: bounds "work" and "return" of one stage."""
-        max_microbatches: dict[int, int] = {}
-        loads = placement.schedule.replicas
-        for c, load in zip(placement.device_classes, loads, strict=True):
-            max_microbatches[c] = max(max_microbatches.get(c, 0), load.num_microbatches)
+        """Returns a placement's limits, from the bounds "work", "round trip" and "return" of one stage."""
+        key = self._limits_key(placement)
+        if key not in self._limits:
+            self._limits[key] = self._interval_limits(placement)
+        return self._limits[key]
+
+    def _limits_key(self, placement: StagePlacement) -> tuple[Hashable, ...]:
+        """Returns what the limits of a placement depend on."""
         schedule = placement.schedule
         key: tuple[Hashable, ...] = (
             placement.device_classes,
-            tuple(max_microbatches.items()),
+            tuple(_max_microbatches(placement).items()),
             schedule.has_split_backward,
             schedule.has_full_backward,
             tuple(sorted(map(str, schedule.last_phases))),
         )
-        # The F that recomputation adds depends on what the stage must save, else it is nothing.
-        key += self._memory_key(placement) if (self.memory_ends(placement)[0] < len(self.head_ns) - 1).any() else ()
-        if key not in self._limits:
-            counts = list(zip(placement.device_classes, (load.num_microbatches for load in loads), strict=True))
-            numbers = [counts.index(pair) for pair in max_microbatches.items()]
-            replicas = [self.costs.replica_cost(placement, k, slice(None)) for k in numbers]
-            on_device = [self.costs.replica_cost(placement, k, slice(None), on_device=True) for k in numbers]
-            # Recomputation adds some F to each r. Every replica must meet its limit, hence the maximum over them.
-            # [intervals]
-            again_ns = (
-                self.costs.memory.recomputed_ns(placement, slice(None)) if self.costs.memory.may_recompute else {}
-            )
-            is_split = schedule.has_split_backward
-            plain = [self._limit_ns_of(each, each.critical_backward_ns, is_split=is_split) for each in replicas]
-            recomputed = [
-                self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME), is_split=is_split)
-                for each in on_device
-                if (ns := again_ns.get(placement.device_classes[each.index])) is not None
-            ] or plain
-            self._limits[key] = IntervalLimits(
-                self._suffix_min(np.maximum.reduce(plain)), self._suffix_min(np.maximum.reduce(recomputed))
-            )
-        return self._limits[key]
+        # The F that recomputation adds depends on memory; if every interval fits without, it adds none.
+        plain_ends, _ = self.memory_ends(placement)
+        return key + (self._memory_key(placement) if (plain_ends < len(self.forward_before_ns) - 1).any() else ())
+
+    def _interval_limits(self, placement: StagePlacement) -> IntervalLimits:
+        """Returns the limits of a placement: the maxima over its replicas, each of which must meet its own."""
+        counts = list(
+            zip(placement.device_classes, (r.num_microbatches for r in placement.schedule.replicas), strict=True)
+        )
+        indices = [counts.index(pair) for pair in _max_microbatches(placement).items()]
+        replicas = [self.costs.replica_cost(placement, k, slice(None)) for k in indices]
+        on_device = [self.costs.replica_cost(placement, k, slice(None), on_device=True) for k in indices]
+        # By device class. [intervals]
+        again_ns = self.costs.memory.recomputed_ns(placement, slice(None)) if self.costs.memory.may_recompute else {}
+        is_split = placement.schedule.has_split_backward
+        plain = [self._limit_ns_of(each, each.critical_backward_ns, is_split=is_split) for each in replicas]
+        recomputed = [
+            self._limit_ns_of(each, each.critical_backward_ns + np.minimum(ns, MAX_TIME), is_split=is_split)
+            for each in on_device
+            if (ns := again_ns.get(placement.device_classes[each.index])) is not None
+        ] or plain
+        return IntervalLimits(
+            self._suffix_min(np.maximum.reduce(plain)), self._suffix_min(np.maximum.reduce(recomputed))
+        )
 
     def _limit_ns_of(self, replica: ReplicaCost, backward_ns: IntArray, *, is_split: bool) -> IntArray:
-        """A lower bound of the step time if a replica holds each interval. [intervals]"""
+        """Returns a lower bound on the step time if a replica holds each interval. [intervals]
+
+        Args:
+            backward_ns: r of a micro-batch. [intervals]
+            is_split: whether the backward is split into I and W.
+        """
         begins, num = self.intervals.begins, replica.num_microbatches
         critical = num * (replica.forward_ns + backward_ns)
-        # All layers from the begin of the interval on, forwards and backwards, for one micro-batch.
-        round_trip = (self.before_ns[-1] - self.before_ns)[begins]
-        if is_split:  # of the first stage, before its W: only what comes behind it runs backwards
+        # F and r of one micro-batch in all layers from the begin of the interval on.
+        round_trip = (self.trip_before_ns[-1] - self.trip_before_ns)[begins]
+        if is_split:  # the first stage has no r: before its W, one micro-batch needs its F and the layers after it
             first = self.intervals.row(0)
-            round_trip[first] = replica.forward_ns[first] + (self.before_ns[-1] - self.before_ns[1:])
+            round_trip[first] = replica.forward_ns[first] + (self.trip_before_ns[-1] - self.trip_before_ns[1:])
         work = (
             np.maximum(critical + (num - 1) * replica.deferred_ns, round_trip) + replica.deferred_ns + replica.sync_ns
         )
-        # After F of the layers before: the work, then the update. Or F and r, between F and r of the layers before.
-        limit_ns: IntArray = np.maximum(self.head_ns[begins] + work, self.before_ns[begins] + critical)
+        # After F of the previous layers: all work and the update. Or F and r, between F and r of the previous layers.
+        limit_ns: IntArray = np.maximum(self.forward_before_ns[begins] + work, self.trip_before_ns[begins] + critical)
         return limit_ns
 
     def clear(self) -> None:
-        """Drops the interval limits, which are large; they are computed anew when asked for."""
+        """Drops the interval limits, which are large; they are computed again when needed."""
         self._limits.clear()
         self._time_ends.clear()
 
     def time_ends(self, limits: IntervalLimits, limit_ns: int) -> tuple[IntArray, IntArray]:
-        """Returns for each begin the last end within a step time, without and with recomputation. [boundaries]"""
+        """Returns for each begin the last end with a bound of at most `limit_ns`, without and with recomputation.
+
+        [boundaries], [boundaries]
+        """
         if limit_ns != self._limit_ns:
             self._limit_ns = limit_ns
             self._time_ends.clear()
         if limits not in self._time_ends:
-            # Suffix minima grow with the end, so the allowed intervals of each begin come first in its row.
+            # Suffix minima grow with the end, so the allowed intervals of each begin are the first of its row.
             plain, recomputed = limits.plain_ns <= limit_ns, limits.recompute_ns <= limit_ns
             self._time_ends[limits] = self._last_ends(plain), self._last_ends(recomputed)
         return self._time_ends[limits]
 
     def memory_ends(self, placement: StagePlacement) -> tuple[IntArray, IntArray]:
-        """Returns for each begin the last end that fits, without recomputation and with it. [boundaries]"""
+        """Returns for each begin the last end that may fit in memory, without and with recomputation.
+
+        [boundaries], [boundaries]
+        """
         key = self._memory_key(placement)
         if key not in self._memory_ends:
             plain = recomputed = np.full(self.intervals.num_boundaries, self.intervals.num_boundaries - 1)
@@ -213,7 +229,7 @@ class FeasibleIntervals:
                 room = self.costs.classes[c].limit_bytes - self._static_bytes[c]
                 if placement.receives_activations:
                     room = room - num * memory.input_bytes
-                # Buffers for gradients are left out: they depend on the end, and need not grow with it.
+                # Receive buffers for gradients do not count: they depend on the end, but need not grow with it.
                 usage = memory.in_flight_bytes(peaks, slice(None), recompute=False)
                 plain = np.minimum(plain, self._last_ends(usage <= room))
                 if self.costs.memory.may_recompute:
@@ -223,7 +239,7 @@ class FeasibleIntervals:
         return self._memory_ends[key]
 
     def _memory_key(self, placement: StagePlacement) -> _MemoryKey:
-        """What the memory of a placement depends on."""
+        """Returns what the memory of a placement depends on."""
         loads = {
             (c, load.memory_peaks, load.num_microbatches)
             for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True)
@@ -233,7 +249,11 @@ class FeasibleIntervals:
     def transfers(
         self, lower_bound: LowerBound, placement: StagePlacement, successor: StagePlacement
     ) -> tuple[IntArray, IntArray]:
-        """Returns both transfers of one micro-batch, and the same while all cross the busiest link. [boundaries]"""
+        """Returns two times between a stage and the next one, for each boundary, both ways together.
+
+        The transfers of one micro-batch; and the same if all micro-batches on the busiest link must cross it in one
+        direction. [boundaries], [boundaries]
+        """
         num_microbatches = lower_bound.num_microbatches
         key = (
             placement.device_classes,
@@ -249,7 +269,7 @@ class FeasibleIntervals:
         return self._transfers[key]
 
     def _suffix_min(self, values: IntArray) -> IntArray:
-        """Returns for each interval the minimum over those with the same begin that are as long or longer."""
+        """Returns for each interval the minimum over it and all longer ones with the same begin. [intervals]"""
         minima = values.copy()
         for begin in range(self.intervals.num_boundaries - 1):
             row = minima[self.intervals.row(begin)][::-1]  # the longest first
@@ -257,16 +277,24 @@ class FeasibleIntervals:
         return minima
 
     def _last_ends(self, allowed: BoolArray) -> IntArray:
-        """Returns for each begin the last end, given that the shortest intervals are allowed; the begin if none is.
+        """Returns for each begin the last allowed end, or the begin itself if there is none.
 
-        [intervals] -> [boundaries]
+        Of each begin, the allowed intervals must be the shortest ones. [intervals] -> [boundaries]
         """
         num_allowed = np.add.reduceat(allowed, self.intervals.row_offset[:-1], dtype=np.int64)
         return np.append(num_allowed, 0) + np.arange(self.intervals.num_boundaries)
 
 
+def _max_microbatches(placement: StagePlacement) -> dict[int, int]:
+    """Returns for each device class of a placement how many micro-batches its busiest replica runs."""
+    most: dict[int, int] = {}
+    for c, load in zip(placement.device_classes, placement.schedule.replicas, strict=True):
+        most[c] = max(most.get(c, 0), load.num_microbatches)
+    return most
+
+
 def _sums_of_min(sums: Sequence[IntArray]) -> IntArray:
-    """Prefix sums of the minimum over several prefix sums, layer by layer. [boundaries]"""
+    """Returns the prefix sums of the minima, between two boundaries, over several prefix sums. [boundaries]"""
     if len(sums) == 1:
         return sums[0]
     return prefix_sums(np.minimum.reduce([np.diff(values) for values in sums]))
