@@ -162,6 +162,7 @@ class CostToGoTable:
         return self._transitions[placement]
 
     def _compute_transitions(self, placement: StagePlacement) -> Transitions | None:
+        """Returns the transitions from a placement, for which the cost-to-go of its successors is computed."""
         successors = placement.successors
         if not successors:
             return None
@@ -232,15 +233,7 @@ class CostToGoTable:
         """
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
         # Time starts at the first F of this stage: A(s) = 0 in all bounds.
-        alone = bound_stage(
-            placement,
-            self.num_microbatches,
-            stage,
-            following.beyond,
-            following.busy_link,
-            self._stalls(placement, intervals, following),
-            self.enabled,
-        )
+        alone = self._bound_alone(placement, intervals, stage, following)
         # Infinite for intervals that do not fit, have an e of a higher class, or cannot be followed by stages that fit.
         # All values are non-negative, so the maximum with this replaces a value by infinity, faster than `np.where`.
         infeasible = np.where(stage.fits & in_class & (following.beyond < INF), 0, INF)
@@ -276,6 +269,20 @@ class CostToGoTable:
             forwards=forwards,
             backwards_done=backwards_done,
             backwards_returned=backwards_returned,
+        )
+
+    def _bound_alone(
+        self, placement: StagePlacement, intervals: SomeIntervals, stage: StageCandidates, following: "_Following"
+    ) -> StageBound:
+        """Returns the bounds for this stage by itself, given what follows it. All [intervals]"""
+        return bound_stage(
+            placement,
+            self.num_microbatches,
+            stage,
+            following.beyond,
+            following.busy_link,
+            self._stalls(placement, intervals, following),
+            self.enabled,
         )
 
     def _forwards_first(

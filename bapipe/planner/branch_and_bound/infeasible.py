@@ -128,12 +128,14 @@ class _ShortfallDP:
             placements.append(placements[-1].successors[int(to_go.successors[begin])])
 
     def _to_go(self, placement: StagePlacement) -> _ShortfallToGo:
+        """Returns the optimum for a placement, after solving all that can follow it."""
         for other in in_postorder([placement], lambda each: each in self._solved):
             self.deadline.check()
             self._solved[other] = self._solve(other)
         return self._solved[placement]
 
     def _solve(self, placement: StagePlacement) -> _ShortfallToGo:
+        """Computes the optimum for a placement from that of its successors."""
         intervals = self.costs.intervals
         following = np.full((1, intervals.num_boundaries), INF, dtype=np.int64)
         if placement.is_last:

@@ -113,6 +113,8 @@ class LowerBound:
         return other
 
     def _make_tables(self, rows: Mapping[Hashable, IntArray] | None) -> None:
+        """Makes empty tables of the cost-to-go; `rows` as in `CostToGoTable`."""
+
         def table(limits_ns: Sequence[int]) -> CostToGoTable:
             return CostToGoTable(
                 self.costs,
@@ -203,11 +205,6 @@ class LowerBound:
         extended = self._next_stage.extend(partial, stage, next_stage, transitions)
         f, r = int(stage.forward_ns[0]), int(stage.critical_backward_ns[0])
         x, y = (0, 0) if transitions is None else (int(transitions.send_ns[0, 0]), int(transitions.grad_ns[0, 0]))
-        work_ns, position = partial.work_ns, placement.position
-        # Bound "shared device": work adds up over the stages of a device.
-        if position is not None:
-            added_ns = work_ns[position] + self.num_microbatches * int(stage.microbatch_ns[0])
-            work_ns = (*work_ns[:position], added_ns, *work_ns[position + 1 :])
         placed = PlacedStage(
             num_replicas=placement.num_replicas,
             max_in_flight=placement.schedule.max_in_flight,
@@ -230,8 +227,16 @@ class LowerBound:
             bound_ns=max(partial.bound_ns, _scalar(next_stage.step_ns)),
             round_trip_ns=partial.round_trip_ns + f + r + x + y,
             stages=(*partial.stages, placed),
-            work_ns=work_ns,
+            work_ns=self._add_work(partial.work_ns, placement, stage),
         )
+
+    def _add_work(self, work_ns: tuple[int, ...], placement: StagePlacement, stage: StageCandidates) -> tuple[int, ...]:
+        """Returns the work of each device with that of a stage, for the bound "shared device"; () if it is not used."""
+        position = placement.position
+        if position is None:
+            return work_ns
+        added_ns = work_ns[position] + self.num_microbatches * int(stage.microbatch_ns[0])
+        return (*work_ns[:position], added_ns, *work_ns[position + 1 :])
 
     def _child_bounds_ns(self, partial: PartialPlan, stage: StageCandidates, transitions: Transitions) -> IntArray:
         """Returns the bounds of the children, from placed stages, next stage and cost-to-go. [N * C, ends]"""

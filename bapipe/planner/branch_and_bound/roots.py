@@ -65,8 +65,7 @@ def make_roots(
     # A replica beyond the number of micro-batches would have none to run.
     max_devices = max_stages * (num_microbatches if placements.replicas else 1)
     roots = []
-
-    def add(used: ClassCounts, first: tuple[StagePlacement, ...], num_positions: int = 0) -> None:
+    for used, first, num_positions in _choices(placements, classes, num_stages, max_stages, max_devices, lines):
         # All work at the speed of all devices together, less half a nanosecond for each time that may be rounded.
         slack_ns = 3 * num_microbatches * max(sum(used), max_stages)
         bound_ns = max(0, int(num_microbatches * work_ns / total_rate(used, classes)) - slack_ns)
@@ -80,24 +79,34 @@ def make_roots(
                     num_positions=num_positions,
                 )
             )
+    return roots
 
+
+def _choices(
+    placements: PlacementGraph,
+    classes: Sequence[DeviceClass],
+    num_stages: int | None,
+    max_stages: int,
+    max_devices: int,
+    lines: Sequence[ClassSequence],
+) -> Iterator[tuple[ClassCounts, tuple[StagePlacement, ...], int]]:
+    """Yields `num_of_class`, `first_placements` and `num_positions` of each root; arguments as in `make_roots`."""
     # With several stages per device, the order of the devices fixes the placements: a root per order.
     if placements.schedule not in SCHEDULES:
         for devices, used in _device_orders(classes, max_stages, lines):
             count = len(positions_of_stages(placements.schedule, len(devices)))
             if count in _allowed_stage_counts(num_stages, max_stages):
-                add(used, placements.roots_multi_stage(devices), len(devices))
+                yield used, placements.roots_multi_stage(devices), len(devices)
     # Any order: a root per choice of devices, whose placements divide them among stages in every way.
     elif not lines:
         for used in product(*(range(len(cls.ranks) + 1) for cls in classes)):
             if 0 < sum(used) <= max_devices and (num_stages is None or sum(used) >= num_stages):
-                add(used, placements.roots_any_order(used, num_stages))
+                yield used, placements.roots_any_order(used, num_stages), 0
     else:
         # Too many choices: a root for the first devices of each order; each stage takes consecutive ones.
         for count in range(num_stages or 1, min(len(lines[0]), max_devices) + 1):
             for devices in _first_devices(lines, count):
-                add(_count_classes(devices, classes), placements.roots_in_order(devices, num_stages))
-    return roots
+                yield _count_classes(devices, classes), placements.roots_in_order(devices, num_stages), 0
 
 
 def _allowed_stage_counts(num_stages: int | None, max_stages: int) -> range:

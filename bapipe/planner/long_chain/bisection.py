@@ -269,6 +269,7 @@ class _LongChainSearch:
         relaxations = [(i, self.relaxation(self.problems[i])) for i in numbers]
 
         def is_feasible(limit_ns: int) -> bool:
+            """Returns whether some relaxation is feasible, and simulates its path; if none is, raises the bound."""
             at = next((at for at, (_, relaxation) in enumerate(relaxations) if relaxation.is_feasible(limit_ns)), None)
             # No problem of this size has a plan within the limit: the limit + 1 ns is a bound.
             if at is None:

@@ -70,6 +70,7 @@ class IntervalTimes:
         return self._times(slice(None))
 
     def _times(self, rows: Rows) -> Times:
+        """Computes the times of some intervals."""
         # The layers of each interval. [rows]
         first, stop = self._cuts[self.intervals.begins[rows]], self._cuts[self.intervals.ends[rows]]
         apart_ns = self._costs.weight_grad_after_input_grad_ns(first, stop)

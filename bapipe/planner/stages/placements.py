@@ -188,6 +188,7 @@ class PlacementGraph:
         positions = positions_of_stages(self.schedule, len(devices))
 
         def make(stage: int) -> StagePlacement:
+            """Returns the placement of one stage, which makes that of the next one when needed."""
             position = positions[stage]
             is_last = stage + 1 == len(positions)
             return StagePlacement(
@@ -302,6 +303,7 @@ class PlacementGraph:
         return self._suffix_ids[num_used, first]
 
     def _stage_schedule(self, num_used: int, first: int, num_replicas: int) -> StageSchedule:
+        """Returns the order of a stage on some replicas, the first of which is rank `first` of `num_used`."""
         key = (self._order_id(num_used, first), num_replicas)
         if key not in self._stage_schedules:
             self._stage_schedules[key] = stage_schedule_of(self.table(num_used).order[first], num_replicas)
