@@ -26,7 +26,7 @@ the transfers that must end by then. These are the bounds, by name. A step takes
     round trip        one micro-batch goes from stage s to the last stage and back; then follow all r of a replica but
                       the first, and the F that the order has after that first r
     last micro-batch  the last micro-batch reaches stage s through all earlier stages, then goes to the last stage and
-                      back to any stage j, which finishes. Before its F, a stage i must run
+                      back to any stage j, which finishes. Before its F at a stage i there is time for
                         - the other F of its replica, and the r that the order has before the last F
                         - (M - 1) / d_i round trips from stage i to the last stage, one after another
     zigzag            the same, with round trips from stage i only to stage s before F of the last micro-batch: F of

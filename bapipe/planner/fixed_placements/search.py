@@ -36,7 +36,7 @@ NUM_CLIMBED = 3
 """The number of pipelines whose cuts are improved by random moves."""
 
 MAX_DESCENDED = 240
-"""Maximum number of boundaries for local search, whose moves are too small for longer chains."""
+"""Maximum number of boundaries with which local search improves naive cuts; its moves are small for longer chains."""
 
 PROMISING = 1.1
 """The cuts of a pipeline are improved if their step is at most this factor times the best one."""
@@ -55,7 +55,7 @@ def search_fixed_placements(
     progress: SearchProgress | None = None,
     incumbent: SearchResult | None = None,
 ) -> tuple[tuple[Problem, ...], SearchResult | None]:
-    """Returns the problems with raised bounds of their roots, and the best layout found; None if none that fits was.
+    """Returns the problems with raised bounds of their roots, and the best layout found, None without one.
 
     Args:
         problems: problems for which `has_fixed_placements` is true.
