@@ -18,7 +18,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.layers import trace
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import same_tensor, state_restored
+from bapipe.tracing.python_state import reaches_state_of, same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.tracing.torch_layers import is_of_torch
 
@@ -172,7 +172,7 @@ def _compare(
     found = mismatches(original, split, noise, conditions)
     if not found:
         return _equal(model, stages, original)
-    return _difference(model, found, lambda: first_difference(model, stages, loss, microbatches, conditions))
+    return _difference(model, loss, found, lambda: first_difference(model, stages, loss, microbatches, conditions))
 
 
 def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
@@ -198,13 +198,19 @@ def _changed(root: nn.Module, original: Outcome) -> frozenset[str]:
     )
 
 
-def _difference(model: TracedModel, found: Sequence[Mismatch], locate: Callable[[], Place | None]) -> Difference:
+def _difference(
+    model: TracedModel, loss: Loss, found: Sequence[Mismatch], locate: Callable[[], Place | None]
+) -> Difference:
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
         return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
     losses = [one.name for one in found if one.kind == "loss"]
     keeps_state = bool(losses) and "0" not in losses
     where = locate()
+    is_given_the_same = where is None or where.phase == "backward"
+    if losses and is_given_the_same and reaches_state_of(loss, model.root):
+        code = "" if where is None else own_code(model.root, where.path)
+        return Difference(path=LOSS, code=code, what=str(found[0]), cause=_LOSS_ALONE)
     if where is not None:
         what = f"{found[0]}; values differ in the {where.phase}{where.between}"
         return _difference_at(model, where.path, what, keeps_state)

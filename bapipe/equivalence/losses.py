@@ -154,13 +154,6 @@ def _inputs_with_ignored(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Ten
             yield (*inputs[:i], other, *inputs[i + 1 :]), f"if some labels among the inputs are {value}, "
 
 
-def check_scalar(loss: object) -> None:
-    """Raises InvalidModel unless what a loss returned is a scalar tensor."""
-    if not isinstance(loss, Tensor) or loss.dim():
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
-        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
-
-
 def check_no_parameters(loss: Loss) -> None:
     """Raises InvalidModel if a loss is a class, or has parameters to train: optimizers get those of the stages."""
     if isinstance(loss, type):

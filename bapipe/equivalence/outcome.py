@@ -10,12 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
+from bapipe.errors import InvalidModel
 from bapipe.torch_device import CPU
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the model returns, target) -> mean loss over the micro-batch, a scalar."""
+
+
+def check_scalar(loss: object) -> None:
+    """Raises InvalidModel unless what a loss returned is a scalar tensor."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r} ({type(loss).__name__})"
+        raise InvalidModel(f"the loss must be a scalar tensor, the mean over the batch; it gives {found}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +150,7 @@ def run_original(
             with conditions.forward(device_of(module)):
                 output = module(*own.inputs)
             value = loss(output, own.target)
+            check_scalar(value)
             numbers.append(numbers_kept(module))
             losses.append(value.detach())
             if conditions.trains:

@@ -1,10 +1,11 @@
-"""Attributes of a model's modules, and what hooks keep, as each stage sees them in a process of its own."""
+"""Attributes of a model's modules, and what hooks and the loss keep, as each stage sees them in its own process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
+from bapipe.equivalence.outcome import Loss
 from bapipe.tracing.python_state import (
     attributes_of,
     copied,
@@ -13,37 +14,45 @@ from bapipe.tracing.python_state import (
     set_attributes,
     states_of_hooks,
 )
+from bapipe.tracing.reached_state import KeptState
 
 
 class OwnAttributes:
-    """Keeps for every stage the attributes of its layers' modules and what hooks keep, which its forwards may change.
+    """Keeps for every stage what its forwards may change beside their results.
 
-    What a stage leaves in an attribute no other stage can read, nor the loss on another one. Only a module that a stage
-    calls as it is can have set one: of all others it runs the operators.
+    That is the attributes of its layers' modules, what hooks keep, and what the loss reaches, such as a global list.
+    What a stage leaves there no other stage can read, nor the loss on another one. Only a module that a stage calls as
+    it is can have changed any: of all others it runs the operators.
     """
 
-    def __init__(self, root: nn.Module, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, root: nn.Module, stages: Sequence[nn.Module], loss: Loss) -> None:
         kept = {id(one): one for one in (*root.modules(), *root.parameters(), *root.buffers())}
-        self._stages = stages
+        self._stages, self._loss, self._of_model = stages, loss, tuple(kept.values())
         self._first = [attributes_of(stage) for stage in stages]
-        self._first_of_hooks = [states_of_hooks(stage) for stage in stages]
+        self._first_reached = [self._reached_by(stage) for stage in range(len(stages))]
         self._own = [
-            copied(attributes, kept | reached_by(hooks))
-            for attributes, hooks in zip(self._first, self._first_of_hooks, strict=True)
+            copied(attributes, kept | reached_by(reached))
+            for attributes, reached in zip(self._first, self._first_reached, strict=True)
         ]
-        self._own_of_hooks = list(self._first_of_hooks)
+        self._own_reached = list(self._first_reached)
+
+    def _reached_by(self, stage: int) -> list[KeptState]:
+        """Returns what a stage may change outside of its modules, as it is now."""
+        hooks = states_of_hooks(self._stages[stage])
+        reaches_loss = self._first[stage] or stage == len(self._stages) - 1
+        return [*hooks, KeptState(self._loss, known=self._of_model)] if reaches_loss else hooks
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """In this context the modules have the attributes of a stage; afterwards those from the beginning."""
         set_attributes(self._own[stage])
-        for state in self._own_of_hooks[stage]:
+        for state in self._own_reached[stage]:
             state.put_back()
         try:
             yield
         finally:
-            self._own_of_hooks[stage] = states_of_hooks(self._stages[stage])
-            for state in self._first_of_hooks[stage]:
+            self._own_reached[stage] = self._reached_by(stage)
+            for state in self._first_reached[stage]:
                 state.put_back()
             self._own[stage] = [(part, plain_attributes(part)) for part, _ in self._own[stage]]
             set_attributes(self._first[stage])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Loss, Microbatch
+from bapipe.equivalence.outcome import Loss, Microbatch, check_scalar
 from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
@@ -206,7 +206,9 @@ def forward_of(
 
     def loss_of(outputs: tuple[Tensor, ...]) -> Tensor:
         try:
-            return loss(model.result.rebuild(outputs), microbatch.target)
+            value = loss(model.result.rebuild(outputs), microbatch.target)
+            check_scalar(value)
+            return value
         except Exception as error:  # whatever the loss raises
             raise StageFailed(LOSS, "forward", error) from error
 

@@ -100,7 +100,7 @@ def run_stages(
         StageFailed: a stage fails.
     """
     with trial(model.root, conditions) as one:
-        own_attributes = OwnAttributes(model.root, [stage.module for stage in stages])
+        own_attributes = OwnAttributes(model.root, [stage.module for stage in stages], loss)
         losses: list[Tensor] = []
         in_flight: list[StagesPass] = []
         weight_grads: list[WeightGrads] = []  # of the last backward: a W comes after another micro-batch's forward

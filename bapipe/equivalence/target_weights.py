@@ -149,7 +149,7 @@ class WeightsAhead:
     @contextmanager
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
-        state = KeptState(self._loss, partial(state_restored, compares=False))
+        state = KeptState(self._loss, partial(state_restored, compares=False, outside=False))
         reached = state.obstacle or self._changes
         self.obstacle = None if reached is None else f"reaches {reached}"
         self._are_over_all = []

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bapipe.equivalence.losses import check_scalar
-from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.outcome import Loss, check_scalar
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
+from bapipe.printable import shortened
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
@@ -174,8 +174,8 @@ class InstrumentedModel:
         traced = self.training_pass.model.layers[layer]
         if not isinstance(value, Tensor):
             raise InvalidModel(
-                f"layer '{traced.name}' gives other layers {value!r} ({type(value).__name__}); only tensors can "
-                "cross between layers: compute it from a tensor in the layer that uses it"
+                f"layer '{traced.name}' gives other layers {shortened(repr(value))} ({type(value).__name__}); only "
+                "tensors can cross between layers: compute it from a tensor in the layer that uses it"
             )
         self.tensors[name] = TensorInfo(
             num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Mapping
 from copy import deepcopy
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -58,7 +59,13 @@ def layer_shapes(training_pass: TrainingPass) -> dict[str, LayerShape]:
             if shape is not UNSET:
                 found[name] = shape
     joined = {layer.name: _elementwise_inputs(model, layer, calls) for layer in model.layers if layer.name in found}
-    return {name: replace(shape, elementwise_inputs=joined[name]) for name, shape in found.items()}
+    return {name: replace(_in_ints(shape), elementwise_inputs=joined[name]) for name, shape in found.items()}
+
+
+def _in_ints(shape: LayerShape) -> LayerShape:
+    """Returns a shape whose numbers are Python's; those of a module may be numpy's, if numpy has computed its width."""
+    values = ((name, getattr(shape, name)) for name in shape.__struct_fields__)
+    return replace(shape, **{name: int(n) for name, n in values if isinstance(n, Integral) and not isinstance(n, bool)})
 
 
 def _module_call(nodes: list[fx.Node]) -> fx.Node | None:

@@ -97,7 +97,7 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     writes.begin(others)
     with limited_embeddings_restored(*modules), ExitStack() as restored:
         for module in modules:
-            restored.enter_context(state_restored(module))
+            restored.enter_context(state_restored(module, outside=False))
         yield
     for name in sorted(writes.finish() | writes.wait()):
         raise InvalidModel(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from bapipe.equivalence.losses import check_scalar
+from bapipe.equivalence.outcome import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.local_stage import LocalStage, check_outputs

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +31,13 @@ class LossWeights:
         microbatches: Collection[int],
         sum_over_replicas: Callable[[Tensor], Tensor],
         rng: PerOperatorRng,
+        checked: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`microbatches` are those of which this rank computes the loss."""
+        """`microbatches` are those of which this rank computes the loss.
+
+        `checked` returns the context of the loss until it has been computed once.
+        """
+        self._checked = checked
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._mean_weights: MeanWeights | None = None  # of this step
@@ -62,11 +68,14 @@ class LossWeights:
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
         """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
-        scaled = weighted_loss(loss, output, target, self._mean_weights)
+        with self._checked():
+            scaled = weighted_loss(loss, output, target, self._mean_weights)
+        self._checked = nullcontext
         self._first_samples.note(output, target, scaled.weights)
         return scaled.value
 
     def _means_ahead(self, microbatch: int, target: Tensor) -> Means | None:
         self._rng.microbatch = microbatch
         self._rng.enter_loss()  # it may draw which targets count
-        return self._ahead.of(target)
+        with self._checked():
+            return self._ahead.of(target)

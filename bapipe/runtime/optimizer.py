@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from reprlib import repr as shortened
 from typing import Any, NotRequired, TypedDict
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn, optim
 from bapipe.errors import BapipeError, did_you_mean
 from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.collectives_check import optimizer_checked
 from bapipe.runtime.other_ranks import is_on_another_rank
+from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.torch_device import CPU
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -94,8 +97,20 @@ class StageOptimizers:
     A parameter that several stages of this rank use belongs to the first of them.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], make: OptimizerFactory, clock: Clock) -> None:
-        self._modules, self._clock = modules, clock
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        make: OptimizerFactory,
+        clock: Clock,
+        layout: ProcessLayout | None = None,
+    ) -> None:
+        """Makes the optimizers.
+
+        With a `layout`, they may not exchange gradients or weights with processes of other stages, neither here nor in
+        their first step.
+        """
+        self._modules, self._clock, self._layout = modules, clock, layout
+        self._checked: set[int] = set()  # stages
         self._frozen = {
             name: p for module in modules.values() for name, p in module.named_parameters() if not p.requires_grad
         }
@@ -106,7 +121,8 @@ class StageOptimizers:
             trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
             taken |= {id(p) for p in trained}
             if trained:
-                made = make(trained)
+                with nullcontext() if layout is None else optimizer_checked(layout, s, len(trained)):
+                    made = make(trained)
                 _check_updates(made)
                 _check_own(made, trained, modules.values())
                 self._optimizers[s] = made
@@ -145,8 +161,17 @@ class StageOptimizers:
         """Updates a stage's parameters from their gradients."""
         start = self._clock.stamp()
         if stage in self._optimizers:
-            self._optimizers[stage].step()
+            with self._checked_first(stage):
+                self._optimizers[stage].step()
         self._updates.append((stage, start, self._clock.stamp()))
+
+    def _checked_first(self, stage: int) -> AbstractContextManager[object]:
+        """Returns the context of an update: the first one of a stage is checked."""
+        if self._layout is None or stage in self._checked:
+            return nullcontext()
+        self._checked.add(stage)
+        parameters = [p for group in self._optimizers[stage].param_groups for p in group["params"]]
+        return optimizer_checked(self._layout, stage, len(parameters))
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the following updates.

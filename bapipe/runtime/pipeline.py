@@ -212,7 +212,7 @@ class Pipeline:
         self._executor = self._executors[0]  # of the last step
         self._forward_executor = None if cut.evaluated is None else executors.evaluation(cut.evaluated)
 
-        self._optimizers = StageOptimizers(self._modules, optimizer, self._clock)
+        self._optimizers = StageOptimizers(self._modules, optimizer, self._clock, self._layout)
         check_optimizers(plan, self._optimizers.optimizers)
         self._clip_norm = clip_norm
         self._expected = [

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.collectives_check import loss_checked
 from bapipe.runtime.evaluation import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
@@ -76,6 +78,7 @@ class ExecutorFactory:
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
             self.rng,
+            partial(loss_checked, self.layout, last),
         )
         return ScheduleExecutor(
             self.layout,

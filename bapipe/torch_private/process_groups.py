@@ -1,5 +1,6 @@
 """Process groups: their time limits, and their backends."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,19 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
         return str(dist.get_backend(group))
     name: str = _backend(group, device).name()
     return name
+
+
+def processes_of_collective(operator: Any, args: Sequence[Any]) -> list[int] | None:
+    """Returns the global ranks of the processes that an operator communicates with; None if it is no such operator."""
+    if getattr(operator, "namespace", "") != "c10d":
+        return None
+    for one in args:
+        try:
+            group = dist.ProcessGroup.unbox(one)
+        except (RuntimeError, TypeError):  # another argument
+            continue
+        return list(dist.get_process_group_ranks(group))
+    return None
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

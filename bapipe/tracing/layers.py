@@ -235,7 +235,15 @@ def _assign_layers(captured: Captured) -> dict[fx.Node, str]:
     for node in reversed(early):
         fed = [layer_of[user] for user in (*node.users, *later.get(node, ())) if user in layer_of]
         layer_of[node] = min(fed, key=position.__getitem__) if fed else next(iter(position))
+    for node in early:
+        if _is_one_of_several(node):  # several results cannot cross a cut together
+            layer_of[node] = layer_of.get(node.all_input_nodes[0], layer_of[node])
     return layer_of
+
+
+def _is_one_of_several(node: fx.Node) -> bool:
+    """Returns whether an operator takes a result by its number, as of `topk` or `chunk`."""
+    return node.target is operator.getitem and isinstance(node.args[1], int)
 
 
 def _later_users(module: fx.GraphModule) -> dict[fx.Node, set[fx.Node]]:

@@ -7,8 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence.check import (
+    Difference,
+    Equivalence,
+    Unchecked,
+    compare_stages,
+    example_microbatches,
+    trace_checked,
+)
 from bapipe.equivalence.stage_pass import Stage
+from bapipe.errors import InvalidModel
 from bapipe.tracing.layers import trace
 from bapipe.tracing.python_state import attributes_of, copied, set_attributes
 from bapipe.tracing.stage_module import stage_module
@@ -87,6 +95,68 @@ def test_a_loss_sees_the_attributes_of_the_last_stage(cut: str, equal: bool) -> 
     with torch.no_grad():
         module.reads.weight.zero_()  # so that only the loss can differ
     assert isinstance(compared(module, cut, loss), Equivalence if equal else Difference)
+
+
+MEANS: list[Tensor] = []
+"""What layers leave for the loss."""
+
+
+class LeavesInAGlobal(nn.Module):
+    """A layer that leaves a term of the loss in a global list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        MEANS.append((x * self.weight).pow(2).mean())
+        return x * self.weight
+
+
+def loss_with_means(output: Tensor, target: Tensor) -> Tensor:
+    value = sum(MEANS, start=cross_entropy(output, target))
+    MEANS.clear()
+    return value
+
+
+@pytest.mark.parametrize(("cut", "equal"), [("leaves", True), ("b", False)])
+def test_a_loss_sees_what_the_last_stage_leaves_outside_of_the_model(cut: str, equal: bool) -> None:
+    module = Talks()
+    module.leaves, module.reads = LeavesInAGlobal(), nn.Linear(6, 6)  # type: ignore[assignment]
+    assert isinstance(compared(module, cut, loss_with_means), Equivalence if equal else Difference)
+    assert not MEANS
+
+
+def test_tracing_leaves_nothing_outside_of_the_model() -> None:
+    trace(nn.Sequential(nn.Linear(6, 6), LeavesInAGlobal(), nn.Linear(6, 5)), [X])
+    assert not MEANS
+
+
+def test_a_loss_that_reads_what_layers_leave_is_told_why_it_cannot() -> None:
+    module = nn.Sequential(LeavesInAGlobal(), nn.Linear(6, 5))
+    with pytest.raises(InvalidModel, match="first in 'loss'; a loss can read only what the model returns"):
+        trace_checked(module, [X], loss_with_means, example_microbatches([X], TARGET, [2, 2], torch.device("cpu")))
+
+
+def test_a_loss_that_reads_an_attribute_is_told_why_it_cannot() -> None:
+    class KeepsItsLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.b(self.a(x))
+            self.last = result.pow(2).mean()
+            return result
+
+    module = KeepsItsLoss()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return module.last  # type: ignore[return-value]
+
+    with pytest.raises(InvalidModel, match=r"gives None.*; a loss can read only what the model returns"):
+        trace_checked(module, [X], loss, example_microbatches([X], TARGET, [2, 2], torch.device("cpu")))
 
 
 class Counts:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -47,6 +48,12 @@ def test_shapes_of_a_convolutional_network(
     assert (found["1"].sums_samples, found["2"]) == (True, planes)
     assert (found["3"].window, found["3"].stride, found["3"].out_planes) == (2, 2, 4)
     assert found["5"] == LayerShape(in_channels=6 * 4**axes, out_channels=5)
+
+
+def test_a_width_that_numpy_has_computed_is_a_number_of_python() -> None:
+    width = np.array((2, 2)).prod()
+    found = shapes(nn.Sequential(nn.Linear(width, 3), nn.MaxPool1d(width - 3)), torch.zeros(2, 4))
+    assert [type(found["0"].in_channels), type(found["1"].window)] == [int, int]
 
 
 def test_layers_whose_split_is_not_known_have_no_shape() -> None:

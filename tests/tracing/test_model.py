@@ -420,6 +420,33 @@ def test_a_change_of_state_belongs_to_the_layer_that_reads_it() -> None:
     assert not model.replicated
 
 
+class Neighbours(nn.Module):
+    """Finds neighbours among inputs that it masks in place, as graph networks do; they are used by several layers."""
+
+    def __init__(self, find: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.find = nn.Linear(6, 6), nn.Linear(6, 6), find
+
+    def forward(self, x: Tensor) -> Tensor:
+        distances = x.clone()
+        distances.masked_fill_(distances < 0, 0.0)
+        values, places = self.find(distances)
+        y: Tensor = self.b(self.a(x).gather(1, places.long())) * values
+        return y
+
+
+@pytest.mark.parametrize("find", [lambda x: x.topk(6), lambda x: x.sort(-1), lambda x: x.view(-1, 6, 1).max(-1)])
+def test_results_of_an_operator_on_changed_inputs_may_be_used_by_several_layers(find: Callable[[Tensor], Any]) -> None:
+    module, x = Neighbours(find), torch.randn(3, 6)
+    model = trace(module, [x])
+    layers = [layer.name for layer in model.layers]
+    first = extract(model, layers[:1], model.inputs, model.layers[0].outputs)(x)
+    assert all(isinstance(value, Tensor) for value in first)
+    second = extract(model, layers[1:], model.layers[1].inputs, model.outputs)
+    given = dict(zip(model.layers[0].outputs, first, strict=True)) | {"x": x}
+    assert torch.equal(second(*(given[name] for name in model.layers[1].inputs))[0], module(x))
+
+
 class FromTwelve(nn.Module):
     """Does something else for more than twelve samples."""
 
