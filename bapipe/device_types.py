@@ -1,8 +1,10 @@
 """The types of devices that torch drives, and the kinds that profiles and clusters name."""
 
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 DeviceType = Literal["cpu", "cuda"]
+DEVICE_TYPES: tuple[DeviceType, ...] = get_args(DeviceType)
+"""Those that are measured, in the order in which they are named."""
 
 
 def type_of_kind(kind: str) -> DeviceType | None:
@@ -11,4 +13,4 @@ def type_of_kind(kind: str) -> DeviceType | None:
     None if torch drives no such devices, or the kind does not say which.
     """
     first = kind.partition("-")[0]
-    return cast(DeviceType, first) if first in get_args(DeviceType) else None
+    return first if first in DEVICE_TYPES else None

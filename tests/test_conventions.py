@@ -160,3 +160,15 @@ def test_every_option_has_a_sentence_of_help() -> None:
             if text is None or not parameter.opts[0].startswith("-"):  # arguments are described by their values
                 continue
             assert re.fullmatch(r"[A-Z0-9`'(].*[.)]", text.strip(), flags=re.S), f"{name} {parameter.opts}: {text}"
+
+
+def test_a_public_constant_has_one_place() -> None:
+    """Two modules with an equal constant of one name state one rule twice, or should name two rules differently."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for path in FILES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.BinOp | ast.UnaryOp):
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and target.id.isupper() and not target.id.startswith("_"):
+                        places.setdefault((target.id, ast.unparse(node.value)), []).append(relative(path))
+    assert [(name, files) for (name, _), files in places.items() if len(files) > 1] == []

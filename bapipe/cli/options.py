@@ -9,12 +9,10 @@ import typer
 
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.strict_json import json_or_text
+from bapipe.planner.inputs.validation import MAX_DEVICES
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
-MAX_DEVICES = 4096
-"""Most devices that are planned for."""
-
 Devices = Annotated[
     int | None,
     typer.Option(

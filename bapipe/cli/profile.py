@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from bapipe import report
-from bapipe.cli.options import MAX_DEVICES, MAX_THREADS, Arguments, AsJson, Kind, Output, Sizes, integers, key_values
+from bapipe.cli.options import MAX_THREADS, Arguments, AsJson, Kind, Output, Sizes, integers, key_values
 from bapipe.cli.outputs import check_output, show_output, write_and_show, write_output
 from bapipe.cli.progress import parts_bar, status
 from bapipe.errors import BapipeError
@@ -17,6 +17,7 @@ from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, import_group
 from bapipe.planner.inputs.link_catalogue import CATALOGUE, cluster_like
 from bapipe.planner.inputs.profiles import local_cluster, probed_cluster
+from bapipe.planner.inputs.validation import MAX_DEVICES
 from bapipe.profiler.profile import profile_model
 from bapipe.torchrun import is_first_rank
 from bapipe.units import MAX_INT

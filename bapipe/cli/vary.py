@@ -13,7 +13,7 @@ from bapipe.cli.printing import note, show_json, show_line, show_parts
 from bapipe.cli.progress import status
 from bapipe.errors import BapipeError
 from bapipe.explorer.session import Session
-from bapipe.explorer.state import MAX_DEVICES, MAX_FACTOR
+from bapipe.explorer.state import MAX_FACTOR, MAX_SHOWN_DEVICES
 from bapipe.explorer.vary import FIELDS, Axis, Point, SweepInterrupted, vary
 from bapipe.planner.analysis.exchange import fixed_exchange_words
 from bapipe.report.remarks import halved_words, scaled_words
@@ -29,7 +29,7 @@ MAX_VALUE = 10**18
 MIN_BYTES = 1000
 """Smallest memory of a device: less was meant in another unit."""
 
-MAXIMA = {"link": MAX_FACTOR, "latency": MAX_FACTOR, "devices": MAX_DEVICES}
+MAXIMA = {"link": MAX_FACTOR, "latency": MAX_FACTOR, "devices": MAX_SHOWN_DEVICES}
 """Largest value of each axis, if that is not `MAX_VALUE`."""
 
 

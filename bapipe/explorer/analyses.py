@@ -8,7 +8,7 @@ from bapipe.errors import BapipeError
 from bapipe.explorer.answers import Json
 from bapipe.explorer.background import Background, Job
 from bapipe.explorer.session import Session
-from bapipe.explorer.state import MAX_DEVICES, State, cluster_of
+from bapipe.explorer.state import MAX_SHOWN_DEVICES, State, cluster_of
 from bapipe.explorer.vary import FIELDS, best_at, kind_of, on_axis
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.explain import TOPICS, explain
@@ -164,7 +164,7 @@ def axis_values(axis: str, state: State, session: Session) -> Sequence[float]:
         if now_devices <= 4:
             return list(range(1, 2 * now_devices + 1))
         counts = (max(1, round(now_devices * factor)) for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0))
-        return sorted({min(count, MAX_DEVICES) for count in counts})
+        return sorted({min(count, MAX_SHOWN_DEVICES) for count in counts})
     if axis == "memory":
         most = max(device.memory_bytes for device in cluster_of(state, session.cluster).devices)
         return [max(1, round(most * share)) for share in SHARES]

@@ -20,7 +20,7 @@ from bapipe.explorer.analyses import Analyses
 from bapipe.explorer.answers import Json
 from bapipe.explorer.document import live_page, standalone_page
 from bapipe.explorer.session import Session
-from bapipe.explorer.state import MAX_DEVICES, State
+from bapipe.explorer.state import MAX_SHOWN_DEVICES, State
 from bapipe.formats.codec import encode
 from bapipe.formats.strict_json import decode_json
 from bapipe.units import Positive
@@ -146,10 +146,10 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, session: Session, port: int = 0) -> None:
-        if len(session.cluster.devices) > MAX_DEVICES:
+        if len(session.cluster.devices) > MAX_SHOWN_DEVICES:
             raise BapipeError(
-                f"{len(session.cluster.devices):,} devices: the page shows at most {MAX_DEVICES}; explore some of "
-                "them, by `num_devices` or `cluster`, or all by `vary`; bapipe show with `html` draws a plan for them"
+                f"{len(session.cluster.devices):,} devices: the page shows at most {MAX_SHOWN_DEVICES}; explore some "
+                "of them, by `num_devices` or `cluster`, or all by `vary`; bapipe show with `html` draws a plan for all"
             )
         self.secret = secrets.token_urlsafe(16)
         self.routes = Routes(session)

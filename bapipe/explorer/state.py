@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.units import NonNegative, Positive
 
-MAX_DEVICES = 256
+MAX_SHOWN_DEVICES = 256
 """Maximum number of devices of the page; with more, neither the picture nor the tables can be read, and the step of as
 many stages takes seconds to simulate and to send."""
 
@@ -47,7 +47,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     schedule: str
     minibatch_size: Positive
     microbatch_size: Positive
-    num_devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
+    num_devices: Annotated[int, msgspec.Meta(ge=1, le=MAX_SHOWN_DEVICES)]
     speeds: dict[str, Factor] = {}
     bandwidth: Factor = 1.0
     latency: Annotated[float, msgspec.Meta(ge=0, le=MAX_FACTOR)] = 1.0

@@ -22,11 +22,10 @@ from math import prod
 
 from bapipe.errors import BapipeError
 from bapipe.importers.figures import figure
-from bapipe.importers.to_profile import ImportedLayer
+from bapipe.importers.to_profile import ImportedLayer, forward_of
 from bapipe.units import MAX_INT
 
 BYTES_PER_VALUE = 4
-FORWARD_SHARE = 3
 _EXTENTS = re.compile(r"[0-9]{1,9}(x[0-9]{1,9}){0,7}")
 _WANTED = "want NAME|CxWxH|CxFxKxK|FxWxH|seconds"
 
@@ -87,8 +86,8 @@ def _layer(line: int, cells: Sequence[str], total_ns: int, batch_size: int, sour
         kind=re.sub(r"_?[0-9].*", "", cells[0]) or cells[0],
         inputs=(source,),
         outputs=(name,),
-        forward_ns=total_ns // FORWARD_SHARE,
-        backward_ns=total_ns - total_ns // FORWARD_SHARE,
+        forward_ns=forward_of(total_ns),
+        backward_ns=total_ns - forward_of(total_ns),
         output_bytes=(output_bytes,),
         stash_bytes=output_bytes,
         param_bytes=num_bytes(cells[2], "weights"),

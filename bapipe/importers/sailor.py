@@ -26,6 +26,7 @@ from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HALVED, DeviceKind, ModelProfile
 from bapipe.formats.strict_json import decode_json
 from bapipe.importers.metadata import NUM_OPTIMIZER_STATES, ImportMetadata
+from bapipe.importers.to_profile import forward_of
 from bapipe.optimizers import unknown_optimizer
 
 MAX_SECONDS = 10**6
@@ -33,9 +34,6 @@ MAX_SECONDS = 10**6
 
 MAX_BYTES = 2**40
 """Most bytes of one sample in a layer, or of its parameters, that are read."""
-
-FORWARD_SHARE = 3
-"""A forward takes one third of forward and backward: a backward has two products of matrices for each of a forward."""
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
@@ -108,8 +106,8 @@ def parse_metis_table(text: bytes) -> LayerTimes:
     table: _MetisTable = decode_json(text, _MetisTable)
     found = table.execution_time
     total_ns = [round(ms * 10**6) for ms in found.layer_compute_total_ms]
-    forward_ns = _first_block_as_second([ns // FORWARD_SHARE for ns in total_ns])
-    backward_ns = _first_block_as_second([ns - ns // FORWARD_SHARE for ns in total_ns])
+    forward_ns = _first_block_as_second([forward_of(ns) for ns in total_ns])
+    backward_ns = _first_block_as_second([ns - forward_of(ns) for ns in total_ns])
     # The table has the same update in the row of every layer, and their sum.
     update_ns = round(found.optimizer_time_ms * 10**6 / max(len(total_ns), 1))
     return LayerTimes(forward_ns=forward_ns, backward_ns=backward_ns, update_ns=update_ns)

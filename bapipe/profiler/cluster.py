@@ -3,14 +3,13 @@
 import torch
 from msgspec import UNSET
 
+from bapipe.device_types import DEVICE_TYPES
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.hardware import bytes_for_tensors
 from bapipe.profiler.links import measure_link
 from bapipe.torch_device import CPU, describe, framework_bytes, local_device
 from bapipe.torch_device import num_devices as num_devices_here
-
-KINDS = ("cpu", "cuda")
 
 
 def cluster(num_devices: int | None, kind: str) -> Cluster:
@@ -42,8 +41,8 @@ def check_devices(num_devices: int | None, kind: str) -> int:
     Raises:
         BapipeError: an unknown kind, a number of devices that this machine does not have, or as `local_device`.
     """
-    if kind not in KINDS:
-        raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(KINDS)}")
+    if kind not in DEVICE_TYPES:
+        raise BapipeError(f"unknown device kind '{kind}'; want one of {', '.join(DEVICE_TYPES)}")
     local_device(kind)
     present = num_devices_here(kind)
     count = present if num_devices is None else num_devices

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bapipe.device_types import DEVICE_TYPES
 from bapipe.torch_private.tensors import TreeSpec
 from bapipe.tracing.aliasing import changes_in_place, writes_to_state
 from bapipe.tracing.kept_calls import CannotKeep, registers_hook
@@ -32,12 +33,11 @@ class Autocast:
     enabled: bool
 
 
-_KINDS = ("cpu", "cuda")
-
-
 def autocast_modes() -> dict[str, Autocast]:
     """Returns the modes in which operators run now, by kind of device."""
-    return {kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in _KINDS}
+    return {
+        kind: Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in DEVICE_TYPES
+    }
 
 
 def autocast_of_training(dtype: torch.dtype | None) -> AbstractContextManager[None]:

@@ -12,15 +12,13 @@ import numpy as np
 
 from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import Moves, Plan, Random
+from bapipe.planner.stages.intervals import MANY_BOUNDARIES
 
 NUM_MOVES = (1, 1, 1, 2, 3)
 """How many moves are made at once."""
 
 CUT_STEPS, DEVICE_STEPS = (1, 2, 3), (1, 1, 2, 3, 5, 8, 15)
 """By how many boundaries a cut is moved, and how many devices are moved at once."""
-
-MANY_BOUNDARIES = 200
-"""In longer chains, half of the steps are multiplied by the number of boundaries divided by this."""
 
 
 @inlined

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
+from bapipe.planner.device_line.cut_ranges import MIN_GOAL
 from bapipe.planner.device_line.plan_range import PlanRange
 from bapipe.planner.device_line.ring_ranges import RingRanges
 from bapipe.planner.device_line.trip_bound import BY_COARSE, BY_TRIPS
@@ -32,9 +33,6 @@ FEW_DEVICES = 64
 
 MUCH = 1 / 5
 """Where `trip_bound.py` is asked, cuts are counted from the start if they change a step by more than this part."""
-
-MIN_GOAL = 80
-"""The lowest goal, in percent of the lowest step time that could not be refuted."""
 
 FIRST_PERCENT, PERCENT_STEP = 50, 5
 """The first goal by prefixes alone, and the steps to the next ones, in percent of the best step."""

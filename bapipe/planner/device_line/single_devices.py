@@ -37,7 +37,7 @@ from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.schedules import splits_backwards
 from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
 
-ROUNDING_NS = 2.0
+MICROBATCH_ROUNDING_NS = 2.0
 """By how much the times of the actions of one micro-batch on a device may be shorter than the sums over its layers."""
 
 
@@ -66,7 +66,7 @@ class SingleDevices:
         # Transfers over each boundary from each device to the next one, and back; many share an array. [devices - 1]
         self._sent = [self._sums[k].transfers(line.cluster.link(k, k + 1), back=False) for k in range(most)]
         self._returned = [self._sums[k].transfers(line.cluster.link(k + 1, k), back=True) for k in range(most)]
-        self._rounding_ns = 0.0 if {device.speed for device in devices} == {1.0} else ROUNDING_NS
+        self._rounding_ns = 0.0 if {device.speed for device in devices} == {1.0} else MICROBATCH_ROUNDING_NS
 
     def with_num_cuts(self, fewest: int, most: int) -> "SingleDevices":
         """Returns the problem of the plans with `fewest` to `most` cuts between their stages."""

@@ -20,6 +20,7 @@ from itertools import islice
 import numpy as np
 
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
+from bapipe.planner.branch_and_bound.step_limits import FIRST_SHARE, is_small_gap
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.cut_game import (
@@ -33,17 +34,14 @@ from bapipe.planner.fixed_placements.cut_game import (
 from bapipe.planner.fixed_placements.local_search import PRODUCTS_PER_ACTION
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import Paths
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.pipeline import MAX_ENTRIES, Pipeline
 from bapipe.planner.fixed_placements.possible_cuts import PossibleCuts, all_cuts, minimize
 from bapipe.planner.stages.intervals import INF, IntArray
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress
 
 MAX_PIPELINES = 64
-"""This search is used if all problems together have at most this many pipelines ..."""
-
-MAX_ENTRIES = 20_000_000
-"""... and their tables, of the times of all replicas with all intervals, at most this many entries."""
+"""Maximum number of pipelines of all problems together, for this search to take them."""
 
 MAX_ENUMERATED = 4_000
 """A node is enumerated if it has at most this many cuts."""
@@ -56,12 +54,6 @@ MAX_FILTERS, MAX_FILTER_SUMS = 300, 3_000_000
 
 MAX_FIRST_ROUNDS, MAX_ROUNDS = 30, 6
 """Maximum number of rounds of the game of a pipeline's root node, and of that of any other node."""
-
-FIRST_SHARE = 1 / 4
-"""The share of the gap between the bound and the best step that lies below the first limit."""
-
-MIN_GAP_DIVISOR = 1_000
-"""There is no limit between bound and best step if these differ by less than 1 / `MIN_GAP_DIVISOR` of the step."""
 
 MIN_RISE, MAX_STALLED = 1.002, 2
 """A game ends after `MAX_STALLED` rounds in a row that raise the bound by less than the factor `MIN_RISE`."""
@@ -191,7 +183,7 @@ class _CutSearch:
         share, actions = FIRST_SHARE, FIRST_ACTIONS
         while self.proven_ns < self.best_ns and not self.budget.is_over():
             gap_ns = self.best_ns - self.proven_ns
-            is_small = self.best_ns < INF and gap_ns * MIN_GAP_DIVISOR < self.best_ns
+            is_small = self.best_ns < INF and is_small_gap(self.proven_ns, self.best_ns)
             self.limit_ns = INF if share == 1 or is_small else self.proven_ns + max(1, int(share * gap_ns))
             self._attempt_end = self.budget.spent + actions
             self._attempt()
@@ -219,7 +211,7 @@ class _CutSearch:
                 heappush(self.queue, entry)
                 break
             if self.progress and self.best_ns < INF:
-                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.proven_ns))
+                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.proven_ns, self.not_best_ns))
         if self.queue and self.queue[0][0] >= self.below_ns:
             self.queue.clear()
         self.proven_ns = max(self.proven_ns, min(self.below_ns, self.queue[0][0]) if self.queue else self.below_ns)

@@ -15,12 +15,9 @@ from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.pipeline import MAX_ENTRIES, Pipeline
 from bapipe.planner.stages.equal_groups import pipeline_with_replicas
 from bapipe.planner.stages.placements import StagePlacement
-
-MAX_ENTRIES = 20_000_000
-"""Local search follows only if a pipeline's table of all replicas and intervals has at most this many entries."""
 
 
 def improve(

@@ -27,6 +27,9 @@ INTERVALS_PER_ACTION = 20
 VECTORS_COST = 100
 """How many simulated actions take as long as computing one stage's part of hundreds of time vectors."""
 
+MAX_ENTRIES = 20_000_000
+"""Most entries of the tables of pipelines, the times of all replicas with all intervals, that a search makes."""
+
 MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
 

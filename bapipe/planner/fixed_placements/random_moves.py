@@ -13,16 +13,13 @@ import numpy as np
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.pipeline import Pipeline
-from bapipe.planner.stages.intervals import IntArray
+from bapipe.planner.stages.intervals import MANY_BOUNDARIES, IntArray
 
 MAX_MOVES, ONE_CUT_SHARE = 3, 0.6
 """Maximum number of moves from cuts to a neighbour; the share of moves that shift a single cut."""
 
 SHIFTS = np.array((1, 1, 1, 2, 2, 3, 4, 8))
 """The numbers of boundaries by which cuts are shifted; small ones occur more often."""
-
-MANY_BOUNDARIES = 200
-"""With at least twice this many boundaries, half of the shifts are longer, in proportion to their number."""
 
 NUM_NEIGHBOURS, MAX_ENDS = 256, 4_000_000
 """Maximum number of neighbours that are estimated at once, and of their actions together."""

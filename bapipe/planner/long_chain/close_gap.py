@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from bapipe.planner.branch_and_bound.problem import Problem, SearchResult
 from bapipe.planner.branch_and_bound.search import best_below
+from bapipe.planner.branch_and_bound.step_limits import FIRST_SHARE, is_small_gap
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.long_chain.relaxation import Relaxation
 from bapipe.progress import SearchProgress
@@ -22,12 +23,6 @@ PARTS_OF_BUDGET = 2
 FIRST_NODES, NODES_PER_PLACEMENT = 1_000, 4
 """The budget of the first attempt at a limit, which doubles after each that exceeds it, and what each placement adds to
 it, because making its tables takes about as long as these nodes."""
-
-FIRST_SHARE = 1 / 4
-"""The share of the gap between the bound and the best step that lies below the first limit."""
-
-MIN_GAP_DIVISOR = 1_000
-"""There is no limit between bound and best step if these differ by less than 1 / `MIN_GAP_DIVISOR` of the step."""
 
 
 def close_gap(
@@ -86,7 +81,7 @@ class _Closing:
         share, nodes = FIRST_SHARE, FIRST_NODES
         while self.bound_ns < self.best.step_ns and max_nodes > 0:
             self._deadline.check()
-            is_small = (self.best.step_ns - self.bound_ns) * MIN_GAP_DIVISOR < self.best.step_ns
+            is_small = is_small_gap(self.bound_ns, self.best.step_ns)
             is_done = self.attempt(1.0 if is_small else share, min(nodes, max_nodes), self._deadline)
             max_nodes -= nodes
             share, nodes = (min(1.0, 2 * share), nodes) if is_done else (share / 2, 2 * nodes)

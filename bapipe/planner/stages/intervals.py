@@ -27,6 +27,9 @@ BoolArray = NDArray[Any]
 Rows = slice | IntArray
 """A selection of intervals: a slice, or an array of their indices."""
 
+MANY_BOUNDARIES = 200
+"""In longer chains, half of the random moves of cuts are multiplied by the number of boundaries divided by this."""
+
 INF = 1 << 60
 """Stands for infinity in arrays of nanoseconds and bytes; the sum of two still fits in 64 bits."""
 

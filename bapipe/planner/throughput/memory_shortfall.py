@@ -11,8 +11,8 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.loads import Boundaries
 
-PRECISION_DIVISOR = 1000
-"""Bisection ends within 1 / `PRECISION_DIVISOR` of the shortfall."""
+SHORTFALL_DIVISOR = 1000
+"""Bisection ends within 1 / `SHORTFALL_DIVISOR` of the shortfall."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def reduced(
         near = replace(search, boundaries=near_cuts(shortfall.solution), has_all_downsets=False)
         size = shortfall.solution.microbatch_size
         found = _with_more(near, size, 0, deadline) or _bisected(near, size, shortfall, deadline)
-        if found.num_bytes > shortfall.num_bytes - max(1, shortfall.num_bytes // PRECISION_DIVISOR):
+        if found.num_bytes > shortfall.num_bytes - max(1, shortfall.num_bytes // SHORTFALL_DIVISOR):
             break
         shortfall = found
         if not found.num_bytes:
@@ -63,7 +63,7 @@ def reduced(
 
 def _bisected(search: LoadSearch, microbatch_size: int, known: Shortfall, deadline: Deadline) -> Shortfall:
     short = 0
-    while known.num_bytes - short > max(1, known.num_bytes // PRECISION_DIVISOR) and not deadline.is_over:
+    while known.num_bytes - short > max(1, known.num_bytes // SHORTFALL_DIVISOR) and not deadline.is_over:
         middle = (known.num_bytes + short) // 2
         found = _with_more(search, microbatch_size, middle, deadline)
         if found is not None:

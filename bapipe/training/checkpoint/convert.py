@@ -22,6 +22,7 @@ from bapipe.torch_device import environment
 from bapipe.training.checkpoint.folder import checkpoint_folder, list_checkpoints, only_writer, unfinished_folder
 from bapipe.training.checkpoint.manifest import (
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     MODEL,
     OPTIMIZER,
     Manifest,
@@ -36,7 +37,6 @@ from bapipe.training.checkpoint.tensor_files import TensorSpec, tensor_specs, wr
 from bapipe.training.checkpoint.writer import finish_checkpoint
 from bapipe.units import NonNegative, Positive
 
-_MAX_BYTES = 2**27
 _BLOCK_BYTES = 2**22
 
 
@@ -83,7 +83,7 @@ def convert(folder: Path) -> tuple[Path, ...]:
 
 def _convert(path: Path) -> None:
     try:
-        manifest: _OldManifest = decode_fields(read_limited(path / MANIFEST, _MAX_BYTES), _OldManifest)
+        manifest: _OldManifest = decode_fields(read_limited(path / MANIFEST, MAX_MANIFEST_BYTES), _OldManifest)
     except InvalidFile as error:
         raise BapipeError(f"{path / MANIFEST} is damaged: {error}") from None
     if path.name != checkpoint_folder(path.parent, manifest.position.step).name:
@@ -153,7 +153,7 @@ def _check_files(path: Path, manifest: _OldManifest) -> None:
 
 def _tensors(path: Path, manifest: _OldManifest) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors by their names in the index."""
-    content = read_limited(path / ".metadata", _MAX_BYTES)
+    content = read_limited(path / ".metadata", MAX_MANIFEST_BYTES)
     try:
         for place in read_index(content):
             if place.file not in manifest.files:

@@ -19,7 +19,7 @@ from bapipe.units import NonNegative, Positive
 
 MANIFEST = "bapipe.json"
 
-_MAX_BYTES = 2**27
+MAX_MANIFEST_BYTES = 2**27
 """Enough for 300,000 parameters with the state of Adam: a tensor takes about 100 bytes."""
 
 _FILE = re.compile(r"rank-\d{1,9}\.safetensors")
@@ -185,7 +185,7 @@ def decode_manifest(path: Path) -> Manifest:
     if is_pipe:
         raise DamagedCheckpoint(f"{path} is no whole checkpoint: {MANIFEST} is a pipe")  # whose reader may wait forever
     try:
-        text = read_limited(path / MANIFEST, _MAX_BYTES)
+        text = read_limited(path / MANIFEST, MAX_MANIFEST_BYTES)
     except UnreadableFile:
         raise
     except BapipeError as error:

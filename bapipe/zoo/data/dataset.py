@@ -10,6 +10,9 @@ from bapipe.errors import BapipeError
 BucketShape = tuple[tuple[int, ...], ...]
 """The shape of each part of an item: of the inputs in order, then of the target."""
 
+NUM_SYNTHETIC = 10_000
+"""Length of every data set that is made up: `synthetic`, `brain`, and those like an example."""
+
 Item = TypeVar("Item", covariant=True)
 
 

@@ -14,13 +14,10 @@ from torch.nn import functional
 from bapipe.errors import BapipeError
 from bapipe.hardware import num_cores
 from bapipe.zoo.data.archives import digits
-from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC, PipelineDataset
 from bapipe.zoo.data.image_io import read_image, why_unreadable
 
 _log = logging.getLogger(__name__)
-
-NUM_SYNTHETIC = 10_000
-"""Length of the `synthetic` data set."""
 
 _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _NUM_DIGITS = 10

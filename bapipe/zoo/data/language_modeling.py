@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC
 from bapipe.zoo.data.file_check import check_can_be_read_whole
 
 PAD, MASK = 0, 1
@@ -17,9 +18,6 @@ PAD, MASK = 0, 1
 
 IGNORED = -100
 """Target of words that are not to be predicted, which torch's cross entropy ignores."""
-
-NUM_SYNTHETIC = 10_000
-"""Length of the `synthetic` data set."""
 
 _NUM_BYTES = 256
 

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from bapipe.torch_private.tensors import DispatchMode, storage_key
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import state_restored
-from bapipe.zoo.data.dataset import PipelineDataset
-
-NUM_SYNTHETIC = 10_000
-"""Length of the data set."""
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC, PipelineDataset
 
 _MIN_VALUES = 3
 """Different values of an example of floats at least; one of fewer may be a mask, whose values mean something."""

@@ -10,13 +10,11 @@ from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
 from bapipe.zoo.data.archives import volume
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC
 from bapipe.zoo.data.images import Images, images
 
 Pair = tuple[Tensor, Tensor]
 """(image [channels, *shape], classes [*shape] int64)"""
-
-NUM_SYNTHETIC = 10_000
-"""Length of the `synthetic` data set, and of `brain`."""
 
 _KNOWN = "want synthetic or {}, or write a factory of your own whose Example opens it"
 _MAX_BALLS = 3

@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
-
-NUM_SYNTHETIC = 10_000
-"""Length of the `synthetic` data set."""
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC
 
 NUM_PARAMETERS = 4
 

@@ -12,16 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from bapipe.errors import BapipeError
-from bapipe.zoo.data.dataset import PipelineDataset
+from bapipe.zoo.data.dataset import NUM_SYNTHETIC, PipelineDataset
 from bapipe.zoo.data.file_check import check_can_be_read_whole
 from bapipe.zoo.data.gettext_corpus import ROOT, catalogue_pairs
 from bapipe.zoo.data.subwords import trained
 
 PAD, UNKNOWN, BEGIN, END = range(4)
 """The first words of every vocabulary: marks."""
-
-NUM_SYNTHETIC = 10_000
-"""Length of the `synthetic` data set."""
 
 LOCALE = "locale:"
 """Prefix of the name of a language's messages."""
