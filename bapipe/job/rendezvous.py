@@ -20,7 +20,7 @@ from bapipe.errors import BapipeError, RunFailed, first_line
 from bapipe.job.interfaces import is_loopback
 from bapipe.job.messages import NotOfTheJob
 from bapipe.job.secret import VARIABLE, job_secret, secret_path
-from bapipe.job.server import COMPLETE, JOINED, TAKEN, StoreServer
+from bapipe.job.server import COMPLETE, JOINED, OTHER_VERSION, TAKEN, StoreServer, own_version
 from bapipe.job.store import JobStore
 
 _SETTLE_S = 0.7
@@ -59,7 +59,7 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
 
     Raises:
         BapipeError: the job has no such rank, the address is not set, the port is taken, or the server does not know
-            the job's secret.
+            the job's secret, or runs another version of bapipe.
         RunFailed: there is no answer for `timeout_s`.
     """
     if index >= len(names):
@@ -113,6 +113,13 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
         ) from None
     if answer == JOINED:
         return store
+    if answer.startswith(OTHER_VERSION):
+        served = answer.removeprefix(OTHER_VERSION)
+        reason = f"{title} runs bapipe {own_version()}, but rank 0 bapipe {served}: install the same one everywhere"
+        store.set(REFUSED, reason)
+        store.set(f"{HEARD}{index}", "")
+        store.leave()
+        raise BapipeError(reason)
     store.leave()
     if answer == TAKEN:
         raise BapipeError(

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -32,6 +33,14 @@ _LOOK_AGAIN_S = 0.02
 JOINED, TAKEN, COMPLETE = "joined", "taken", "complete"
 """Answers to a process that joins as a rank: it is that rank now; another process is; or all ranks have been there, so
 that this one belongs to another start of the job."""
+
+OTHER_VERSION = "version "
+"""Begins another answer, which ends with the version of bapipe that serves the job: the process runs another one."""
+
+
+def own_version() -> str:
+    """Returns the version of bapipe that is installed here."""
+    return version("bapipe")
 
 
 @dataclass(slots=True)
@@ -134,7 +143,9 @@ class StoreServer:
             for one in rank:
                 self._joined[one].asked_s = time.monotonic()
             if name == "join":
-                number, size = arguments
+                number, size, *versions = arguments
+                if versions != [own_version()]:
+                    return f"{OTHER_VERSION}{own_version()}"
                 if number in self._joined:
                     return TAKEN
                 if self._is_complete:

@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from bapipe.job.interfaces import plain_address
 from bapipe.job.messages import Channel, greet_server
-from bapipe.job.server import GREETING_S, StoreServer
+from bapipe.job.server import GREETING_S, StoreServer, own_version
 
 _ASK_AGAIN_S = 0.02
 
@@ -72,9 +72,12 @@ class JobStore(Store):
             self.stop_serving()
 
     def join(self, rank: int, size: int) -> str:
-        """Returns `JOINED` if this process is now that of a rank of a job of `size`; else `TAKEN`, or `COMPLETE`."""
+        """Returns `JOINED` if this process is now that of a rank of a job of `size`.
+
+        Else `TAKEN`, `COMPLETE`, or `OTHER_VERSION` with the version that serves the job.
+        """
         self._rank = rank
-        return str(self._ask("join", rank, size))
+        return str(self._ask("join", rank, size, own_version()))
 
     def leave(self) -> None:
         """Ends the connection."""

@@ -1,7 +1,6 @@
 """What must be the same in all ranks of a job, in short texts: ranks compare them before they train."""
 
 import dataclasses
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ def job_facts(
     """
     starts_from = config.weights if resume_from is None else None
     return {
-        "bapipe": version("bapipe"),
         "torch": str(torch.__version__),
         "the plan": plan_digest(plan),
         **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},

@@ -1,12 +1,14 @@
 """Ranks of a job wait for one another by name, agree on who reports a failure, and refuse what differs."""
 
 import os
+import re
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -519,3 +521,17 @@ def test_a_rank_that_is_refused_ends_the_others_at_once(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(BapipeError), refusals_told(20.0):  # all ranks are here: torchrun ends them
         raise BapipeError("no such plan")
+
+
+def test_a_rank_with_another_version_is_refused_and_all_ranks_say_both(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The versions are those of distributions, of which a process has one: here what the joining side says is changed."""
+    assert store.join(0, 3) == JOINED
+    monkeypatch.setattr("bapipe.job.store.own_version", lambda: "0.1.7")
+    monkeypatch.setattr("bapipe.job.rendezvous.own_version", lambda: "0.1.7")
+    said = rf"rank 1 \(gpu1\) runs bapipe 0\.1\.7, but rank 0 bapipe {re.escape(version('bapipe'))}: install the same"
+    with pytest.raises(BapipeError, match=said):
+        open_store(1, NAMES, 20.0)
+    with pytest.raises(Refused, match=said):
+        wait_for_all(store, 0, NAMES, 20.0, FACTS)

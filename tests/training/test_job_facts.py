@@ -57,7 +57,7 @@ def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
     }
     for what, other in cases.items():
         assert {name for name in {**facts, **other} if facts.get(name) != other.get(name)} == {what}
-    assert {"bapipe", "torch"} <= set(facts)
+    assert "torch" in facts
 
 
 def test_folders_may_be_given_as_texts() -> None:
