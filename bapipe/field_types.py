@@ -54,7 +54,9 @@ def _converted(name: str, given: object, want: Any) -> object:
 
 
 def _plain(value: object) -> object:
-    """Returns a number as an `int` if it is whole, else as a `float`; any other value as it is."""
+    """Returns a number as an `int` if it is whole, else as a `float`, also in a list; any other value as it is."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     if isinstance(value, Integral):

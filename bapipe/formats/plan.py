@@ -143,6 +143,10 @@ class Plan(
         for name, value in (("prediction", NOT_PREDICTED), ("certificate", certificate), ("alternatives", ())):
             msgspec.structs.force_setattr(self, name, value)
 
+    def __hash__(self) -> int:
+        """Returns a hash of the decision: equal plans have equal ones. Two fields are dictionaries, which have none."""
+        return hash(self.digest)
+
     def __repr__(self) -> str:
         """Returns the decisions in one line: the whole plan would fill a notebook."""
         sizes = f"{self.num_microbatches} x {self.microbatch_size}"

@@ -117,6 +117,10 @@ class ModelProfile(
         check_measurements(self.layers, self.measurements)
         check_group(self)
 
+    def __hash__(self) -> int:
+        """Returns a hash of the measurements: equal profiles have equal ones. Two fields are dictionaries without."""
+        return hash((self.model, self.device, self.layers, self.measurements))
+
     def __repr__(self) -> str:
         """Returns what was measured in one line: the whole profile would fill a notebook."""
         sizes = ", ".join(map(str, self.microbatch_sizes))

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from numbers import Integral
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +32,8 @@ from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import LOOPED
 from bapipe.simulator.tied_weights import inseparable_layers
 from bapipe.simulator.timeline import StepColumns, Timeline
+
+T = TypeVar("T")
 
 ANY_PLAN = f"any plan for this cluster and mini-batch (made by hand; bound from {WORK_BOUND})"
 
@@ -211,18 +215,18 @@ def check_memory(step: StepColumns, cluster: Cluster) -> None:
 
 def _cut_positions(cuts: Iterable[str | int], names: Sequence[str]) -> tuple[int, ...]:
     """Returns how many layers are before each cut."""
-    if isinstance(cuts, str):
-        raise BapipeError(f"`cuts` is the text '{cuts}': want a list of layers, such as ['{names[len(names) // 2]}']")
+    if isinstance(cuts, str) or not isinstance(cuts, Iterable):
+        raise BapipeError(f"`cuts` is {cuts!r}: want a list of layers, such as ['{names[len(names) // 2]}']")
     index = {name: i for i, name in enumerate(names)}
     cuts = tuple(cuts)
     for cut in cuts:
-        if isinstance(cut, bool) or not isinstance(cut, str | int):
+        if isinstance(cut, bool) or not isinstance(cut, str | Integral):
             raise BapipeError(f"`cuts` has {cut!r}: want the name of a layer, or how many layers are before the cut")
         if isinstance(cut, str) and cut not in index:
             raise BapipeError(
                 f"no layer is named '{cut}': cut before one of the {len(names)} layers, '{names[0]}' to '{names[-1]}'"
             )
-    return tuple(index[cut] if isinstance(cut, str) else cut for cut in cuts)
+    return tuple(index[cut] if isinstance(cut, str) else int(cut) for cut in cuts)
 
 
 def _sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
@@ -282,6 +286,7 @@ def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_l
     Raises:
         BapipeError: there is no such stage or layer, or the stage of a layer is in `recompute`.
     """
+    recompute, recompute_layers = _listed("recompute", recompute), _listed("recompute_layers", recompute_layers)
     num_stages = len(decision.devices)
     stage_of = {name: s for s, stage in enumerate(decision.stages) for name in stage.layers}
     for stage in recompute:
@@ -305,6 +310,13 @@ def with_recomputation(decision: Decision, recompute: Sequence[int], recompute_l
         recompute=tuple(s in whole | {stage_of[name] for name in named} for s in range(num_stages)),
         recompute_layers=frozenset(name for name in named if stage_of[name] not in whole),
     )
+
+
+def _listed(option: str, given: Iterable[T]) -> tuple[T, ...]:
+    """Returns what an option lists; raises BapipeError for a single number or name."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise BapipeError(f"`{option}` is {given!r}: want a list, such as [{given!r}]")
+    return tuple(given)
 
 
 def _balanced_cuts(

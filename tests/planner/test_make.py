@@ -175,6 +175,9 @@ def test_a_plan_that_does_not_fit_names_what_each_device_lacks() -> None:
     [
         ({"cuts": ["x"]}, "no layer is named 'x'"),
         ({"cuts": "l2"}, "want a list of layers"),
+        ({"cuts": 2}, "`cuts` is 2: want a list of layers"),
+        ({"recompute": 1}, r"`recompute` is 1: want a list, such as \[1\]"),
+        ({"recompute_layers": "l0"}, r"`recompute_layers` is 'l0': want a list, such as \['l0'\]"),
         ({"cuts": [3, 3], "on": 3}, "a stage without layers"),
         ({"cuts": [3], "devices": ["d0", "d9"]}, "the cluster has no device 'd9'; it has d0, d1"),
         ({"cuts": [3], "devices": ["d0"]}, "1 `devices` for 2 stages"),
@@ -480,6 +483,21 @@ def test_cuts_and_a_number_of_stages_must_agree() -> None:
 def test_numbers_of_numpy_are_numbers() -> None:
     made = bapipe.make(PROFILE, devices(2), minibatch_size=np.int64(8), cuts=["l4"])  # type: ignore[arg-type]
     assert made == decoded(encode(made)) == bapipe.make(PROFILE, devices(2), minibatch_size=8, cuts=["l4"])
+
+
+def test_lists_of_numbers_of_numpy_and_numbers_of_devices_are_numbers() -> None:
+    one, two = np.int64(1), np.int64(2)
+    make: Any = bapipe.make  # numbers of numpy are no `int` for a type checker
+    made = make(PROFILE, two, minibatch_size=8, cuts=[two], recompute=[one])
+    assert made == bapipe.make(PROFILE, 2, minibatch_size=8, cuts=[2], recompute=[1])
+    assert decoded(encode(made)) == made
+    assert bapipe.edit(made, PROFILE, keep=[one]) == bapipe.edit(made, PROFILE, keep=[1])
+
+
+def test_equal_plans_and_profiles_have_equal_hashes() -> None:
+    made = [bapipe.make(PROFILE, devices(2), minibatch_size=8, cuts=[cut]) for cut in (2, 2, 3)]
+    assert len({*made}) == len({*made, decoded(encode(made[0]))}) == 2
+    assert len({PROFILE, decode(encode(PROFILE)), chain([1, 2])}) == 2
 
 
 def test_devices_may_be_iterators() -> None:

@@ -1,6 +1,7 @@
 """Inputs of planning: profiles by kind of device, and clusters of this machine, with assumed or measured links."""
 
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from reprlib import repr as shortened
 
 from bapipe._optional import require_torch
@@ -87,13 +88,14 @@ def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> 
     """
     if isinstance(cluster, Cluster):
         return cluster
-    if isinstance(cluster, bool) or not isinstance(cluster, int) or cluster < 1:
+    if isinstance(cluster, bool) or not isinstance(cluster, Integral) or cluster < 1:
         raise BapipeError(
             f"`cluster` is {shortened(cluster)}: want a number of devices, at least 1, or what "
             "`bapipe.read(path, bapipe.Cluster)` returns"
         )
-    check_num_devices(cluster)  # before so many are made
-    return homogeneous_cluster(profiles, cluster)
+    num_devices = int(cluster)
+    check_num_devices(num_devices)  # before so many are made
+    return homogeneous_cluster(profiles, num_devices)
 
 
 def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
