@@ -21,13 +21,14 @@ from bapipe.errors import RunFailed, one_line
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
 from bapipe.job.groups import barrier, init_proven_group, meet, wait
 from bapipe.job.interfaces import check_interface, choose_interface
+from bapipe.job.lost_peer import is_lost_peer
 from bapipe.job.rendezvous import open_store, outer_address
 from bapipe.job.secret import job_secret
 from bapipe.profiler.cluster import device_here
 from bapipe.profiler.links import fit
 from bapipe.profiler.spawn import measure_in_ranks
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import current_device, visible_place
+from bapipe.torch_device import current_device, is_out_of_memory, visible_place
 from bapipe.torchrun import Job
 
 MESSAGE_BYTES = tuple(2**exponent for exponent in (12, 15, 18, 20, 22, 24))
@@ -96,12 +97,17 @@ def probe_job(job: Job, kind: str, progress: PartsProgress) -> Cluster:
         init_proven_group(kind, store, job.rank, names, job_secret(), timeout)
         try:
             return probe(kind, progress)
-        except RuntimeError as error:  # of gloo or NCCL
-            raise RunFailed(
-                f"the links cannot be measured, as another rank has ended or a connection was lost: {one_line(error)}"
-            ) from error
+        except RuntimeError as error:  # of gloo, NCCL or CUDA
+            raise RunFailed(f"the links cannot be measured{_why_failed(error)}: {one_line(error)}") from error
         finally:
             dist.destroy_process_group()
+
+
+def _why_failed(error: RuntimeError) -> str:
+    """Returns what is known of the cause of an error, and of what to do about it."""
+    if is_out_of_memory(error):
+        return f", as rank {dist.get_rank()} has no memory left: end what else uses its device"
+    return ", as another rank has ended or a connection was lost" if is_lost_peer(error) else ""
 
 
 def probe(kind: str, progress: PartsProgress) -> Cluster:
@@ -157,7 +163,7 @@ def _measure_pair(pair: tuple[int, int], kind: str) -> PairFigures:
         return _broadcast_in_pair(direction[0], pair, max(round(time_ns - answer_ns), 1))
 
     there_ns, back_ns = (_by_size(partial(message_ns, direction)) for direction in (pair, pair[::-1]))
-    one_ns = max(min(there_ns, back_ns, key=len)[-1], 1)
+    one_ns = min(there_ns, back_ns, key=len)[-1]
     figures = PairFigures(there_ns=there_ns, back_ns=back_ns, both_ns=0.0, slowdown=0.0)
     sent, received = (torch.zeros(figures.large_bytes // 4, device=kind) for _ in range(2))
     both_ns = _median(partial(_both_ways_ns, pair, sent, received), _num_within(one_ns, 6))
@@ -197,12 +203,12 @@ def _num_within(one_ns: float, most: int) -> int:
 
 def _broadcast_in_pair(source: int, pair: tuple[int, int], time_ns: int) -> int:
     """Returns the time of rank `source` of a pair, on both ranks."""
-    time = torch.tensor([time_ns], dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    shared = torch.tensor([time_ns], dtype=torch.int64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     if dist.get_rank() == source:
-        wait(dist.isend(time, _other(pair)))
+        wait(dist.isend(shared, _other(pair)))
     else:
-        wait(dist.irecv(time, _other(pair)))
-    return int(time)
+        wait(dist.irecv(shared, _other(pair)))
+    return int(shared)
 
 
 def _other(pair: tuple[int, int]) -> int:

@@ -4,11 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from bapipe.errors import BapipeError, RunFailed
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link
@@ -147,6 +148,26 @@ def _join(monkeypatch: pytest.MonkeyPatch, rank: int, size: int, local_rank: str
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     else:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 MiB"), ", as rank 3 has no memory left: "),
+        (RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), ", as rank 3 has no memory left: "),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"), ", as another rank has ended or "),
+        (RuntimeError("CUDA error: an illegal memory access"), ": RuntimeError: CUDA error: an illegal"),
+    ],
+)
+def test_what_ended_the_measurement_is_told(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, said: str) -> None:
+    for name in ("open_store", "meet", "choose_interface", "outer_address", "init_proven_group", "check_interface"):
+        monkeypatch.setattr(probe, name, MagicMock())
+    monkeypatch.setattr(probe, "probe", Mock(side_effect=error))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "destroy_process_group", Mock())
+    with pytest.raises(RunFailed) as raised:
+        probe.probe_job(Job(3, 8), "cpu", Mock())
+    assert str(raised.value).startswith(f"the links cannot be measured{said}")
 
 
 def test_a_job_of_torchrun_is_probed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line
 from bapipe.formats.cluster import Device
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.interfaces import check_interface, choose_interface
+from bapipe.job.lost_peer import is_lost_peer
 from bapipe.job.rendezvous import OtherRanks, Refused, open_store, outer_address, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.store import JobStore
@@ -230,35 +231,18 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
         text = str(error) if isinstance(error, LayerFailed) else one_line(error)
         return Failure(text=text, expected=False, out_of_memory=True)
     if isinstance(error, LayerFailed):  # also while it waits for what another rank sends
-        return Failure(text=str(error), expected=False, lost_peer=_is_lost_peer(root_cause(error)))
+        return Failure(text=str(error), expected=False, lost_peer=is_lost_peer(root_cause(error)))
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
         return waited_too_long(timeout_s)
-    return Failure(text=one_line(error), expected=False, lost_peer=_is_lost_peer(error))
+    return Failure(text=one_line(error), expected=False, lost_peer=is_lost_peer(error))
 
 
 def waited_too_long(timeout_s: float) -> Failure:
     """Returns what a rank reports that another one has kept waiting."""
     text = f"waited more than {timeout_s:g} s for another rank"
     return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
-
-
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
-
-_OWN_FAULT = (
-    *("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"),
-    *("shared memory segment", "posix_fallocate"),  # what a small /dev/shm fails at
-)
-"""What NCCL says where a rank itself is at fault. It tells the death of another one as any of its other errors."""
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error only shows that another rank has gone."""
-    if isinstance(error, dist.DistBackendError):
-        return not any(sign in str(error) for sign in _OWN_FAULT)
-    lost = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
-    return lost or any(sign in str(error) for sign in _LOST_PEER)
 
 
 def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] | None) -> Any:
