@@ -26,8 +26,11 @@ OPTIONAL = {
 }
 """Packages that bapipe works without, by module name, and what they are for."""
 
+SHARED_MEMORY = "/dev/shm"
+"""The folder of the memory that processes of one machine share."""
+
 MIN_SHARED_MEMORY = 2**28
-"""Bytes of /dev/shm below which processes of one machine may fail to exchange tensors."""
+"""Bytes of it below which processes of one machine may fail to exchange tensors."""
 
 LOOPBACK_BYTES = 2**26
 """How much is sent to see how fast the loopback interface is: a twentieth of a second or so."""
@@ -147,10 +150,13 @@ def _cuda_devices(count: int) -> Finding:
 
 
 def _disk() -> Iterator[Finding]:
-    if os.path.isdir("/dev/shm"):
-        free = shutil.disk_usage("/dev/shm").free
+    if os.path.isdir(SHARED_MEMORY) and not os.access(SHARED_MEMORY, os.W_OK):
+        advice = "data workers cannot start, and GPUs of one machine may fail to exchange tensors: let this user write"
+        yield Finding(name=SHARED_MEMORY, value="not writable", advice=f"{advice} there")
+    elif os.path.isdir(SHARED_MEMORY):
+        free = shutil.disk_usage(SHARED_MEMORY).free
         advice = "ranks of one machine may fail to exchange tensors: make it larger" if free < MIN_SHARED_MEMORY else ""
-        yield Finding(name="/dev/shm", value=f"{free / 2**30:.1f} GiB free", advice=advice)
+        yield Finding(name=SHARED_MEMORY, value=f"{free / 2**30:.1f} GiB free", advice=advice)
     folder = cache_folder()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(existing, os.W_OK):

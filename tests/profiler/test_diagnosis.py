@@ -36,6 +36,23 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch
     assert found["cache"].advice == "set XDG_CACHE_HOME to a folder that can be written"
 
 
+@pytest.mark.parametrize(
+    ("may_write", "value", "advice"), [(False, "not writable", "data workers cannot start"), (True, "GiB free", "")]
+)
+def test_shared_memory_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, may_write: bool, value: str, advice: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: None)
+    monkeypatch.setattr(diagnosis, "SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(diagnosis, "MIN_SHARED_MEMORY", 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: may_write)
+    found = {finding.name: finding for finding in diagnose()}[str(tmp_path)]
+    assert value in found.value
+    assert found.advice.startswith(advice)
+    assert bool(found.advice) != may_write
+
+
 def test_torch_is_asked_for_devices_and_backends() -> None:
     found = {finding.name: finding for finding in diagnose()}
     assert found["gloo"].value == "available"

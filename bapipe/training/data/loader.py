@@ -37,8 +37,10 @@ _log = logging.getLogger(__name__)
 PREFETCH = 2
 """Mini-batches that each worker process loads ahead."""
 
-_NO_SHARED_MEMORY = "unable to allocate shared memory"
-"""Of torch's error, which is a RuntimeError as those of shapes are."""
+_NO_SHARED_MEMORY = ("unable to allocate shared memory", "unable to open shared memory")
+"""In torch's errors, which are RuntimeErrors as those of shapes are."""
+
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 T = TypeVar("T")
 
@@ -202,7 +204,7 @@ class _Batches(Dataset[Batch | BapipeError]):
         except BapipeError as error:
             return error
         except RuntimeError as error:
-            if _NO_SHARED_MEMORY not in str(error):
+            if not _lacks_shared_memory(error):
                 raise
             return _no_room(f"cannot hold a mini-batch: {first_line(error)}")
 
@@ -272,9 +274,18 @@ def _check_semaphores(num_workers: int) -> None:
         # It has one for each worker and one for their results, each with three semaphores, and an event with five.
         _ = [context.Queue() for _ in range(num_workers + 3)]
     except OSError as error:
+        if error.errno in _NOT_WRITABLE:
+            raise BapipeError(
+                f"data workers cannot start, as nothing can be written to their shared memory: {error.strerror}: let "
+                "this user write to /dev/shm, or use no `data_workers`, 0"
+            ) from None
         if error.errno != errno.ENOSPC:
             raise
         raise _no_room(f"cannot start: {error.strerror}") from None
+
+
+def _lacks_shared_memory(error: Exception) -> bool:
+    return any(sign in str(error) for sign in _NO_SHARED_MEMORY)
 
 
 def _no_room(what: str) -> BapipeError:
@@ -336,7 +347,7 @@ def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
     try:
         batch = default_collate(values)
     except (RuntimeError, TypeError) as error:  # samples of different shapes, or of no type that can be stacked
-        if _NO_SHARED_MEMORY in str(error) or is_out_of_memory(error):
+        if _lacks_shared_memory(error) or is_out_of_memory(error):
             raise
         shapes = sorted({str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in values})
         raise BapipeError(

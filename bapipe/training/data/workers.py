@@ -1,6 +1,7 @@
 """How many processes load data for a rank."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,5 +49,7 @@ def num_data_workers(
 
 
 def _free_shared_memory() -> float:
-    """Returns the bytes through which workers may pass batches; containers often have little."""
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else math.inf
+    """Returns the bytes through which workers may pass batches; containers often have little, or let nobody write."""
+    if not _SHARED_MEMORY.is_dir():
+        return math.inf
+    return shutil.disk_usage(_SHARED_MEMORY).free if os.access(_SHARED_MEMORY, os.W_OK) else 0

@@ -275,6 +275,15 @@ def test_too_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(caught.value) == f"data workers cannot start: No space left on device: {advice}"
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_shared_memory_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(
+        multiprocessing.synchronize.SemLock, "__init__", Mock(side_effect=OSError(number, "Read-only file system"))
+    )
+    with pytest.raises(BapipeError, match=r"nothing can be written .*: Read-only file system: let this user write to"):
+        next(batches(rank_parts("left"), as_pipeline_dataset(Noisy(9)), Position(), num_workers=1))
+
+
 def test_a_rank_with_data_workers_that_is_ended_leaves_no_warning() -> None:
     script = (
         "import multiprocessing, os\n"
