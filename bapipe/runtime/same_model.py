@@ -13,6 +13,7 @@ from pathlib import Path
 from platform import python_version_tuple
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -29,6 +30,9 @@ _OF_A_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=cuda):\d+|(?<='cuda'), index=\d+")
 
 _MAX_DEPTH = 8
 """Of lists in lists that are looked at: one may hold itself."""
+
+_AT_FIRST: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The numbers and texts of each module when it was first compared."""
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -118,7 +122,8 @@ def _settings_of_torch(module: nn.Module) -> list[str]:
 def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     for path, module in root.named_modules():
         if is_of_the_user(type(module).__module__):
-            yield f"attributes of {_in_words(path, module)}", _plain(vars(module))
+            # A module that counts its calls has counted those of an earlier Pipeline, and only where its stage ran.
+            yield f"attributes of {_in_words(path, module)}", _AT_FIRST.setdefault(module, _plain(vars(module)))
     if isinstance(loss, partial):
         yield "arguments of the loss", _plain({**dict(enumerate(loss.args)), **loss.keywords})
         loss = loss.func

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from bapipe.errors import BapipeError
 from bapipe.runtime import same_model
@@ -179,3 +181,27 @@ def test_under_another_python_code_is_not_compared(check: Any, monkeypatch: pyte
     check(SOURCE, SOURCE.replace("x.sum() > 0", "x.sum() > 1"))
     with pytest.raises(BapipeError, match="another version of the layer 'first'"):
         check(SOURCE, SOURCE.replace("torch.tanh(x)", "torch.sigmoid(x)"))
+
+
+class Counting(nn.Module):
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self.num_calls = num_calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x
+
+
+def test_what_a_module_has_counted_in_an_earlier_pipeline_is_not_compared() -> None:
+    """Only the process with its stage has called it: the next Pipeline of the model would warn."""
+
+    def settings(model: nn.Module) -> list[tuple[str, str]]:
+        return [*same_model._settings(model, functional.mse_loss)]
+
+    model, other = nn.Sequential(Counting(5)), nn.Sequential(Counting(6))
+    first = settings(model)
+    assert settings(other) != first == settings(nn.Sequential(Counting(5)))
+    model[0](torch.zeros(1))
+    assert model[0].num_calls == 6
+    assert settings(model) == first
