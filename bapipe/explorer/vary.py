@@ -17,7 +17,7 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_schedules
 from bapipe.planner.plan import plan_cached
-from bapipe.planner.results.solution import faster_of
+from bapipe.planner.results.solution import preferred_of
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.plans import replica_counts
 
@@ -180,7 +180,7 @@ def _with_plans_of_neighbours(
             plan = best[number[(*values[:axis], before[axis][value], *values[axis + 1 :])]]
             state, here = states[i], best[i]
             if isinstance(plan, Plan) and isinstance(here, Plan) and isinstance(state, State):
-                best[i] = faster_of(here, session.try_plan(plan, state))
+                best[i] = preferred_of(here, session.try_plan(plan, state))
     return best
 
 

@@ -46,9 +46,9 @@ class SimulatedCandidate:
     shortfall_bytes: int
 
     @property
-    def sort_key(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int, int]:
         """Sort key: candidates that fit come first, by step time; the others follow, by memory shortfall."""
-        return max(self.shortfall_bytes, 0), self.step_ns
+        return max(self.shortfall_bytes, 0), self.step_ns, self.peak_bytes
 
 
 class Baselines(NamedTuple):

@@ -55,7 +55,7 @@ def best_grouping(
     """Returns the best solution over some groupings, with a bound on all; the others' are among its alternatives.
 
     Args:
-        possible: the groupings; of equally good ones the first is chosen.
+        possible: the groupings; of those that are equal by `Preference` the first is chosen.
         order: in which they are searched. The first has half of the time, the others equal shares of the rest.
 
     Raises:
@@ -84,7 +84,7 @@ def best_grouping(
         raise error_of_all(refused)
     names = [grouping.name for grouping in possible]
     solutions = {name: solutions[name] for name in names if name in solutions}
-    best = min(solutions.values(), key=lambda solution: solution.objective_ns)
+    best = min(solutions.values(), key=lambda solution: solution.preference)
     if len(possible) == 1:
         return best
     others = tuple(_alternative(name, other, best) for name, other in solutions.items() if other is not best)

@@ -90,7 +90,7 @@ class _Searches:
         found = self.with_any_placements(others, best) if others else None
         if found is None:
             return best
-        fastest = min(best, found, key=lambda result: result.step_ns)
+        fastest = min(best, found, key=lambda result: result.preference)
         return replace(fastest, lower_bound_ns=min(best.lower_bound_ns, found.lower_bound_ns))
 
     def with_any_placements(self, problems: Sequence[Problem], incumbent: SearchResult | None) -> SearchResult | None:
@@ -156,6 +156,6 @@ def _best_of(one: SearchResult | None, other: SearchResult | None) -> SearchResu
     """Returns the faster of two results for the same problems, with the larger of their bounds."""
     if one is None or other is None:
         return one or other
-    fastest = min(one, other, key=lambda result: result.step_ns)
+    fastest = min(one, other, key=lambda result: result.preference)
     bound_ns = max(one.lower_bound_ns, other.lower_bound_ns)
     return replace(fastest, lower_bound_ns=min(bound_ns, fastest.step_ns))

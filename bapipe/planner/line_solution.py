@@ -50,7 +50,7 @@ class LineSolution:
         assert isinstance(exact.space, PartitionSpace)
         assert isinstance(own.space, PartitionSpace)
         has_same_orders = exact.space.device_order == own.space.device_order
-        fastest = min(exact, own, key=lambda each: each.prediction.step_ns)
+        fastest = min(exact, own, key=lambda each: each.preference)
         space: SearchedSpace = exact.space
         bound_ns = exact.lower_bound_ns
         # What holds for all plans of this search holds for those of the other in the same orders, ...

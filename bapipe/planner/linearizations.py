@@ -87,7 +87,7 @@ def solve_over_linearizations(
     if not solutions:
         failure = error_of_all(failures)
         raise failure if graph is None else _along(failure, len(orders))
-    best = min(solutions, key=lambda solution: solution.prediction.step_ns)
+    best = min(solutions, key=lambda solution: solution.preference)
     if len(orders) == 1:
         return best
     # The space is now the plans along all linearizations, so the bound is the lowest of their bounds.

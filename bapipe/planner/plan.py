@@ -21,6 +21,7 @@ from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind, collected, listed
 from bapipe.planner.inputs.repeat_block import profiles_of_copies
 from bapipe.planner.inputs.validation import check_figures, check_inputs
+from bapipe.planner.least_memory import with_least_memory
 from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
 from bapipe.planner.results.solution import Rival, Solution, make_plan
 from bapipe.planner.search_request import SearchRequest
@@ -191,12 +192,12 @@ def _solve_step_time(request: SearchRequest) -> Solution:
         return add_baselines(solution, options, request.deadline)
 
     if len(cluster.devices) == 1:
-        return solve(request.profiles, request.deadline)
+        return with_least_memory(solve(request.profiles, request.deadline), request)
     from bapipe.planner.linearizations import solve_over_linearizations
 
     orders_for = request.orders_for or (options,)
     found = solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
-    return with_step_bound(found, request)
+    return with_least_memory(with_step_bound(found, request), request)
 
 
 def _solve_throughput(request: SearchRequest) -> Solution:

@@ -103,13 +103,13 @@ def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:
         improved: that with the searched order; `start` itself if none was faster.
     """
     if improved.schedule != SEARCH:
-        if start.prediction.step_ns >= named.prediction.step_ns:
+        if start.preference >= named.preference:
             return named
         bound_ns = min(named.lower_bound_ns, start.prediction.step_ns)
         return replace(start, lower_bound_ns=bound_ns, space=named.space, asked_bound_ns=named.asked_bound_ns)
     if start is named:
         return improved
-    if improved.prediction.step_ns < named.prediction.step_ns:
+    if improved.preference < named.preference:
         assert isinstance(improved.space, ActionOrderSpace)
         space = replace(improved.space, named_bound_ns=named.lower_bound_ns)
         return replace(

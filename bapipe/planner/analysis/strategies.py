@@ -25,7 +25,7 @@ from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
 from bapipe.planner.make import legal_cuts, make
 from bapipe.planner.plan import plan as plan_all_groupings
 from bapipe.planner.plan import plan_once
-from bapipe.planner.results.solution import faster_of
+from bapipe.planner.results.solution import preference, preferred_of
 from bapipe.planner.stages.devices import fastest_first
 
 BEST_PLAN = "best plan"
@@ -174,11 +174,11 @@ class StrategyPlanner:
         return Strategy(plan=made, profiles=profiles_used_by(made, given))
 
     def fastest(self, best: Strategy, others: Sequence[Strategy]) -> Strategy:
-        """Returns the best plan, or a faster one of another strategy in its space: a time limit may end its search."""
+        """Returns the best plan, or a preferred one of another strategy in its space: its search may be cut off."""
         for other in others:
             if other.plan is None or reasons_outside(other.plan, other.profiles, self.options):
                 continue
-            made = other.plan if best.plan is None else faster_of(best.plan, other.plan)
+            made = other.plan if best.plan is None else preferred_of(best.plan, other.plan)
             if made is not best.plan:
                 best = Strategy(plan=made, profiles=other.profiles, limit=best.limit)
         return best
@@ -220,7 +220,7 @@ class StrategyPlanner:
                 too_large = error
         if not plans:
             raise too_large
-        return min(plans, key=lambda made: made.prediction.step_ns)
+        return min(plans, key=preference)
 
     def _at(self, size: int, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Plan:
         """One stage at a micro-batch size; recomputed if it does not fit otherwise and the options allow it."""

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
+from bapipe.planner.results.preference import Preference
 from bapipe.planner.stages.chain import Chain, stage_on
 from bapipe.planner.stages.devices import DeviceClass
 from bapipe.planner.stages.intervals import IntArray
@@ -241,6 +242,11 @@ class Problem:
         peaks = peak_memory(schedule, self.stages(layout), compiled)
         return {rank: peaks[rank].total - limit for rank, limit in self._limits(schedule).items()}
 
+    def peak_bytes(self, layout: Layout) -> int:
+        """Returns the largest peak memory of a device, by the simulator."""
+        schedule, compiled = self.compiled(layout.placements)
+        return max(memory.total for memory in peak_memory(schedule, self.stages(layout), compiled))
+
     def _limits(self, schedule: Schedule) -> dict[int, int]:
         """Returns the bytes that each rank in use may hold."""
         limits = {rank: cls.limit_bytes for cls in self.classes for rank in cls.ranks}
@@ -327,3 +333,9 @@ class SearchResult:
     step_ns: int
     lower_bound_ns: int
     is_exhausted: bool = False
+
+    @property
+    def preference(self) -> Preference:
+        """Which of several results is preferred."""
+        num_devices = len({rank for ranks in self.problem.ranks(self.layout.placements) for rank in ranks})
+        return Preference(self.step_ns, self.problem.peak_bytes(self.layout), num_devices)

@@ -287,10 +287,15 @@ class _BestFirst:
         if not problem.fits(layout):
             return False
         step_ns = problem.step_ns(layout)
-        if step_ns >= self.upper_bound_ns:
+        if step_ns > self.upper_bound_ns:
             return False
-        self.incumbent = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
-        self.upper_bound_ns = step_ns
+        found = SearchResult(problem=problem, layout=layout, step_ns=step_ns, lower_bound_ns=step_ns)
+        if step_ns == self.upper_bound_ns:
+            # It may take the incumbent's place, but local search does not go on from it: that is for faster plans.
+            if self.incumbent is not None:
+                self.incumbent = min(self.incumbent, found, key=lambda each: each.preference)
+            return False
+        self.incumbent, self.upper_bound_ns = found, step_ns
         return True
 
 

@@ -16,6 +16,7 @@ from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, with_c
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import ModelProfile, common_settings
 from bapipe.formats.stage_plan import StagePlan
+from bapipe.planner.results.preference import Preference
 from bapipe.planner.results.searched_space import SearchedSpace, in_words, memory_limit
 from bapipe.schedules.table import Schedule
 
@@ -70,6 +71,12 @@ class Solution:
         """The value of the objective: the step time, or the largest load of a device."""
         return self.prediction.objective_ns
 
+    @property
+    def preference(self) -> Preference:
+        """Which of several solutions is preferred."""
+        used = {name for stage in self.stages for name in stage.devices}
+        return Preference(self.objective_ns, self.prediction.peak_bytes, len(used))
+
 
 def make_plan(solution: Solution) -> Plan:
     """Returns the plan of a solution, with its certificate.
@@ -106,9 +113,14 @@ def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative,
     return tuple(sorted(alternatives, key=lambda a: (not a.feasible, a.step_ns)))
 
 
-def faster_of(plan: Plan, other: Plan | None) -> Plan:
-    """Returns the faster of two plans of one space, with the bound of the first."""
-    if other is None or other.prediction.step_ns >= plan.prediction.step_ns:
+def preference(plan: Plan) -> Preference:
+    """Returns which of several plans is preferred."""
+    return Preference(plan.prediction.objective_ns, plan.prediction.peak_bytes, len(plan.used_devices))
+
+
+def preferred_of(plan: Plan, other: Plan | None) -> Plan:
+    """Returns the preferred one of two plans of one space, with the bound of the first."""
+    if other is None or preference(other) >= preference(plan):
         return plan
     step_ns, proven = other.prediction.step_ns, plan.certificate
     bound_ns = min(step_ns, proven.lower_bound_ns)
