@@ -11,6 +11,8 @@ from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cut
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
 from bapipe.planner.long_chain.bisection import ACTIONS_PER_NODE, is_long_chain, solve_long_chain
+from bapipe.planner.stages.intervals import INF
+from bapipe.planner.whole_progress import bounded_progress
 from bapipe.progress import SearchProgress
 
 MAX_CUT_NODES = 30_000
@@ -71,10 +73,12 @@ class _Searches:
             if best is not None and best.is_exhausted:
                 return best
         share = self.deadline.share(2) if others else self.deadline
+        others_ns = min((root.bound_ns for problem in others for root in problem.roots), default=INF)
+        progress = self.progress and bounded_progress(self.progress, others_ns)
         is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
         nodes = min(self.max_nodes, MAX_CUT_NODES) if is_followed else self.max_nodes
         raised, best = search_fixed_placements(
-            fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=share, progress=self.progress, incumbent=best
+            fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=share, progress=progress, incumbent=best
         )
         if best is None or is_branched:
             # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.
@@ -84,10 +88,11 @@ class _Searches:
         if pipelines and best.lower_bound_ns < best.step_ns:
             share = self.deadline.share(2) if others else self.deadline
             best = search_cuts(
-                pipelines, max_actions=self.max_actions, deadline=share, progress=self.progress, incumbent=best
+                pipelines, max_actions=self.max_actions, deadline=share, progress=progress, incumbent=best
             )
             assert best is not None
-        found = self.with_any_placements(others, best) if others else None
+        of_others = replace(self, progress=self.progress and bounded_progress(self.progress, best.lower_bound_ns))
+        found = of_others.with_any_placements(others, best) if others else None
         if found is None:
             return best
         fastest = min(best, found, key=lambda result: result.preference)

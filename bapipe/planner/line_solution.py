@@ -18,6 +18,7 @@ from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, S
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.stages.device_orders import device_orders
+from bapipe.planner.whole_progress import bounded_progress
 from bapipe.schedules import SCHEDULES
 
 MIN_FIRST_DEVICES = 3
@@ -76,6 +77,8 @@ def solve_first(request: SearchRequest) -> LineSolution | None:
     if is_small and tries_any_order(profiles, cluster, options):
         return None
     first = replace(request, options=replace(options, schedules=simple), deadline=request.deadline.share(2), rival=None)
+    if request.progress is not None:  # its plans are only some of those asked for
+        first = replace(first, progress=bounded_progress(request.progress, request.step_bound_ns))
     found = solve_on_line(first, is_last=False)
     return found and replace(found, has_every_schedule=len(simple) == len(asked))
 

@@ -34,6 +34,7 @@ from bapipe.planner.throughput.lightest_cuts import MORE_THAN_ANY, lightest_cuts
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, slowest_of
 from bapipe.planner.throughput.min_devices_dp import min_max_load_homogeneous
 from bapipe.planner.throughput.problem import StagePath
+from bapipe.planner.whole_progress import WholeProgress
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
@@ -53,12 +54,14 @@ def solve_over_linearizations(
     chosen_for: Sequence[PlanOptions],
     solve: Solve,
     deadline: Deadline = UNLIMITED,
+    progress: WholeProgress | None = None,
 ) -> Solution:
     """Returns the fastest solution over the promising linearizations, with its layers in the profile's order.
 
     Args:
         chosen_for: what the linearizations are chosen for; `solve` may ask under another limit on memory.
         deadline: if a user gave it, each linearization has an equal share of its time: the bound of all is the lowest.
+        progress: what `solve` tells of each linearization.
 
     Raises:
         Infeasible: no plan fits in memory along any of them.
@@ -78,6 +81,8 @@ def solve_over_linearizations(
     failures: list[BapipeError] = []
     for number, order in enumerate(orders):
         share = deadline.share(len(orders) - number) if deadline.is_given else deadline
+        if progress is not None and len(orders) > 1:  # of orders that were searched no more than of others is shown
+            progress.others_ns = step_bound_ns(profiles, cluster, chosen_for[0])
         in_order = {kind: with_layer_order(profile, order) for kind, profile in profiles.items()}
         try:
             solutions.append(_in_profile_order(solve(in_order, share), profiles))

@@ -24,10 +24,13 @@ from bapipe.planner.inputs.validation import check_figures, check_inputs
 from bapipe.planner.least_memory import with_least_memory
 from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
 from bapipe.planner.results.solution import Rival, Solution, make_plan
+from bapipe.planner.results.work_bound import step_bound_ns
 from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.whole_progress import WholeProgress
 from bapipe.progress import SearchProgress
 from bapipe.simulator.simulate import simulate as simulate_by_kind
 from bapipe.simulator.timeline import Timeline
+from bapipe.units import MAX_INT
 
 
 def plan(
@@ -96,21 +99,38 @@ def _solve_groupings(
 ) -> Solution:
     """Returns the solution with the shortest step, or the least load, over the groupings of the devices."""
 
+    possible = groupings(profiles, cluster, options.group)
+    whole = None if progress is None else WholeProgress(progress)
+    left = {grouping.name: grouping for grouping in possible}
+
     def solve(grouping: Grouping, until: Deadline, rival: Rival | None) -> Solution:
+        del left[grouping.name]
+        if whole is not None:
+            unsearched_ns = [_least_ns(other, options) for other in left.values()]
+            whole.others_ns = min(unsearched_ns + ([] if rival is None else [rival.lower_bound_ns]), default=MAX_INT)
         return _solve(
             SearchRequest(
                 profiles=grouping.profiles,
                 cluster=grouping.cluster.sequential,
                 options=options,
                 deadline=until,
-                progress=progress,
+                progress=whole,
                 rival=rival,
                 orders_for=orders_for,
             )
         )
 
-    possible = groupings(profiles, cluster, options.group)
     return best_grouping(possible, solve, deadline, search_order(possible, options))
+
+
+def _least_ns(grouping: Grouping, options: PlanOptions) -> int:
+    """Returns what no plan for a grouping can beat, without a search; no plan has no step."""
+    if options.objective != "step":
+        return 0
+    try:
+        return step_bound_ns(grouping.profiles, grouping.cluster.sequential, options)
+    except BapipeError:
+        return MAX_INT
 
 
 def plan_once(
@@ -184,9 +204,10 @@ def _solve_step_time(request: SearchRequest) -> Solution:
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     options, cluster, rival = request.options, request.cluster, request.rival
     check_inputs(request.profiles, cluster, options)
+    progress = None if request.progress is None else WholeProgress(request.progress)
 
     def solve(in_one_order: Mapping[str, ModelProfile], until: Deadline) -> Solution:
-        solution = solve_step_time(replace(request, profiles=in_one_order, deadline=until))
+        solution = solve_step_time(replace(request, profiles=in_one_order, deadline=until, progress=progress))
         if rival is not None and solution.objective_ns >= rival.objective_ns:
             return solution  # it will be an alternative itself, without any of its own
         return add_baselines(solution, options, request.deadline)
@@ -196,7 +217,7 @@ def _solve_step_time(request: SearchRequest) -> Solution:
     from bapipe.planner.linearizations import solve_over_linearizations
 
     orders_for = request.orders_for or (options,)
-    found = solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline)
+    found = solve_over_linearizations(request.profiles, cluster, orders_for, solve, request.deadline, progress)
     return with_least_memory(with_step_bound(found, request), request)
 
 

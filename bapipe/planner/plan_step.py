@@ -15,6 +15,7 @@ from bapipe.planner.make import balanced_decision
 from bapipe.planner.results.searched_space import ActionOrderSpace, partitions_in
 from bapipe.planner.results.solution import Solution, sort_alternatives
 from bapipe.planner.search_request import SearchRequest
+from bapipe.planner.whole_progress import bounded_progress
 from bapipe.progress import SearchProgress
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ def solve_step_time(request: SearchRequest) -> Solution:
     """
     if SEARCH not in request.options.schedules:
         return solve_partition(request)
+    if request.progress is not None:  # other orders of actions may beat what is proven of the named ones
+        request = replace(request, progress=bounded_progress(request.progress, request.step_bound_ns))
     has_replicas = request.options.replicas
     try:
         named = solve_partition(replace(request, deadline=request.deadline.share(2)) if has_replicas else request)
@@ -64,7 +67,7 @@ def _without_replicas(named: Solution, request: SearchRequest) -> Solution:
     if all(len(stage.devices) == 1 for stage in named.stages):
         return named
     options = replace(request.options, replicas=False)
-    progress = _without_worse(request.progress, named)
+    progress = _joined_progress(request.progress, named)
     return solve_partition(replace(request, options=options, deadline=request.deadline.share(2), progress=progress))
 
 
@@ -216,7 +219,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
 
     try:
         request = _ending_earlier(request)
-        space, result = find_best_layout(replace(request, progress=_without_worse(request.progress, first.solution)))
+        space, result = find_best_layout(replace(request, progress=_joined_progress(request.progress, first.solution)))
     except (OutOfTime, Infeasible):
         if first.has_every_schedule and (first.has_every_order or not tries_any_order(*request.inputs)):
             return first.solution
@@ -224,7 +227,7 @@ def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     return first.joined(solution_of(request.profiles, result, request.options.minibatch_size, space))
 
 
-def _without_worse(progress: SearchProgress | None, first: Solution) -> SearchProgress | None:
+def _joined_progress(progress: SearchProgress | None, first: Solution) -> SearchProgress | None:
     """Returns the progress of a search that follows another one: its best plan is the best of both."""
     if progress is None:
         return progress

@@ -252,7 +252,7 @@ class _BestFirst:
         while improved is not None and bound_ns < self.upper_bound_ns:
             improved = self._first_improvement(*improved)
         if self.progress and self.incumbent:
-            self.progress(self._num_simulated, self.upper_bound_ns, min(bound_ns, self.upper_bound_ns))
+            self.progress(self._num_simulated, self.upper_bound_ns, int(self.proven_bound_ns))
 
     def _first_improvement(self, problem: Problem, partial: PartialPlan) -> tuple[Problem, PartialPlan] | None:
         """Returns the first neighbour that is better than the incumbent, now the incumbent; None if there is none."""
