@@ -33,3 +33,9 @@ def and_others(texts: list[str], what: str) -> list[str]:
     """Returns the first texts, and how many others there are: "9 other ..."."""
     num_others = len(texts) - MAX_NAMED
     return [*texts[:MAX_NAMED], f"{num_others} other {what}"] if num_others > 0 else texts
+
+
+def counted(number: int, what: str) -> str:
+    """Returns how many there are of something, such as "1 layer" and "2,000 layers"; "batch" makes "batches"."""
+    ending = "" if number == 1 else "es" if what.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{number:,} {what}{ending}"

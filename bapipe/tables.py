@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from bapipe.errors import BapipeError
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, counted, printable
 
 MAX_ROWS = 40
 """Rows that a notebook shows: more would flood it."""
@@ -24,7 +24,11 @@ def rows_html(summary: Sequence[str], rows: Sequence[Row]) -> str:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     heads = "".join(f"<th>{escape(_head(name))}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(_cell(name, row.get(name, '')) for name in columns)}</tr>" for row in rows[:MAX_ROWS])
-    more = f"<div>and {len(rows) - MAX_ROWS} more rows: to_pandas() has all</div>" if len(rows) > MAX_ROWS else ""
+    more = (
+        f"<div>and {counted(len(rows) - MAX_ROWS, 'more row')}: to_pandas() has all</div>"
+        if len(rows) > MAX_ROWS
+        else ""
+    )
     return f"{''.join(lines)}<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 

@@ -59,6 +59,11 @@ def percent_up(share: float, num_digits: int = 2) -> str:
     return f"{steps / num_steps:.{num_digits}%}"
 
 
+def percent_change(share: float) -> str:
+    """Returns by how much something changes, in percent with its sign; what rounds to nothing is `+0.0%`."""
+    return f"{share:+z.1%}"
+
+
 def at_speed(time_ns: int, speed: float) -> int:
     """Returns `time_ns / speed` rounded half up; `speed` is read as the decimal number a file shows."""
     if speed == 1.0:

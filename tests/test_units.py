@@ -6,7 +6,8 @@ from random import Random
 import pytest
 
 from bapipe.formats.certificate import certify
-from bapipe.units import decimal, percent_up
+from bapipe.printable import counted
+from bapipe.units import decimal, percent_change, percent_up
 
 
 @pytest.mark.parametrize(
@@ -43,3 +44,19 @@ def test_no_printed_gap_is_below_the_true_one_nor_far_above() -> None:
 def test_whole_steps_of_the_last_digit_stay_as_they_are() -> None:
     for share in range(1, 5000):
         assert percent_up(certify(10_000 + share, 10_000, "").gap) == f"{share / 100:.2f}%"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(-0.0004, "+0.0%"), (0.0, "+0.0%"), (0.0004, "+0.0%"), (-0.0006, "-0.1%"), (1.5, "+150.0%")]
+)
+def test_a_change_that_rounds_to_nothing_is_not_negative(share: float, text: str) -> None:
+    assert percent_change(share) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "text"),
+    [(1, "layer", "1 layer"), (0, "layer", "0 layers"), (2000, "more device", "2,000 more devices")]
+    + [(number, what, f"{number} {what}{'es' * (number > 1)}") for number in (1, 2) for what in ("process", "batch")],
+)
+def test_one_thing_is_no_plural(number: int, what: str, text: str) -> None:
+    assert counted(number, what) == text

@@ -13,7 +13,7 @@ from rich.text import Text
 from bapipe import report
 from bapipe.cli.printing import err, note
 from bapipe.planner.compute.deadline import Compiling, Deadline
-from bapipe.printable import printable
+from bapipe.printable import counted, printable
 from bapipe.progress import PartsProgress, SearchProgress
 from bapipe.units import percent_up
 
@@ -112,9 +112,8 @@ def planning_status() -> Iterator[SearchProgress]:
 
         def progress(num_simulated: int, best_ns: int, bound_ns: int) -> None:
             gap = best_ns / bound_ns - 1 if bound_ns else 0.0
-            plans = "1 plan" if num_simulated == 1 else f"{num_simulated} plans"
             update(
-                f"planning: {plans} simulated, best {report.ms(best_ns)}, "
+                f"planning: {counted(num_simulated, 'plan')} simulated, best {report.ms(best_ns)}, "
                 f"lower bound {report.number_down(bound_ns / 1e6)} ms, gap {percent_up(gap)}"
             )
 

@@ -22,6 +22,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs.profiles import Profiles
+from bapipe.printable import counted
 from bapipe.torchrun import is_first_rank
 from bapipe.training.run import check_profiles_used, check_training
 from bapipe.training.run import convert_checkpoint as convert
@@ -148,7 +149,7 @@ def export(
     if as_json:
         show_json({"file": str(output), "num_tensors": num_tensors})
         return
-    show_line(f"wrote {num_tensors} tensors to {output}")
+    show_line(f"wrote {counted(num_tensors, 'tensor')} to {output}")
 
 
 def convert_checkpoint(
@@ -199,7 +200,7 @@ def train_with_bar(
     num_steps = TrainConfig(**options).steps
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(f"starting {len(plan.stages)} stages", total=num_steps)
+        task = bar.add_task(f"starting {counted(len(plan.stages), 'stage')}", total=num_steps)
         printed_s, first, evaluated = 0.0, None, ""
 
         def on_step(done: StepReport) -> None:

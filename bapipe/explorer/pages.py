@@ -12,6 +12,7 @@ from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
+from bapipe.printable import counted
 from bapipe.report.plan_changes import render_changes
 from bapipe.simulator.simulate import unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
@@ -32,7 +33,7 @@ def profile_page(profile: ModelProfile) -> bytes:
     data = {
         "live": False,
         "model": _model_of(profile) | {"state": state | {"microbatch_size": size}},
-        "title": f"{profile.device.kind}, {profile.precision}, {num_layers} layers, micro-batches of {size}",
+        "title": f"{profile.device.kind}, {profile.precision}, {counted(num_layers, 'layer')}, micro-batches of {size}",
         "tried": [],
         "layers": {str(size): layers_json(profile, size)},
     }

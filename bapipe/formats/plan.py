@@ -21,6 +21,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan, check_stages
+from bapipe.printable import counted
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
@@ -151,7 +152,7 @@ class Plan(
         """Returns the decisions in one line: the whole plan would fill a notebook."""
         sizes = f"{self.num_microbatches} x {self.microbatch_size}"
         step = f"{number(self.prediction.step_ns / 1e6)} ms" if self.is_judged else "not judged"
-        return f"Plan({self.model!r}, {len(self.stages)} stages, {self.schedule!r}, {sizes}, {step})"
+        return f"Plan({self.model!r}, {counted(len(self.stages), 'stage')}, {self.schedule!r}, {sizes}, {step})"
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each device of each stage, as `to_pandas` has them."""
@@ -179,8 +180,8 @@ class Plan(
 
     def _repr_html_(self) -> str:
         """Returns the decisions and the prediction, for a notebook."""
-        sizes = f"{self.num_microbatches} micro-batches of {self.microbatch_size}"
-        lines = [f"{self.model}: {len(self.stages)} stages, {self.schedule}, {sizes}"]
+        sizes = f"{counted(self.num_microbatches, 'micro-batch')} of {self.microbatch_size}"
+        lines = [f"{self.model}: {counted(len(self.stages), 'stage')}, {self.schedule}, {sizes}"]
         if self.is_judged:
             p = self.prediction
             samples_per_s = number(p.samples_per_s) if p.step_ns else "unlimited"

@@ -16,6 +16,7 @@ from bapipe.formats.layer_profile import LayerProfile, check_layers
 from bapipe.formats.measurement import LayerMeasurement, Measurement, between, check_measurements
 from bapipe.formats.multigraph import to_networkx
 from bapipe.formats.settings import Settings, difference
+from bapipe.printable import counted
 from bapipe.tables import data_frame, rows_html
 from bapipe.units import NonNegative, Positive
 
@@ -125,7 +126,7 @@ class ModelProfile(
         """Returns what was measured in one line: the whole profile would fill a notebook."""
         sizes = ", ".join(map(str, self.microbatch_sizes))
         what = f"{self.model!r} on {self.device.kind!r}"
-        return f"ModelProfile({what}, {len(self.layers)} layers, micro-batches of {sizes})"
+        return f"ModelProfile({what}, {counted(len(self.layers), 'layer')}, micro-batches of {sizes})"
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each layer at each micro-batch size, as `to_pandas` has them."""

@@ -16,6 +16,7 @@ from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.planner.plan import plan_once
 from bapipe.planner.results.solution import sort_alternatives
+from bapipe.printable import counted
 from bapipe.tables import data_frame, rows_html
 
 NO_TIME_LEFT = "the time limit was over before its turn: choose a longer `time_limit_s`"
@@ -68,7 +69,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         """Returns the strategies side by side, for a notebook."""
         plan = next(iter(self.plans.values()))
-        title = f"{plan.model}: mini-batches of {plan.minibatch_size} on {len(plan.cluster.devices)} devices"
+        title = f"{plan.model}: mini-batches of {plan.minibatch_size} on {counted(len(plan.cluster.devices), 'device')}"
         title += "" if self.replicas else ", without replicas"
         return rows_html([title], self.rows())
 

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from bapipe.errors import BapipeError
 from bapipe.formats.cache import cache_folder
 from bapipe.hardware import cpu_name, memory_bytes, num_cores
+from bapipe.printable import counted
 
 OPTIONAL = {
     "torch": "to profile and train: install bapipe with its extra 'run'",
@@ -57,7 +58,7 @@ def diagnose() -> Iterator[Finding]:
     yield Finding(name="bapipe", value=version("bapipe"))
     yield Finding(name="python", value=f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from _packages()
-    yield Finding(name="cpu", value=f"{cpu_name()}, {num_cores()} cores for this process")
+    yield Finding(name="cpu", value=f"{cpu_name()}, {counted(num_cores(), 'core')} for this process")
     yield _load()
     yield Finding(name="memory", value=f"{memory_bytes() / 2**30:.1f} GiB")
     yield _threads()

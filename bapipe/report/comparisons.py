@@ -7,10 +7,10 @@ from rich.table import Table
 
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.planner.inputs.options import SEARCH
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, counted, printable
 from bapipe.report.formatting import add_row, empty_table, rate
 from bapipe.report.plans import replica_counts
-from bapipe.units import number, percent_up
+from bapipe.units import number, percent_change, percent_up
 
 
 def render_comparison(
@@ -25,7 +25,7 @@ def render_comparison(
     memory = first.certificate.memory
     limit = "" if memory is msgspec.UNSET else f", {memory.in_words}"
     alone = "" if replicas else ", without replicas"
-    sizes = f"mini-batches of {first.minibatch_size} on {len(first.cluster.devices)} devices"
+    sizes = f"mini-batches of {first.minibatch_size} on {counted(len(first.cluster.devices), 'device')}"
     yield f"{printable(first.model)}: {sizes}{alone}{limit}"
     columns = "ms per step>", "against the best>", "samples/s>", "bubble>", "peak MiB>", "gap at most>", "stages", "of"
     title = "strategies; gap: to a row's own bound; stages: devices of each, r: recomputes; of: micro-batches"
@@ -33,7 +33,7 @@ def render_comparison(
     fastest = min(plan.prediction.step_ns for plan in plans.values())
 
     def row(name: str, step_ns: int, peak_bytes: int, bubble: str, gap: str, stages: str, sizes: str) -> list[str]:
-        against = f"{step_ns / fastest - 1:+.1%}" if step_ns != fastest > 0 else ""
+        against = percent_change(step_ns / fastest - 1) if step_ns != fastest > 0 else ""
         figures = number(step_ns / 1e6), against, rate(first.minibatch_size, step_ns)
         return [name, *figures, bubble, number(peak_bytes / 2**20), gap, stages, sizes]
 

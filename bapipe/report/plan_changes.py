@@ -7,9 +7,10 @@ import msgspec
 
 from bapipe.formats.plan import Plan
 from bapipe.formats.stage_plan import StagePlan
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, counted, printable
 from bapipe.report.formatting import mib, ms, rate
 from bapipe.report.plans import proof
+from bapipe.units import percent_change
 
 MAX_DEVICES_NAMED = 8
 """Maximum number of devices whose memory is listed, those with the largest changes."""
@@ -45,7 +46,7 @@ def _step(before: Plan, after: Plan) -> Iterator[str]:
             yield f"step: {old_step} -> {new_step}"
         return
     if old.step_ns != new.step_ns:
-        share = f" ({new.step_ns / old.step_ns - 1:+.1%})" if old.step_ns else ""
+        share = f" ({percent_change(new.step_ns / old.step_ns - 1)})" if old.step_ns else ""
         yield f"step: {ms(old.step_ns)} -> {ms(new.step_ns)}{share}"
     if old.samples_per_s != new.samples_per_s:
         old_rate, new_rate = (rate(plan.minibatch_size, plan.prediction.step_ns) for plan in (before, after))
@@ -111,7 +112,7 @@ def _stage(stage: StagePlan | None, other: StagePlan | None) -> str:
         return "none"
     parts = []
     if other is None or stage.layers != other.layers:
-        parts.append(f"{len(stage.layers)} layers '{stage.layers[0]}' to '{stage.layers[-1]}'")
+        parts.append(f"{counted(len(stage.layers), 'layer')} '{stage.layers[0]}' to '{stage.layers[-1]}'")
     if other is None or stage.devices != other.devices:
         parts.append(f"on {', '.join(stage.devices)}")
     if (other is None and stage.recompute) or (other is not None and stage.recomputed != other.recomputed):
@@ -123,7 +124,7 @@ def _recomputation(stage: StagePlan) -> str:
     num = len(stage.recomputed)
     if num in (0, len(stage.layers)):
         return "recomputes" if num else "keeps its activations"
-    return f"recomputes {num} of {len(stage.layers)} layers"
+    return f"recomputes {num} of {counted(len(stage.layers), 'layer')}"
 
 
 def _memory(before: Plan, after: Plan) -> Sequence[str]:
@@ -136,4 +137,4 @@ def _memory(before: Plan, after: Plan) -> Sequence[str]:
     named = sorted(changed, key=lambda change: -change[0])[:MAX_DEVICES_NAMED]
     lines = [f"peak memory of {device}: {mib(old[device])} -> {mib(peak)}" for _, device, peak in named]
     rest = len(changed) - len(named)
-    return [*lines, *([f"peak memory of {rest} more devices, by less"] if rest else [])]
+    return [*lines, *([f"peak memory of {counted(rest, 'more device')}, by less"] if rest else [])]

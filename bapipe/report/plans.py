@@ -9,7 +9,7 @@ from rich.table import Table
 from bapipe.formats.certificate import Certificate, ReachedGoal, is_of_changed_plan, outside_of, searched_space
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory
-from bapipe.printable import MAX_LINE, MAX_NAMED, printable
+from bapipe.printable import MAX_LINE, MAX_NAMED, counted, printable
 from bapipe.report.formatting import add_row, add_rows, empty_table, mib, ms, rate
 from bapipe.simulator.timeline import Timeline
 from bapipe.units import number, number_down, percent_up
@@ -24,8 +24,7 @@ LEAST_BYTES_SAID = 2**10
 def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table | str]:
     """Yields the decisions of a plan, its prediction and certificate, and the alternatives it was compared with."""
     p = plan.prediction
-    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
-    batches = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
+    stages, batches = counted(len(plan.stages), "stage"), counted(plan.num_microbatches, "micro-batch")
     headline = f"{printable(plan.model)}: {stages}, {printable(plan.schedule)}, {batches} of {plan.microbatch_size}"
     if not plan.is_judged:
         yield f"{headline}\n{printable(plan.certificate.space, MAX_LINE)}"
@@ -44,7 +43,8 @@ def render_plan(plan: Plan, timeline: Timeline | None = None) -> Iterator[Table 
         yield printable(groups, MAX_LINE)
     yield memory_table(plan, timeline)
     if (num_others := len(plan.unused_devices) - MAX_NAMED) > 0:
-        yield f"{num_others:,} more devices have no stage and hold nothing"
+        does = "has no stage and holds" if num_others == 1 else "have no stage and hold"
+        yield f"{counted(num_others, 'more device')} {does} nothing"
     yield printable(proof(plan.certificate), MAX_LINE)
     if plan.cluster.assumed_links is not msgspec.UNSET and len(plan.cluster.devices) > 1:
         links = printable(plan.cluster.assumed_links)

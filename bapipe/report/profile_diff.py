@@ -10,6 +10,7 @@ from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.printable import MAX_LINE, printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms
+from bapipe.units import percent_change
 
 MIN_CHANGE = 0.02
 """Relative change of a time that is significant if the profiles do not record a spread."""
@@ -103,7 +104,7 @@ def _setting_changes(before: ModelProfile, after: ModelProfile) -> Iterator[tupl
 def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table | str]:
     total_before_ns = sum(_forward_backward_ns(change.before) for change in changes)
     total_after_ns = sum(_forward_backward_ns(change.after) for change in changes)
-    relative = f" ({total_after_ns / total_before_ns - 1:+.1%})" if total_before_ns else ""
+    relative = f" ({percent_change(total_after_ns / total_before_ns - 1)})" if total_before_ns else ""
     shown = [change for change in changes if change.is_significant or any(change.added_bytes)]
     yield (
         f"micro-batches of {size}: F + B {ms(total_before_ns)}, then {ms(total_after_ns)}{relative}; "
@@ -121,7 +122,7 @@ def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table 
             change.name,
             ms(before_ns).removesuffix(" ms"),
             ms(after_ns).removesuffix(" ms"),
-            f"{after_ns / before_ns - 1:+.1%}" if change.is_significant and before_ns else "",
+            percent_change(after_ns / before_ns - 1) if change.is_significant and before_ns else "",
             f"{100 * sum(spreads):.1f}" if spreads else "",
             *(
                 f"{'+' if added > 0 else '-'}{mib(abs(added)).removesuffix(' MiB')}" if added else ""

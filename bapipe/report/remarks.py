@@ -9,7 +9,7 @@ from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, has_h
 from bapipe.planner.analysis.exchange import device_ns
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.inputs.options import RUNNABLE
-from bapipe.printable import printable
+from bapipe.printable import counted, printable
 from bapipe.report.formatting import mib
 from bapipe.schedules import LOOPED
 from bapipe.schedules.table import Phase
@@ -92,7 +92,7 @@ def _unused_words(plan: Plan) -> Iterator[str]:
     if plan.schedule not in LOOPED or num_used == num_devices:
         return
     on_each = len(plan.stages) // num_used
-    devices = "1 device" if num_used == 1 else f"{num_used} devices"
+    devices = counted(num_used, "device")
     yield (
         f"{plan.schedule} runs {on_each} stages on each device, so {len(plan.stages)} stages use {devices} of "
         f"{num_devices}: `num_stages` {on_each * num_devices} uses all of them"

@@ -5,18 +5,18 @@ from collections.abc import Iterator, Mapping
 from rich.table import Table
 
 from bapipe.formats.plan import Plan
-from bapipe.printable import printable
+from bapipe.printable import counted, printable
 from bapipe.report.formatting import add_row, empty_table, mib, ms
 from bapipe.training.train_result import Evaluation, TrainResult
-from bapipe.units import number
+from bapipe.units import number, percent_change
 
 
 def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     """Yields the losses of a run, and its measurements compared with the prediction."""
-    yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {len(result.losses)} steps"
+    yield f"loss {result.losses[0]:.4f} at first, {result.losses[-1]:.4f} after {counted(len(result.losses), 'step')}"
     if result.evaluations:
         first, last = result.evaluations[0], result.evaluations[-1]
-        first_words = f"after {first.steps} steps: {evaluation_words(first)}"
+        first_words = f"after {counted(first.steps, 'step')}: {evaluation_words(first)}"
         last_words = f"; after {last.steps}: {evaluation_words(last)}" if last is not first else ""
         yield f"{first_words}{last_words}, on {last.num_samples} held-out samples"
     smaller, steps = result.as_planned.count(False), len(result.as_planned)
@@ -27,7 +27,7 @@ def render_run(plan: Plan, result: TrainResult) -> Iterator[Table | str]:
     table = empty_table("predicted and measured", "", "predicted>", "measured>", "prediction off by>")
     for name, (predicted, measured) in run_figures(plan, result).items():
         show = _SHOW[name.split()[0]]
-        off = f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
+        off = percent_change(predicted / measured - 1) if measured and predicted else ""
         add_row(table, name, *("unknown" if value is None else show(value) for value in (predicted, measured)), off)
     yield table
     yield from _remarks(plan, result)

@@ -10,7 +10,7 @@ from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.exchange import exchange_ns
 from bapipe.planner.analysis.strategies import Strategy
 from bapipe.planner.plan import simulate
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, counted, printable
 from bapipe.report.formatting import add_row, empty_table
 from bapipe.report.idle_time import idle_ns_by_cause
 from bapipe.tables import rows_html
@@ -71,7 +71,9 @@ class StrategyTable:
     @property
     def title(self) -> str:
         profile = next(iter(next(iter(self.strategies.values())).profiles.values()))
-        return f"{profile.model}: mini-batches of {self.minibatch_size} on {len(self.cluster.devices)} devices"
+        return (
+            f"{profile.model}: mini-batches of {self.minibatch_size} on {counted(len(self.cluster.devices), 'device')}"
+        )
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each strategy; those without a plan have no times, and the reason in `why_not`."""

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from bapipe.printable import printable
+from bapipe.printable import counted, printable
 from bapipe.report.formatting import folded, ms
 from bapipe.schedules.table import Phase
 from bapipe.simulator.timeline import Span, Timeline, Update
@@ -40,7 +40,7 @@ def gantt(timeline: Timeline, width: int) -> str:
     first, num_left_out, last = folded(sorted(working))
     for rank in [*first, *last]:
         if num_left_out and rank == last[0]:
-            lines.append(f"{'…':>{margin}} {num_left_out:,} more devices")
+            lines.append(f"{'…':>{margin}} {counted(num_left_out, 'more device')}")
         lanes = timeline.lanes(rank)
         for lane, text in enumerate(_lane_lines(lanes, updates[rank], max(step_ns, 1), num_columns)):
             device = "" if lane else names[rank]

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from bapipe.report.formatting import add_row, empty_table
-from bapipe.units import number, percent_up
+from bapipe.units import number, percent_change, percent_up
 
 
 def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -25,7 +25,7 @@ def variations_table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
             reason = str(row["why_not"]).split("; ")[0]  # the rest is in the other formats
             add_row(table, *values, "", "", "", "", "", reason, "")
             continue
-        change = f"{row['step_ns'] / first - 1:+.1%}" if first and row["step_ns"] != first else ""
+        change = percent_change(row["step_ns"] / first - 1) if first and row["step_ns"] != first else ""
         figures = number(row["step_ns"] / 1e6), change, _rate_in_words(row), number(row["peak_bytes"] / 2**20)
         kind = f"{'* ' if row['is_new_kind'] else ''}{row['plan']}"
         add_row(table, *values, *figures, percent_up(row["gap"]), kind, str(row["microbatch_size"]))

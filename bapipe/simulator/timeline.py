@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bapipe.formats.prediction import Memory, Prediction, RankPrediction
+from bapipe.printable import counted
 from bapipe.schedules.table import Action, Phase
 from bapipe.tables import data_frame, rows_html
 from bapipe.units import number
@@ -178,7 +179,8 @@ class Timeline:
 
     def __repr__(self) -> str:
         """Returns the size of the step in one line: all actions would fill a notebook."""
-        return f"Timeline({len(self.devices)} devices, {len(self.spans)} actions, {number(self.step_ns / 1e6)} ms)"
+        devices, actions = counted(len(self.devices), "device"), counted(len(self.spans), "action")
+        return f"Timeline({devices}, {actions}, {number(self.step_ns / 1e6)} ms)"
 
     def rows(self) -> list[dict[str, object]]:
         """Returns a row for each action, transfer, all-reduce and update, by start, as `to_pandas` has them."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from bapipe.errors import Stopped
 from bapipe.formats.plan import Plan
+from bapipe.printable import counted
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
@@ -249,9 +250,9 @@ def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position:
 
 def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stopped:
     if writer is None:
-        return Stopped(number, f" after {steps} steps, without a checkpoint")
+        return Stopped(number, f" after {counted(steps, 'step')}, without a checkpoint")
     writer.wait()
-    return Stopped(number, f" after {steps} steps, of which there is a checkpoint: continue with `resume`")
+    return Stopped(number, f" after {counted(steps, 'step')}, of which there is a checkpoint: continue with `resume`")
 
 
 def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) -> EvaluationData:

@@ -23,6 +23,7 @@ from torch import Tensor
 from bapipe.errors import BapipeError, RunFailed, one_line
 from bapipe.formats.files import write_bytes
 from bapipe.job.groups import new_proven_group
+from bapipe.printable import counted
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
 from bapipe.torch_device import CPU
@@ -196,7 +197,9 @@ class CheckpointWriter:
             if fault is not None:
                 self._error = RunFailed(fault)
         except Exception as error:  # a thread's exceptions would be lost
-            self._error = RunFailed(f"the checkpoint of {step} steps could not be written: {one_line(error)}")
+            self._error = RunFailed(
+                f"the checkpoint of {counted(step, 'step')} could not be written: {one_line(error)}"
+            )
 
     def _fault_of_try(self, manifest: Manifest, own: Mapping[str, Tensor]) -> str | None:
         """Tries to write a checkpoint, of which `manifest` lacks the files and `own` are the tensors of this rank.
@@ -213,7 +216,9 @@ class CheckpointWriter:
             return None
         self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
         rank, cause = faults[0]
-        return f"{self._title(rank)} could not write the checkpoint of {manifest.position.step} steps: {cause}"
+        return (
+            f"{self._title(rank)} could not write the checkpoint of {counted(manifest.position.step, 'step')}: {cause}"
+        )
 
     def _on_first_rank(self, do: Callable[[], object]) -> list[_Outcome]:
         return self._on_every_rank(do if dist.get_rank() == 0 else lambda: None)
