@@ -149,7 +149,8 @@ class Server(ThreadingHTTPServer):
         if len(session.cluster.devices) > MAX_SHOWN_DEVICES:
             raise BapipeError(
                 f"{len(session.cluster.devices):,} devices: the page shows at most {MAX_SHOWN_DEVICES}; explore some "
-                "of them, by `num_devices` or `cluster`, or all by `vary`; bapipe show with `html` draws a plan for all"
+                "of them, by `num_devices` or `cluster`, or all by `vary`; bapipe show with `html` draws a plan for "
+                "them"
             )
         self.secret = secrets.token_urlsafe(16)
         self.routes = Routes(session)
