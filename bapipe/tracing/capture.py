@@ -102,7 +102,7 @@ def _capture_with_leaves(
         recorded: how recording failed, if it did.
     """
     while failed.path:
-        leaves.add({failed.path: f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}"})
+        leaves.add({failed.path: _reason_of_leaf(failed, recorded)})
         try:
             return leaves.capture(module, num_inputs)
         except TracingFailed as error:
@@ -113,6 +113,17 @@ def _capture_with_leaves(
     raise InvalidModel(
         f"{type(module).__name__} cannot be traced: {_reason(failed, recorded)}; {advice}"
     ) from failed.cause
+
+
+def _reason_of_leaf(failed: TracingFailed, recorded: TracingFailed | None) -> str:
+    """Returns why a module in which torch.fx fails is one layer.
+
+    Recording follows code that torch.fx cannot: where it was tried, it is what recording met that has to be changed.
+    """
+    if recorded is None:
+        return f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}"
+    around = f"the code of the model around it cannot be traced: {why_not_recorded(recorded.cause)}"
+    return recorded.reasons.get(failed.path, around)
 
 
 def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:

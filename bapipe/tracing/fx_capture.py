@@ -48,11 +48,14 @@ _SIZES = frozenset(
 
 
 class TracingFailed(Exception):
-    """Tracing failed inside a module of the model; `path` is empty if it failed in the model's own forward."""
+    """Tracing failed inside a module of the model; `path` is empty if it failed in the model's own forward.
 
-    def __init__(self, path: str, cause: Exception) -> None:
+    `reasons` says why other modules had to become leaf modules before, by path.
+    """
+
+    def __init__(self, path: str, cause: Exception, reasons: Mapping[str, str] | None = None) -> None:
         super().__init__(str(cause))
-        self.path, self.cause = path, cause
+        self.path, self.cause, self.reasons = path, cause, dict(reasons or {})
 
 
 class _Tracer(fx.Tracer):

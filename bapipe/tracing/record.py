@@ -178,7 +178,7 @@ class _Recorder(TorchFunctionMode):
         except _StartAgain as error:
             raise TracingFailed(error.path, error.cause) from error
         except Exception as error:  # whatever the model's own code raises without values
-            raise TracingFailed("", error) from error
+            raise TracingFailed("", error, self._reasons) from error
         return Recording(
             calls=tuple(self._calls),
             returned=returned,

@@ -31,7 +31,7 @@ def capture_by_recording(
             return replace(merge(module, recordings, check_size), leaf_reasons=_outermost(reasons))
         except TracingFailed as error:
             if not error.path or error.path in reasons:
-                raise
+                raise TracingFailed(error.path, error.cause, reasons | error.reasons) from error
             reasons[error.path] = f"it cannot be traced: {why_not_recorded(error.cause)}"
 
 

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private.tensors import FakeTensor
+from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import NO_GRAD, Captured
+from bapipe.tracing.extract import extract
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.layers import trace
 from bapipe.tracing.recorded_capture import capture_by_recording
@@ -306,6 +308,79 @@ def test_a_forward_on_the_examples_that_fails_is_said_to() -> None:
         f"for 10 images ({__name__}, line "
     )
     assert str(error.value).endswith("; a model must take any number of samples like those of its example inputs")
+
+
+class BranchesOnShape(nn.Module):
+    """Code that torch.fx cannot follow, and recording can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x) if x.ndim < 3 else x)
+        return y
+
+
+class InFours(nn.Module):
+    """Computes with groups of four samples, as the minibatch deviation of a discriminator does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        deviation = self.first(x).view(4, -1, 6).std(0).mean(1, keepdim=True).repeat(4, 1)
+        return self.second(x + deviation), deviation.squeeze(1)
+
+
+class AroundFours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.fours, self.after = BranchesOnShape(), InFours(), BranchesOnShape()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, deviation = self.fours(self.before(x))
+        z: Tensor = self.after(y) * deviation[:, None]
+        return z
+
+
+@pytest.mark.parametrize("leaf_modules", [(), ("fours",)])
+def test_a_part_that_takes_some_batch_sizes_only_is_one_layer_and_its_siblings_are_cut(
+    leaf_modules: tuple[str, ...],
+) -> None:
+    module, x = AroundFours(), torch.randn(4, 6)
+    model = trace(module, [x], leaf_modules=leaf_modules)
+    layers = [layer.name for layer in model.layers]
+    assert layers == ["before.first", "before.second", "fours", "after.first", "after.second"]
+    assert list(model.leaf_reasons) == ([] if leaf_modules else ["fours"])
+    assert all("'[4, -1, 6]' is invalid for input of size 30" in reason for reason in model.leaf_reasons.values())
+    first, second = layers[:3], layers[3:]
+    crossing = tuple(dict.fromkeys(name for layer in model.layers[2:3] for name in layer.outputs))
+    for num_samples in (4, 12):
+        x = torch.randn(num_samples, 6)
+        sent = extract(model, first, model.inputs, crossing)(x)
+        assert torch.equal(extract(model, second, crossing, model.outputs)(*sent)[0], module(x))
+
+
+class DividesByTheBatch(nn.Module):
+    """Its own code can be followed by torch.fx alone, that of its part by recording alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = BranchesOnShape(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.part(x)) * (1 / x.shape[0])
+        return y
+
+
+def test_a_part_is_said_to_be_one_layer_because_of_the_code_around_it_that_cannot_be_recorded() -> None:
+    captured = capture(DividesByTheBatch(), (torch.zeros(3, 6),), (), called_leaves=True)
+    assert list(captured.layer_of_call.values()) == ["part", "last"]
+    reason = captured.leaf_reasons["part"]
+    assert reason.startswith("the code of the model around it cannot be traced: an argument is 0.2 or ")
+    assert "* (1 / x.shape[0])" in reason
 
 
 class ReadsTypes(nn.Module):
