@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
@@ -22,6 +23,13 @@ __all__ = [  # torch's names
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile` returns."""
     return isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether torch.jit has compiled a module. With PYTORCH_JIT=0 its classes are as any others."""
+    from torch.jit import _state
+
+    return isinstance(module, torch.jit.ScriptModule) and bool(_state._enabled.enabled)
 
 
 def is_exported(module: nn.Module) -> bool:

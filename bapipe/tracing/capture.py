@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private.modules import hooks_in_words, is_compiled, is_exported
+from bapipe.torch_private.modules import hooks_in_words, is_compiled, is_exported, is_scripted
 from bapipe.torch_private.tensors import distributions_unvalidated
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
@@ -191,14 +191,12 @@ def check_has_layers(module: nn.Module) -> None:
     Those are parameters and buffers without a shape, and sparse ones.
     """
     has_no_layers = {
-        "scripted by torch.jit": isinstance(module, torch.jit.ScriptModule),
+        "scripted by torch.jit": is_scripted(module),
         "compiled by torch.compile": is_compiled(module),
     }
     for how, is_so in has_no_layers.items():
         if is_so:
-            raise InvalidModel(
-                f"the module is {how}, so it has no layers to cut between: give the module that it was made from"
-            )
+            raise InvalidModel(f"the module is {how}, so it has no layers to cut between: {_instead(module)}")
     for path, part in module.named_modules():
         if "#" in path:
             raise InvalidModel(
@@ -210,10 +208,10 @@ def check_has_layers(module: nn.Module) -> None:
                 f"{name} was made by torch.export, so it has no layers to cut between, nor a training mode: give the "
                 "module that it was made from"
             )
-        if isinstance(part, torch.jit.ScriptModule) and (*part.parameters(), *part.buffers()):
+        if is_scripted(part) and (*part.parameters(), *part.buffers()):
             raise InvalidModel(
                 f"module '{path}' is scripted by torch.jit, so its parameters and buffers cannot be given to one "
-                "stage: use the module that it was made from"
+                f"stage: {_instead(part)}"
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -223,6 +221,17 @@ def check_has_layers(module: nn.Module) -> None:
                 f"'{name}' is a sparse tensor ({tensor.layout}), and stages hold dense ones only: register its "
                 "to_dense() instead"
             )
+
+
+def _instead(module: nn.Module) -> str:
+    """Says what to give in place of a module that is compiled."""
+    kind = type(module)
+    if not is_scripted(module) or kind.__module__.partition(".")[0] == "torch":
+        return "give the module that it was made from"
+    return (
+        f"its class {kind.__name__} is a torch.jit.ScriptModule; set PYTORCH_JIT=0 in the environment, also where it "
+        "trains, or make it a class of torch.nn.Module"
+    )
 
 
 def _first_line(error: Exception) -> str:

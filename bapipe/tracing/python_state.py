@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from bapipe.torch_private.modules import hooks_of
+from bapipe.torch_private.modules import hooks_of, is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
 from bapipe.tracing.reached_state import KeptState, is_of_the_user
 from bapipe.tracing.torch_layers import calls_other_code
@@ -42,7 +42,7 @@ def state_restored(
             counts of writes, which miss those of batch norm and those to `tensor.data`.
         outside: whether to restore what forwards write to outside of the module.
     """
-    modules = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    modules = [part for part in module.modules() if not is_scripted(part)]
     hidden = {id(tensor): tensor for tensor in hidden_tensors(module).values()}
     own = _tensors(modules)
     values = [
@@ -289,8 +289,8 @@ def reached_by(states: Iterable[KeptState]) -> dict[int, Any]:
 
 def attributes_of(module: nn.Module) -> Attributes:
     """Returns the attributes of the modules whose calls run other code than torch's own."""
-    graphs = (fx.GraphModule, torch.jit.ScriptModule)
-    own_code = (part for part in module.modules() if not isinstance(part, graphs) and calls_other_code(part))
+    parts = (part for part in module.modules() if not isinstance(part, fx.GraphModule) and not is_scripted(part))
+    own_code = (part for part in parts if calls_other_code(part))
     return [(part, plain_attributes(part)) for part in own_code]
 
 

@@ -1,5 +1,8 @@
 """The three ways to capture a graph."""
 
+import os
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -107,12 +110,49 @@ def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     x = torch.zeros(1, 2)
     scripted = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(
-        InvalidModel, match=r"^module '1' is scripted by torch\.jit, .* use the module that it was made"
+        InvalidModel, match=r"^module '1' is scripted by torch\.jit, .* give the module that it was made"
     ):
         capture(nn.Sequential(nn.Linear(2, 2), scripted), (x,), ())
     activation = torch.jit.script(nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 2), activation)
     torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
+
+
+class Scripted(torch.jit.ScriptModule):
+    """A class that is scripted wherever it is made, as those of some repositories are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    @torch.jit.script_method  # type: ignore[attr-defined, untyped-decorator]
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y
+
+
+@pytest.mark.parametrize("around", [lambda module: module, lambda module: nn.Sequential(module)])
+def test_classes_that_are_scripted_are_told_how_to_be_none(around: Callable[[nn.Module], nn.Module]) -> None:
+    with pytest.raises(
+        InvalidModel, match=r"scripted by torch\.jit, .*: its class Scripted is .*; set PYTORCH_JIT=0 in"
+    ):
+        capture(around(Scripted()), (torch.zeros(1, 2),), ())
+
+
+def test_without_torch_jit_such_classes_have_layers() -> None:
+    code = (
+        "import torch; from tests.tracing.test_capture import Scripted; from bapipe.tracing.layers import trace; "
+        "print([layer.name for layer in trace(Scripted(), [torch.zeros(1, 2)]).layers])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTORCH_JIT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert found.stdout.split("\n")[0] == "['a', 'b']"
 
 
 @pytest.mark.parametrize(("whole", "name"), [(True, "the module"), (False, "module '1'")])
