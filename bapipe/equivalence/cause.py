@@ -21,6 +21,26 @@ _CAUSES = (
 )  # fmt: skip
 
 
+_LOSS_ALONE = "a loss can read only what the model returns: let the model return all that the loss needs"
+
+_OF_LOSS_DERIVATIVES = (
+    "the loss takes derivatives of outputs with respect to inputs, which cannot be taken across stages: compute them "
+    "in the model's forward, by `torch.autograd.grad` with `create_graph=True`, and return them"
+)
+
+_OF_DERIVATIVES = (
+    "code around it takes derivatives of outputs with respect to inputs, which cannot be taken across a cut"
+)
+
+_DERIVATIVE_FAILED = "appears to not have been used in the graph"
+"""In what torch.autograd.grad raises where what it differentiates was not computed from what it differentiates by."""
+
+
+def cause_in_loss(what: str) -> str:
+    """Returns why stages cannot compute a loss, of what differs, or the error that it raised, in words."""
+    return _OF_LOSS_DERIVATIVES if _DERIVATIVE_FAILED in what else _LOSS_ALONE
+
+
 def own_code(root: nn.Module, path: str) -> str:
     """Returns the innermost module around a path that runs code from outside torch; empty for the root.
 
@@ -32,12 +52,15 @@ def own_code(root: nn.Module, path: str) -> str:
     return path
 
 
-def likely_cause(root: nn.Module, path: str, keeps_state: bool) -> str:
+def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> str:
     """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`.
 
     Args:
+        what: what differs, or the error that was raised, in words.
         keeps_state: whether only later micro-batches differ.
     """
+    if _DERIVATIVE_FAILED in what:
+        return _OF_DERIVATIVES
     module = root.get_submodule(path)
     owner = f"'{path}'" if path else "the model"
     if (hook := hooks_in_words(module)) is not None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.cause import likely_cause, own_code
+from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
+from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stage_pass import Stage, StageFailed
@@ -21,8 +22,6 @@ from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import reaches_state_of, same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.tracing.torch_layers import is_of_torch
-
-_LOSS_ALONE = "a loss can read only what the model returns: let the model return all that the loss needs"
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ def _compare(
             return Unchecked(reason="there is not enough memory for two micro-batches")
         what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
         if error.layer == LOSS:
-            return Difference(path=LOSS, code="", what=what, cause=_LOSS_ALONE)
+            return Difference(path=LOSS, code="", what=what, cause=cause_in_loss(what))
         return _difference_at(model, error.layer.partition("#")[0], what)
     if not mismatches(original, split, conditions=conditions):
         return _equal(model, stages, original)
@@ -210,7 +209,8 @@ def _difference(
     is_given_the_same = where is None or where.phase == "backward"
     if losses and is_given_the_same and reaches_state_of(loss, model.root):
         code = "" if where is None else own_code(model.root, where.path)
-        return Difference(path=LOSS, code=code, what=str(found[0]), cause=_LOSS_ALONE)
+        what = str(found[0])
+        return Difference(path=LOSS, code=code, what=what, cause=cause_in_loss(what))
     if where is not None:
         what = f"{found[0]}; values differ in the {where.phase}{where.between}"
         return _difference_at(model, where.path, what, keeps_state)
@@ -220,7 +220,7 @@ def _difference(
 
 def _difference_at(model: TracedModel, path: str, what: str, keeps_state: bool = False) -> Difference:
     code = own_code(model.root, path)
-    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code, keeps_state))
+    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code, what, keeps_state))
 
 
 def trace_checked(
@@ -261,13 +261,11 @@ def trace_checked(
             raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
         for path in larger:
             reasons[path] = f"split, it would differ from the original: {result}"
-            _log.warning("'%s' is one layer: %s", path, reasons[path])
+            _log.warning("'%s' is one layer: %s", path, with_hint(reasons[path]))
 
 
 def _advice(difference: Difference) -> str:
-    return (
-        "" if difference.cause == _LOSS_ALONE else "; put this code into a module of its own, which is then one layer"
-    )
+    return "" if difference.path == LOSS else "; put this code into a module of its own, which is then one layer"
 
 
 def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches, trace_checked
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
+from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.losses import loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
@@ -101,7 +102,8 @@ def traced(
         if fault is not None:
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
-    notes |= {ONE_LAYER: dict(model.leaf_reasons)} if model.leaf_reasons else {}
+    one_layer = {path: with_hint(reason) for path, reason in model.leaf_reasons.items()}
+    notes |= {ONE_LAYER: one_layer} if one_layer else {}
     shared = shared_changing_buffers(model)
     notes |= {SHARED_BUFFERS: {name: list(layers) for name, layers in shared.items()}} if shared else {}
     return TracedForProfile(model=model, notes=notes, keep_values=keep_values)
