@@ -11,6 +11,7 @@ from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.locate import Place, first_difference
+from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
@@ -166,12 +167,19 @@ def _compare(
     if not mismatches(original, split, conditions=conditions):
         return _equal(model, stages, original)
     if not repeats(original, run_original(model.root, loss, microbatches, conditions)):
-        return Unchecked(reason="its loss on the same samples differs from run to run")
+        return Unchecked(reason=_why_it_differs(model, loss))
     noise = perturbed(model.root, loss, microbatches, conditions)
     found = mismatches(original, split, noise, conditions)
     if not found:
         return _equal(model, stages, original)
     return _difference(model, loss, found, lambda: first_difference(model, stages, loss, microbatches, conditions))
+
+
+def _why_it_differs(model: TracedModel, loss: Loss) -> str:
+    """Says that the original's loss differs from run to run, and what its code reaches that may be the cause."""
+    obstacle = state_of_loss(loss, model.root).obstacle
+    reaches = "" if obstacle is None else f", and its code reaches {obstacle}, which cannot be put back between runs"
+    return f"its loss on the same samples differs from run to run{reaches}"
 
 
 def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:

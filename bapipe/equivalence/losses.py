@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
@@ -57,8 +58,13 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
 
     The halves are those of the model's output, so layers that mix samples, such as batch norm, do not count. Where it
     is not by rows, as if the model computes its loss itself, they are those of the inputs, in evaluation mode. A loss
-    that reads the model's parameters is no function of the output either.
+    that reads the model's parameters is no function of the output either. What the loss keeps is put back.
     """
+    with state_of_loss(loss, module).restored():
+        return _over_parts(module, loss, batch)
+
+
+def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
     with trial(module) as one, torch.no_grad():
         one.begin_forward(0)
         try:

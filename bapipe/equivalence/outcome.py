@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import CPU
@@ -114,14 +115,19 @@ class Trial:
 
 
 @contextmanager
-def trial(module: nn.Module, conditions: Conditions = TRAINING) -> Iterator[Trial]:
-    """The module may be trained in this context, with gradients of its own; afterwards it is as it was."""
+def trial(module: nn.Module, conditions: Conditions = TRAINING, loss: Loss | None = None) -> Iterator[Trial]:
+    """The module may be trained in this context, with gradients of its own; afterwards it is as it was.
+
+    So is what a loss keeps that is called in it.
+    """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     device = device_of(module)
+    loss_restored = nullcontext() if loss is None else state_of_loss(loss, module).restored()
     try:
         for parameter, _ in gradients:
             parameter.grad = None
         with (
+            loss_restored,
             state_restored(module, parameters=True) as before,
             all_generators_restored(device),
             torch.set_grad_enabled(conditions.trains),
@@ -142,7 +148,7 @@ def run_original(
     module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions = TRAINING
 ) -> Outcome:
     """Returns the outcome of the model's own code, one micro-batch after another."""
-    with trial(module, conditions) as one:
+    with trial(module, conditions, loss) as one:
         numbers, losses = [numbers_kept(module)], []
         for index, microbatch in enumerate(microbatches):
             own = microbatch.copy()

@@ -99,7 +99,7 @@ def run_stages(
     Raises:
         StageFailed: a stage fails.
     """
-    with trial(model.root, conditions) as one:
+    with trial(model.root, conditions, loss) as one:
         own_attributes = OwnAttributes(model.root, [stage.module for stage in stages], loss)
         losses: list[Tensor] = []
         in_flight: list[StagesPass] = []

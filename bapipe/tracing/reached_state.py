@@ -100,8 +100,10 @@ class KeptState:
             for logger in self._loggers:
                 stack.callback(setattr, logger, "disabled", logger.disabled)
                 logger.disabled = True  # it would note each call twice
-            yield
-        self.put_back()
+            try:
+                yield
+            finally:
+                self.put_back()
 
     def put_back(self) -> None:
         """Gives all but modules with contexts of their own the state that they had when this was made."""
