@@ -1,13 +1,14 @@
 """The likely cause why a module cannot be split, from what its code names."""
 
-import dis
-from typing import Any
-
 from torch import nn
 
 from bapipe.torch_private.modules import hooks_in_words
-from bapipe.tracing.randomness import names_in
+from bapipe.tracing.assigned_attributes import assigns_attributes, names_in_forward
 from bapipe.tracing.torch_layers import calls_other_code
+
+KEEPS_ATTRIBUTES = (
+    "keeps values in attributes between calls; let it return them, and pass them to the code that uses them"
+)
 
 _CAUSES = (
     (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
@@ -67,15 +68,10 @@ def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> st
         return f"likely because {owner} has {hook}"
     if keeps_state:
         return f"the forward of {owner} keeps values between calls, which tracing does not see"
-    names = set(names_in(type(module).forward))
+    names = names_in_forward(module)
     for hints, cause in _CAUSES:
-        if names & set(hints):
+        if not names.isdisjoint(hints):
             return f"likely because the forward of {owner} {cause}"
-    if _assigns_attributes(module):
-        return f"likely because the forward of {owner} keeps values in attributes between calls"
+    if assigns_attributes(module):
+        return f"likely because the forward of {owner} {KEEPS_ATTRIBUTES}"
     return "the cause is not known"
-
-
-def _assigns_attributes(module: Any) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and any(step.opname == "STORE_ATTR" for step in dis.get_instructions(code))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
+from bapipe.equivalence.cause import KEEPS_ATTRIBUTES, cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.locate import Place, first_difference
@@ -273,7 +273,9 @@ def trace_checked(
 
 
 def _advice(difference: Difference) -> str:
-    return "" if difference.path == LOSS else "; put this code into a module of its own, which is then one layer"
+    if difference.path == LOSS or difference.cause.endswith(KEEPS_ATTRIBUTES):
+        return ""
+    return "; put this code into a module of its own, which is then one layer"
 
 
 def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:

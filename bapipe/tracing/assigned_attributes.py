@@ -1,0 +1,59 @@
+"""Finds modules whose forwards assign attributes, from their code."""
+
+import dis
+import inspect
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from bapipe.tracing.randomness import names_in
+from bapipe.tracing.reached import reached
+from bapipe.tracing.torch_layers import is_of_torch
+
+
+def forward_functions(module: nn.Module) -> list[FunctionType]:
+    """Returns the forward of a module's class, and the methods and properties of the class that it may call.
+
+    Those are the ones that it names, and that these name. Functions of torch are left out.
+    """
+    cls = type(module)
+    return reached(_defined(cls, "forward"), lambda f: [one for name in names_in(f) for one in _defined(cls, name)])
+
+
+def _defined(cls: type, name: str) -> list[FunctionType]:
+    """Returns what a class and its bases define by a name, without decorators, as far as it is a function."""
+    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch"))
+    found = (_function(vars(base)[name]) for base in own if name in vars(base))
+    return [one for one in found if isinstance(one, FunctionType)]
+
+
+def _function(value: Any) -> Any:
+    if isinstance(value, property):
+        value = value.fget
+    return inspect.unwrap(value) if callable(value) else getattr(value, "__func__", value)
+
+
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Returns the names of functions and attributes in `forward_functions`."""
+    return frozenset(name for function in forward_functions(module) for name in names_in(function))
+
+
+def assigned_names(module: nn.Module) -> frozenset[str]:
+    """Returns the names of the attributes that a forward of a module assigns, its own or those of other objects."""
+    steps = (step for function in forward_functions(module) for step in dis.get_instructions(function))
+    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")
+
+
+def assigns_attributes(module: nn.Module) -> bool:
+    """Returns whether a forward of a module assigns attributes, of the module or of another object."""
+    return bool(assigned_names(module)) or "setattr" in names_in_forward(module)
+
+
+def may_be_inlined(module: nn.Module) -> bool:
+    """Returns whether a module that is one layer because it has no children may have to be several.
+
+    Its calls may depend on each other by attributes that it assigns, as in a reversible norm, which keeps statistics at
+    the start of a model for its end: stages that call it in processes of their own do not see each other's attributes.
+    """
+    return next(module.children(), None) is None and not is_of_torch(module) and assigns_attributes(module)

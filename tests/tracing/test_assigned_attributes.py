@@ -1,0 +1,62 @@
+"""Which attributes forwards assign, by their code."""
+
+import torch
+from torch import nn
+
+from bapipe.tracing.assigned_attributes import assigned_names, assigns_attributes, may_be_inlined, names_in_forward
+
+
+class Base(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.of_base = x
+        return self.helper(x) * self.scale
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def never_called(self) -> None:
+        self.other = 1
+
+    @property
+    def scale(self) -> int:
+        self.of_property = 2
+        return 2
+
+
+class Derived(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+    @torch.no_grad()
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        self.of_helper = x
+        return self.helper(x) if len(x) > 3 else x  # calls itself, which must not go on for ever
+
+
+class Sets(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("first", "last"):
+            setattr(self, name, x)
+        return x
+
+
+class Plain(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[0] = 1
+        return y
+
+
+def test_attributes_are_found_in_the_methods_that_a_forward_may_call() -> None:
+    assert assigned_names(Base()) == {"of_base", "of_property"}
+    assert assigned_names(Derived()) == {"of_base", "of_property", "of_helper"}
+    assert {"super", "helper", "scale", "of_base"} <= names_in_forward(Derived())
+
+
+def test_modules_without_children_of_ones_own_may_be_inlined_if_they_assign() -> None:
+    made = [Derived(), Sets(), Plain(), nn.Linear(2, 2), nn.BatchNorm1d(2)]
+    assert [assigns_attributes(module) for module in made] == [True, True, False, False, False]
+    assert [may_be_inlined(module) for module in made] == [True, True, False, False, False]
+    with_child = Derived()
+    with_child.child = nn.Identity()
+    assert not may_be_inlined(with_child)
