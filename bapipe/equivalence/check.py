@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.cause import KEEPS_ATTRIBUTES, cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.hints import with_hint
+from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
@@ -18,7 +19,7 @@ from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
-from bapipe.tracing.layers import trace
+from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import reaches_state_of, same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
@@ -243,27 +244,47 @@ def trace_checked(
 ) -> tuple[TracedModel, Equivalence | Unchecked]:
     """Returns the layers of a module, of which each cut is known to give the original's results.
 
-    A module in which the split model differs becomes one layer, so that stages call it as it is; then the next larger
-    one, until there is no difference. `max_size` is the size of the largest micro-batches.
+    Where the split model differs, modules without children that assign attributes are inlined first, if that gives the
+    original's results: their calls, which are layers, may find values there that other calls left. Else the module in
+    which it differs becomes one layer, so that stages call it as it is; then the next larger one, until there is no
+    difference. `max_size` is the size of the largest micro-batches.
 
     Raises:
         InvalidModel: as `trace`; or the model differs even so.
     """
     reasons: dict[str, str] = {}
+    inlined = frozenset[str]()
+    called = frozenset(matching_paths(module, leaf_modules))  # modules that are not inlined
     while True:
-        with state_restored(module, parameters=True):
-            model = trace(
-                module,
-                inputs,
-                leaf_modules=(*leaf_modules, *reasons),
-                operator_layers=operator_layers,
-                called_leaves=bool(reasons),
-                microbatch_size=max_size,
-            )
-        result = compare_split(model, loss, microbatches)
-        if not isinstance(result, Difference):
+        result: Equivalence | Unchecked | Difference | None = None
+        try:
+            with state_restored(module, parameters=True):
+                model = trace(
+                    module,
+                    inputs,
+                    leaf_modules=(*leaf_modules, *reasons),
+                    operator_layers=operator_layers,
+                    called_leaves=bool(reasons),
+                    microbatch_size=max_size,
+                    inlined=sorted(inlined),
+                )
+            result = compare_split(model, loss, microbatches)
+        except InvalidModel:
+            if not inlined:
+                raise
+        if isinstance(result, Equivalence) or (isinstance(result, Unchecked) and not inlined):
             changed = result.changed if isinstance(result, Equivalence) else None
-            return replace(model, leaf_reasons={**model.leaf_reasons, **reasons}, changed=changed), result
+            leaf_reasons = {**model.leaf_reasons, **reasons}
+            return replace(model, leaf_reasons=leaf_reasons, inlined=inlined, changed=changed), result
+        in_vain = inlined_in_vain(module, result.code, inlined) if isinstance(result, Difference) else inlined
+        if in_vain:
+            inlined, called = inlined - in_vain, called | in_vain
+            continue
+        assert isinstance(result, Difference)
+        more = frozenset() if result.path == LOSS else inlinable(model, result.code, called | inlined)
+        if more:
+            inlined |= more
+            continue
         larger = _next_leaves(model, result.code)
         if not larger:
             raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")

@@ -142,9 +142,10 @@ def _as_trained(
             called_leaves=bool(model.leaf_reasons),
             microbatch_size=max_size,
             autocast=autocast,
+            inlined=sorted(model.inlined),
         )
     except InvalidModel:
         return model
     if [layer.name for layer in found.layers] != [layer.name for layer in model.layers]:
         return model
-    return replace(found, leaf_reasons=model.leaf_reasons, changed=model.changed)
+    return replace(found, leaf_reasons=model.leaf_reasons, inlined=model.inlined, changed=model.changed)

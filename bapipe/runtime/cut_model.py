@@ -86,7 +86,7 @@ class _Cutter:
 
     def cut(self, inputs: Sequence[Tensor], *, may_lack_layers: bool = False) -> Split:
         layers = [name for stage in self.plan.stages for name in stage.layers]
-        leaf_modules, operator_layers = granularity(self.module, layers)
+        leaf_modules, inlined, operator_layers = granularity(self.module, layers)
         model = trace(
             self.module,
             inputs,
@@ -95,6 +95,7 @@ class _Cutter:
             microbatch_size=self.plan.microbatch_size,
             autocast=self.traced_in,
             layers=() if may_lack_layers else layers,
+            inlined=inlined,
         )
         return split(model, self.plan, inputs, self.mode, may_lack_layers=may_lack_layers)
 

@@ -30,6 +30,7 @@ def capture(
     called_leaves: bool = False,
     check_size: int = CHECK_BATCH_SIZE,
     wanted: frozenset[str] = frozenset(),
+    inlined: frozenset[str] = frozenset(),
 ) -> Captured:
     """Returns the operators of a module.
 
@@ -44,21 +45,22 @@ def capture(
         called_leaves: whether these must be called as they are, which torch.export does not: it sees through them.
         check_size: a batch size at which what is recorded must be right.
         wanted: calls of modules that are layers, if that is known: recording may find them where torch.fx does not.
+        inlined: paths of modules without children of which the operators are captured, not the calls.
 
     Raises:
         InvalidModel: all of this fails; the message says where.
     """
     check_has_layers(module)
     num_inputs = None if inputs is None else len(inputs)
-    leaves = _Leaves(leaf_modules)
-    leaves.add(_hooked_containers(module, leaves.paths))
+    leaves = _Leaves(leaf_modules, inlined)
+    leaves.add(_hooked_containers(module, leaves.paths, inlined))
     asked_for = leaves.paths
     try:
         captured = leaves.capture(module, num_inputs)
         if inputs is None or wanted.issubset(captured.layer_of_call.values()):
             return captured
         with contextlib.suppress(TracingFailed):
-            other = capture_by_recording(module, inputs, sorted(asked_for), check_size)
+            other = capture_by_recording(module, inputs, sorted(asked_for), check_size, inlined)
             captured = other if wanted.issubset(other.layer_of_call.values()) else captured
         return captured
     except TracingFailed as error:
@@ -67,7 +69,7 @@ def capture(
         return _capture_with_leaves(module, None, leaves, failed)
     recorded, not_recorded = None, None
     try:
-        recorded = capture_by_recording(module, inputs, sorted(leaves.paths), check_size)
+        recorded = capture_by_recording(module, inputs, sorted(leaves.paths), check_size, inlined)
         recorded = replace(recorded, leaf_reasons=leaves.reasons | dict(recorded.leaf_reasons))
     except TracingFailed as error:
         not_recorded = error
@@ -77,7 +79,7 @@ def capture(
         # Whatever torch.export raises, its texts do not help: how recording failed does.
         # It would write down every cast, whereas its operators run under autocast later.
         with contextlib.suppress(Exception), autocast_everywhere(None):
-            return capture_with_export(module, inputs, leaves.paths)
+            return capture_with_export(module, inputs, leaves.paths, inlined)
     return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, not_recorded)
 
 
@@ -143,8 +145,8 @@ def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
 class _Leaves:
     """The modules to take as one layer each: those that the caller names, and those that must be, with reasons."""
 
-    def __init__(self, named: Iterable[str]) -> None:
-        self.paths = frozenset(named)
+    def __init__(self, named: Iterable[str], inlined: frozenset[str]) -> None:
+        self.paths, self._inlined = frozenset(named), inlined
         self.reasons: dict[str, str] = {}
 
     def add(self, reasons: Mapping[str, str]) -> None:
@@ -159,14 +161,15 @@ class _Leaves:
         """
         while True:
             try:
-                return replace(capture_with_fx(module, num_inputs, self.paths), leaf_reasons=self.reasons)
+                captured = capture_with_fx(module, num_inputs, self.paths, self._inlined)
+                return replace(captured, leaf_reasons=self.reasons)
             except CannotKeep as error:
                 if "" in error.reasons or self.paths.issuperset(error.reasons):
                     raise TracingFailed("", error) from error
                 self.add(error.reasons)
 
 
-def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[str, str]:
+def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> dict[str, str]:
     """Returns which modules that are no layers have hooks, which only a call of the module runs.
 
     Raises:
@@ -175,7 +178,7 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str]) -> dict[
     hooked = {
         path: f"it has {hook}"
         for path, part in module.named_modules()
-        if (hook := hooks_in_words(part)) is not None and not is_layer(part, path, leaf_modules)
+        if (hook := hooks_in_words(part)) is not None and not is_layer(part, path, leaf_modules, inlined)
     }
     if "" in hooked:
         raise InvalidModel(

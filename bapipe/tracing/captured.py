@@ -96,10 +96,17 @@ class Captured:
     sizes: Mapping[fx.Node, tuple[Any, Any]] | None = None
 
 
-def is_layer(module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset()) -> bool:
-    """Returns whether a call of a module is one layer: it is of torch.nn, has no children, or is a leaf module."""
+def is_layer(
+    module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset(), inlined: frozenset[str] = frozenset()
+) -> bool:
+    """Returns whether a call of a module is one layer: it is of torch.nn, has no children, or is a leaf module.
+
+    `inlined` are modules without children whose operators are traced instead, unless they are leaf modules.
+    """
     if path in leaf_modules:
         return True
+    if path in inlined:
+        return False
     if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS):
         return True
     return next(module.children(), None) is None

@@ -63,9 +63,9 @@ class _Tracer(fx.Tracer):
     hooks on tensors, and in which module it failed.
     """
 
-    def __init__(self, leaf_modules: frozenset[str]) -> None:
+    def __init__(self, leaf_modules: frozenset[str], inlined: frozenset[str]) -> None:
         super().__init__(param_shapes_constant=True)
-        self.leaf_modules = leaf_modules
+        self.leaf_modules, self.inlined = leaf_modules, inlined
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
         self.failed_in: str | None = None
         self.path_of_node: dict[fx.Node, str] = {}
@@ -73,7 +73,7 @@ class _Tracer(fx.Tracer):
         self.generator_fault: Callable[[object], str | None] = lambda value: None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_layer(m, module_qualified_name, self.leaf_modules)
+        return is_layer(m, module_qualified_name, self.leaf_modules, self.inlined)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before = global_generator_states()
@@ -200,8 +200,10 @@ class _StateCalls(TorchFunctionMode):
         return self._tracer.create_proxy("get_attr", self._names[id(value)], (), {})
 
 
-def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str]) -> Captured:
-    """Returns the operators of a module.
+def capture_with_fx(
+    module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str], inlined: frozenset[str] = frozenset()
+) -> Captured:
+    """Returns the operators of a module; `leaf_modules` and `inlined` as `capture`.
 
     Raises:
         TracingFailed: the model's code cannot run without values.
@@ -209,7 +211,7 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
     """
     defaults = _default_arguments(module, num_inputs)
     with state_restored(module):
-        tracer, counts = _Tracer(leaf_modules), _counts(module)
+        tracer, counts = _Tracer(leaf_modules, inlined), _counts(module)
         graph = _trace(tracer, module, defaults)
         texts = tracer.texts()
         _drop_arguments(graph, defaults, _num_named(module, num_inputs))
@@ -218,7 +220,8 @@ def capture_with_fx(module: nn.Module, num_inputs: int | None, leaf_modules: fro
         returned, spec = tree_flatten(_plain(output.args[0]))
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
-        _check_second_trace(texts, leaf_modules, module, defaults, is_counting=_counts(module) != counts)
+        again = _Tracer(leaf_modules, inlined)
+        _check_second_trace(texts, again, module, defaults, is_counting=_counts(module) != counts)
     drop_unused(traced)
     check_writes(traced, tracer.path_of_node)
     layer_of_call: dict[fx.Node, str] = {}
@@ -264,14 +267,14 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
 def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[str, str]:
     """Returns which module's forward assigns a buffer: code around its owner if that is a layer, which did not run."""
     path, reason = owner, f"its forward assigns the buffer '{name}'"
-    while path and is_layer(root.get_submodule(path), path, tracer.leaf_modules):
+    while path and is_layer(root.get_submodule(path), path, tracer.leaf_modules, tracer.inlined):
         path, reason = path.rpartition(".")[0], f"its forward assigns the buffer '{owner}.{name}'"
     return {path: reason}
 
 
 def _check_second_trace(
     first: Sequence[tuple[str, ...]],
-    leaf_modules: frozenset[str],
+    tracer: _Tracer,
     module: nn.Module,
     defaults: dict[str, Any],
     *,
@@ -284,7 +287,6 @@ def _check_second_trace(
     """
     for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
         delattr(module, name)  # the second trace shall give the same names
-    tracer = _Tracer(leaf_modules)
     try:
         _trace(tracer, module, defaults)
         different = (text for text, other in zip(tracer.texts(), first, strict=False) if text != other)

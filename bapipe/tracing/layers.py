@@ -18,6 +18,7 @@ from bapipe.tracing.aliasing import (
     writers,
     writes_to_state,
 )
+from bapipe.tracing.assigned_attributes import may_be_inlined
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, autocast_of_training, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
@@ -57,6 +58,7 @@ def trace(
     microbatch_size: int | None = None,
     autocast: torch.dtype | None = None,
     layers: Sequence[str] = (),
+    inlined: Sequence[str] = (),
 ) -> TracedModel:
     """Returns the layers of a module, on whatever device it lives, the meta device included.
 
@@ -77,23 +79,25 @@ def trace(
             may do something else for few samples than for many.
         autocast: in which the model will train; its code may ask for that, to turn it off for a part.
         layers: names that layers have had before: of two ways to find layers the one that finds these is taken.
+        inlined: paths of modules without children that are no layers: their operators belong to layers as those between
+            modules do, unless they cannot be traced, or are leaf modules.
 
     Raises:
         InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
             parameters in memory that other parameters or buffers share.
     """
     with state_restored(module):
-        paths = _matching_paths(module, leaf_modules)
+        paths = matching_paths(module, leaf_modules)
         check_size = check_batch_size(microbatch_size)
         modules = dict(module.named_modules())
         wanted = frozenset(name for name in layers if name.partition("#")[0] in modules)
         with autocast_of_training(autocast):
-            captured = capture(module, inputs, paths, called_leaves, check_size, wanted)
+            captured = capture(module, inputs, paths, called_leaves, check_size, wanted, frozenset(inlined))
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
         except (UnknownSizes, NoTensorReturned) as error:
             with autocast_of_training(autocast):
-                captured = _captured_with_sizes(captured, module, inputs, paths, check_size, error)
+                captured = _captured_with_sizes(captured, module, inputs, paths, check_size, frozenset(inlined), error)
             model = _traced(module, captured, inputs, operator_layers, check_size)
         check_shared_memory(model)
         return model
@@ -105,6 +109,7 @@ def _captured_with_sizes(
     inputs: Sequence[Tensor] | None,
     leaf_modules: Sequence[str],
     check_size: int,
+    inlined: frozenset[str],
     reason: UnknownSizes | NoTensorReturned,
 ) -> Captured:
     """Returns what recording captures, which knows the sizes, and takes apart what the model returns.
@@ -116,7 +121,7 @@ def _captured_with_sizes(
     """
     assert inputs is not None
     try:
-        return capture_by_recording(module, inputs, leaf_modules, check_size)
+        return capture_by_recording(module, inputs, leaf_modules, check_size, inlined)
     except TracingFailed as error:
         if isinstance(reason, NoTensorReturned):
             raise InvalidModel(str(reason)) from error
@@ -145,15 +150,18 @@ def _traced(
     return _traced_model(module, captured, sizes or {}, replicated, layer_of)
 
 
-def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], bool]:
-    """Returns the `leaf_modules` and `operator_layers` with which `trace` gives the named layers."""
+def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """Returns the `leaf_modules`, `inlined` and `operator_layers` with which `trace` gives the named layers."""
     paths = dict(module.named_modules())
     module_names = [name.partition("#")[0] for name in layers]
     leaf_modules = [name for name in module_names if name in paths and not is_layer(paths[name], name)]
-    return leaf_modules, any(name.startswith(OPERATOR) for name in module_names)
+    named = set(module_names)
+    inlined = [path for path, part in paths.items() if path and path not in named and may_be_inlined(part)]
+    return leaf_modules, inlined, any(name.startswith(OPERATOR) for name in module_names)
 
 
-def _matching_paths(module: nn.Module, leaf_modules: Sequence[str]) -> list[str]:
+def matching_paths(module: nn.Module, leaf_modules: Sequence[str]) -> list[str]:
+    """Returns the paths of the modules that patterns match; raises InvalidModel if one matches none."""
     paths = [path for path, _ in module.named_modules() if path]
     matches: list[str] = []
     for pattern in leaf_modules:

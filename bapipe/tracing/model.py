@@ -82,6 +82,7 @@ class TracedModel:
         writes: (operator, the tensor it writes to), except for constants and buffers.
         hazards: the cuts that in-place changes forbid.
         leaf_reasons: modules that are one layer although nobody asked for it, by path, and why.
+        inlined: modules without children that are no layers: see `bapipe.tracing.layers.trace`.
         changed: names of the buffers that its forwards were seen to change; None if none were run for that.
     """
 
@@ -98,6 +99,7 @@ class TracedModel:
     writes: tuple[tuple[fx.Node, fx.Node], ...]
     hazards: tuple[Hazard, ...]
     leaf_reasons: Mapping[str, str] = field(default_factory=dict)
+    inlined: frozenset[str] = frozenset()
     changed: frozenset[str] | None = None
 
 

@@ -70,7 +70,13 @@ class _StartAgain(Exception):
         self.path, self.cause = path, cause
 
 
-def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules: frozenset[str]) -> Recording:
+def record(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    batch: int,
+    leaf_modules: frozenset[str],
+    inlined: frozenset[str] = frozenset(),
+) -> Recording:
     """Returns what a module calls for inputs of some batch size; the module does not change.
 
     A module whose code reads values of tensors, or does something else that cannot be recorded, becomes a leaf module.
@@ -93,7 +99,7 @@ def record(module: nn.Module, inputs: Sequence[Tensor], batch: int, leaf_modules
             for e in inputs
         )
         forward = ExampleForward(module, inputs, batch, device)
-        return _Recorder(own, module, names, leaf_modules, generator_fault, forward).run(examples)
+        return _Recorder(own, module, names, leaf_modules, inlined, generator_fault, forward).run(examples)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -139,11 +145,13 @@ class _Recorder(TorchFunctionMode):
         original: nn.Module,
         names: dict[int, str],
         leaf_modules: frozenset[str],
+        inlined: frozenset[str],
         generator_fault: Callable[[object], str | None],
         forward: ExampleForward,
     ) -> None:
         super().__init__()
-        self._module, self._original, self._leaf_modules = module, original, leaf_modules
+        self._module, self._original = module, original
+        self._leaf_modules, self._inlined = leaf_modules, inlined
         self._names = names  # of parameters, buffers and attributes, by id
         self._paths: dict[int, str] = {}
         for path, part in (*module.named_modules(), *original.named_modules()):
@@ -346,7 +354,7 @@ class _Recorder(TorchFunctionMode):
             path = self._paths.get(id(module))
             if self._paused or path is None:
                 return call(module, *args, **kwargs)
-            if path and is_layer(module, path, self._leaf_modules | set(self._reasons)):
+            if path and is_layer(module, path, self._leaf_modules | set(self._reasons), self._inlined):
                 return self._call_layer(call, module, path, args, kwargs)
             return self._call_container(call, module, path, args, kwargs)
 

@@ -15,9 +15,15 @@ from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 
 
 def capture_by_recording(
-    module: nn.Module, inputs: Sequence[Tensor], leaf_modules: Sequence[str], check_size: int = CHECK_BATCH_SIZE
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    leaf_modules: Sequence[str],
+    check_size: int = CHECK_BATCH_SIZE,
+    inlined: frozenset[str] = frozenset(),
 ) -> Captured:
     """Returns the operators that a module calls for inputs of three batch sizes, of which `check_size` is the third.
+
+    `leaf_modules` and `inlined` are as in `capture`.
 
     Raises:
         TracingFailed: the model's own forward, outside of its modules, cannot be recorded.
@@ -27,7 +33,7 @@ def capture_by_recording(
     while True:
         try:
             with silenced():
-                recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), reasons)
+                recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), inlined, reasons)
             return replace(merge(module, recordings, check_size), leaf_reasons=_outermost(reasons))
         except TracingFailed as error:
             if not error.path or error.path in reasons:
@@ -45,12 +51,13 @@ def _recordings(
     inputs: Sequence[Tensor],
     sizes: Sequence[int],
     leaf_modules: frozenset[str],
+    inlined: frozenset[str],
     reasons: dict[str, str],
 ) -> list[Recording]:
     """Returns recordings at some batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
     recordings: list[Recording] = []
     while len(recordings) < len(sizes):
-        recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons))
+        recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons), inlined)
         if recording.leaf_reasons and recordings:
             recordings.clear()
         else:

@@ -80,8 +80,10 @@ def pipelines(example: Example, plan: Plan, learning_rate: float) -> dict[str, S
     """The plan's cut and micro-batches under torch's own schedules, which know the shapes from the start."""
     rank = dist.get_rank()
     layers = [name for stage in plan.stages for name in stage.layers]
-    leaf_modules, operator_layers = granularity(example.module, layers)
-    traced = trace(example.module, example.tensors, leaf_modules=leaf_modules, operator_layers=operator_layers)
+    leaf_modules, inlined, operator_layers = granularity(example.module, layers)
+    traced = trace(
+        example.module, example.tensors, leaf_modules=leaf_modules, operator_layers=operator_layers, inlined=inlined
+    )
     parts = split(traced, plan, example.tensors)
     tensors, examples = parts.stages[rank], parts.examples
     module = stage_module(parts, rank)

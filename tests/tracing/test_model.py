@@ -181,7 +181,7 @@ def test_a_module_that_cannot_be_followed_is_one_layer() -> None:
 def test_modules_can_be_taken_whole() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
     assert [layer.name for layer in trace(module, leaf_modules=["0"]).layers] == ["0", "1"]
-    assert granularity(module, ["0", "1", "loss"]) == (["0"], False)
+    assert granularity(module, ["0", "1", "loss"]) == (["0"], [], False)
     with pytest.raises(InvalidModel, match=r"^Sequential has no module 'x\.\*' to take as one layer$"):
         trace(module, leaf_modules=["x.*"])
 
@@ -192,7 +192,7 @@ def test_operators_can_be_layers() -> None:
     names = [layer.name for layer in model.layers]
     assert names == ["a", "relu", "b", "op:add", "relu#2"]
     assert model.layers[3].inputs == ("b", "relu")
-    assert granularity(module, names) == ([], True)
+    assert granularity(module, names) == ([], [], True)
     last = extract(model, ["op:add", "relu#2"], ["b", "relu"], ["relu#2"])
     assert torch.equal(last(torch.tensor([1.0]), torch.tensor([-3.0]))[0], torch.tensor([0.0]))
 
@@ -237,7 +237,7 @@ class Bounded(nn.Module):
 def test_the_layers_of_a_profile_are_found_again_by_whichever_way_had_found_them() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Bounded(), Routed(), nn.Linear(4, 2))
     names = [layer.name for layer in trace(module, [torch.randn(3, 4)]).layers]
-    leaf_modules, operator_layers = granularity(module, names)
+    leaf_modules, _, operator_layers = granularity(module, names)
     again = trace(module, [torch.randn(3, 4)], leaf_modules=leaf_modules, operator_layers=operator_layers, layers=names)
     assert [layer.name for layer in again.layers] == names == ["0", "1.inner", "2", "3"]
     other = trace(module, [torch.randn(3, 4)], leaf_modules=leaf_modules)
