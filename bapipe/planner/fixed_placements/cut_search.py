@@ -211,7 +211,7 @@ class _CutSearch:
                 heappush(self.queue, entry)
                 break
             if self.progress and self.best_ns < INF:
-                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.proven_ns, self.not_best_ns))
+                self.progress(self.num_simulated, self.best_ns, min(self.best_ns, self.proven_ns, self.open_choice_ns))
         if self.queue and self.queue[0][0] >= self.below_ns:
             self.queue.clear()
         self.proven_ns = max(self.proven_ns, min(self.below_ns, self.queue[0][0]) if self.queue else self.below_ns)
