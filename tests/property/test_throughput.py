@@ -3,7 +3,7 @@
 import re
 from contextlib import suppress
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from math import ceil
 from random import Random
 
@@ -41,14 +41,27 @@ from tests.strategies import drawn, examples
 
 
 def minimal_load(
-    profile: ModelProfile, cluster: Cluster, num_microbatches: int, size: int, homogeneous: bool
+    profile: ModelProfile,
+    cluster: Cluster,
+    num_microbatches: int,
+    size: int,
+    homogeneous: bool,
+    *,
+    in_any_order: bool = False,
 ) -> int | None:
-    """The minimum over all plans of the largest load or, of one stage, of the step; None if nothing fits."""
+    """The minimum over all plans of the largest load or, of one stage, of the step; None if nothing fits.
+
+    With `in_any_order` the replicas of a stage take micro-batches in each order, else the fastest first.
+    """
     best: int | None = None
     names = [layer.name for layer in profile.layers]
     count = len(cluster.devices)
     for num_stages in range(1, min(count, len(names)) + 1):
-        groups = list(device_groups(count, num_stages, gaps=not homogeneous))
+        ascending = device_groups(count, num_stages, gaps=not homogeneous)
+        if in_any_order:
+            groups = [orders for each in ascending for orders in product(*map(permutations, each))]
+        else:
+            groups = [tuple(fastest_first(ranks, cluster) for ranks in each) for each in ascending]
         for of in product(range(num_stages), repeat=len(names)):
             if len(set(of)) < num_stages or not flows(profile, of):
                 continue
@@ -69,6 +82,10 @@ def minimal_load(
                 if load is not None and (best is None or load < best):
                     best = load
     return best
+
+
+def fastest_first(ranks: tuple[int, ...], cluster: Cluster) -> tuple[int, ...]:
+    return tuple(sorted(ranks, key=lambda rank: (-cluster.devices[rank].speed, rank)))
 
 
 def device_groups(count: int, num_stages: int, gaps: bool) -> list[tuple[tuple[int, ...], ...]]:
@@ -138,7 +155,7 @@ def largest_load(
                 received += stage.grad_bytes
             device = cluster.devices[rank]
             worst = max(worst, max(compute, *moved, 0) if device.overlaps_transfers else compute + sum(moved))
-            width = (used or len(cluster.devices)) - ranks[0]
+            width = (used or len(cluster.devices)) - min(ranks)
             kept = min(ceil(width / r), times) * cost.stash_bytes
             held = 2 * cost.param_bytes + cost.optimizer_bytes + kept + cost.workspace_bytes + times * received
             if held > device.memory_bytes:
@@ -150,7 +167,7 @@ def load_of_one_stage(
     stages: tuple[Stage, ...], ranks: tuple[int, ...], cluster: Cluster, num_microbatches: int
 ) -> int | None:
     """The load of all layers as one stage, with one micro-batch in flight, or its step if that is shorter."""
-    load = largest_load(stages, (ranks,), cluster, num_microbatches, ranks[-1] + 1)
+    load = largest_load(stages, (ranks,), cluster, num_microbatches, max(ranks) + 1)
     if load is None:
         return None
     table = place_schedule("1f1b", [ranks], num_microbatches, len(cluster.devices))
@@ -208,6 +225,28 @@ def test_the_load_is_the_minimum_over_all_assignments(homogeneous: bool) -> None
                 plan and (want, want)
             ), seed
     assert found > fitted > 48
+
+
+def test_no_order_of_replicas_that_differ_in_speed_has_a_smaller_load() -> None:
+    """The fastest ones run the micro-batch that is left over; with memory enough, no other order is better."""
+    num_out_of_order = 0
+    for seed in range(60):
+        random = Random(seed)
+        profile = random_profile(random, random.randint(1, 3))
+        cluster = random_cluster(random, random.randint(2, 3))
+        alike = tuple(replace(one, memory_bytes=10**6, overlaps_transfers=True) for one in cluster.devices)
+        cluster = replace(cluster, devices=alike)
+        num_microbatches = random.choice([3, 4, 5, 7])
+        plan = plan_of(profile, cluster, num_microbatches, 2)
+        assert plan is not None
+        homogeneous = is_homogeneous(cluster, [10**6] * len(alike))
+        want = minimal_load(profile, cluster, num_microbatches, 2, homogeneous, in_any_order=True)
+        assert (load_ns(plan), plan.certificate.lower_bound_ns) == (want, want), seed
+        ranks = [[cluster.index[name] for name in stage.devices] for stage in plan.stages]
+        num_out_of_order += any(own != sorted(own) for own in ranks)
+        is_sorted = fastest_first(tuple(range(len(alike))), cluster) == tuple(range(len(alike)))
+        assert ("the fastest first" in plan.certificate.space) == (not is_sorted)
+    assert num_out_of_order > 10
 
 
 def test_a_plan_simulates_fits_and_round_trips() -> None:

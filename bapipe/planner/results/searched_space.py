@@ -138,6 +138,7 @@ class ThroughputSpace:
         has_all_device_counts: whether a stage may have any number of devices, or powers of two only.
         has_gaps: whether devices between those of two stages may stay unused.
         counts_later: whether stages hold as many micro-batches as if all later devices had stages.
+        is_fastest_first: whether the replicas of a stage are not in the cluster's order.
         keeps_tied: whether there are layers that share parameters, which stay in one stage, with all between them.
         memory: what plans may use of each device's memory.
     """
@@ -149,6 +150,7 @@ class ThroughputSpace:
     has_all_device_counts: bool
     has_gaps: bool
     counts_later: bool
+    is_fastest_first: bool
     keeps_tied: bool
     microbatch_sizes: tuple[int, ...]
     memory: MemoryLimit = ALL_MEMORY
@@ -270,10 +272,11 @@ def _throughput(space: ThroughputSpace) -> str:
     tied = ", those that share parameters, and all between them, in one stage" if space.keeps_tied else ""
     counts = "any number" if space.has_all_device_counts else "1, 2, 4, 8 and so on"
     held = f"; {IF_ALL_LATER}" if space.counts_later else ""
+    in_stage = FASTEST_FIRST if space.is_fastest_first else ""
     return (
         f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
         f"layers{tied}; {counts} of {space.num_devices} devices for a stage{WITH_MICROBATCH}, next to one another in "
-        f"the cluster's order{'' if space.has_gaps else ', without gaps'}; micro-batches of "
+        f"the cluster's order{'' if space.has_gaps else ', without gaps'}{in_stage}; micro-batches of "
         f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
         f"{_as_one_stage(space)}"
     )

@@ -125,8 +125,13 @@ def device_classes(
 
 def fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[str, ...]:
     """Returns the names of the devices, the fastest first: of replicas the first ones may run one micro-batch more."""
+    return tuple(cluster.devices[rank].name for rank in ranks_fastest_first(profiles, cluster))
+
+
+def ranks_fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[int, ...]:
+    """Returns all ranks, the fastest first, equally fast ones in the cluster's order."""
     times_ns = ns_per_sample(profiles, cluster)
-    return tuple(cluster.devices[rank].name for rank in sorted(range(len(times_ns)), key=times_ns.__getitem__))
+    return tuple(sorted(range(len(times_ns)), key=times_ns.__getitem__))
 
 
 def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:

@@ -1,5 +1,8 @@
 """Pipelines over devices that differ, in the cluster's order, as a `LoadProblem`.
 
+The fastest device of a stage takes the first micro-batch: the first ones run one more than the others if they do not
+divide evenly. The bytes at a cut, too, are those of the stage's first device in this order.
+
 A state is the devices of a stage together with those of the stages before and after it, because the time of a stage's
 transfers depends on both. Two stages' devices exchange over `slowest_of` the links between them. Memory is counted as
 if every later device took part, which is safe: it overestimates the micro-batches in flight.
@@ -47,13 +50,19 @@ class HeterogeneousDevices:
         *,
         num_microbatches: int,
         memory_bytes: Sequence[int],
+        fastest_first: Sequence[int],
         has_equal_groups: bool = False,
     ) -> None:
-        """With `has_equal_groups`, all stages have the same number of devices: for a first plan in little time."""
+        """With `has_equal_groups`, all stages have the same number of devices: for a first plan in little time.
+
+        Args:
+            fastest_first: all ranks, in the order in which those of one stage take micro-batches.
+        """
         self._boundaries, self._cluster, self._num_microbatches = boundaries, cluster, num_microbatches
         self._memory_bytes = memory_bytes
         self.num_boundaries = boundaries.num_boundaries
         self._sums = sums
+        self._place = {rank: place for place, rank in enumerate(fastest_first)}
         groups_after = _equal_groups_after if has_equal_groups else _groups_after
         self._groups_after = groups_after(len(cluster.devices), num_microbatches)
         # O(groups**3) states in the worst case: that is why large clusters restrict their groups.
@@ -70,6 +79,7 @@ class HeterogeneousDevices:
         # The first stage has no stage before it.
         self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_GROUP]
         # Caches: many states have the same pair of groups, and many pairs the same slowest link.
+        self._ordered: dict[Group, tuple[int, ...]] = {}
         self._links: dict[tuple[Group, Group], Bandwidth] = {}
         self._transfer_ns: dict[tuple[bool, str, Bandwidth], IntArray] = {}
         self._set_bounds()
@@ -108,6 +118,15 @@ class HeterogeneousDevices:
         slowest = self._slowest_link((0, total), (0, total))
         return load_ceiling_ns(self._boundaries, self._sums, self._num_microbatches, total, [slowest])
 
+    def replicas(self, state: int) -> tuple[int, ...]:
+        """Returns the devices of the stage, in the order in which they take micro-batches."""
+        return self._in_order(self.states[state][1])
+
+    def _in_order(self, group: Group) -> tuple[int, ...]:
+        if group not in self._ordered:
+            self._ordered[group] = tuple(sorted(range(group[0], sum(group)), key=self._place.__getitem__))
+        return self._ordered[group]
+
     def successors(self, state: int) -> list[int]:
         _, group, after = self.states[state]
         if after == NO_GROUP:
@@ -133,13 +152,12 @@ class HeterogeneousDevices:
         return (self._before_ns <= rate_before * per_microbatch) & (self._after_ns <= rate_after * per_microbatch)
 
     def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
-        group = self.states[state][1]
+        replicas = self.replicas(state)
         loads: IntArray = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
         seen = set()  # devices of the group with the same cost, memory and number of micro-batches are computed once
-        for position in range(group[1]):
-            rank = group[0] + position
+        for position, rank in enumerate(replicas):
             device = self._cluster.devices[rank]
-            times = -(-(self._num_microbatches - position) // group[1])
+            times = -(-(self._num_microbatches - position) // len(replicas))
             key = (self._sums[rank], device.overlaps_transfers, self._memory_bytes[rank], times)
             if key not in seen:
                 seen.add(key)
@@ -149,12 +167,14 @@ class HeterogeneousDevices:
     def _device_load(self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray") -> "IntArray":
         """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
         load = self._load_without_memory(rank, times, state, begin, end)
-        before, (start, count), _ = state
+        before, group, _ = state
+        start, count = group
         # Every later device of the cluster is counted, whether or not a stage uses it.
         in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
         # The bytes at a cut are those of the first device of the stage before it, as for transfers.
-        sender = start if before == NO_GROUP else before[0]
-        received = self._sums[sender].send_bytes, self._sums[start].grad_bytes
+        first = self._in_order(group)[0]
+        sender = first if before == NO_GROUP else self._in_order(before)[0]
+        received = self._sums[sender].send_bytes, self._sums[first].grad_bytes
         fits = self._sums[rank].fits(
             begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank], received_bytes=received
         )
@@ -189,9 +209,10 @@ class HeterogeneousDevices:
 
     def _crossing_ns(self, is_forward: bool, before: Group, link: Bandwidth) -> "IntArray":
         """Returns the time of what crosses a cut: its bytes are those of the first device of the stage before it."""
-        key = is_forward, self._cluster.devices[before[0]].kind, link
+        first = self._in_order(before)[0]
+        key = is_forward, self._cluster.devices[first].kind, link
         if key not in self._transfer_ns:
-            sums = self._sums[before[0]]
+            sums = self._sums[first]
             self._transfer_ns[key] = transfer_ns(sums.send_bytes if is_forward else sums.grad_bytes, link)
         return self._transfer_ns[key]
 

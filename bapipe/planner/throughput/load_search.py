@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.stages.devices import ranks_fastest_first
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, host_sum_links, slowest_of
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from bapipe.planner.throughput.homogeneous import DevicesAround
 
 Stage = tuple[tuple[int, ...], tuple[int, ...]]
-"""Layers, and ranks of the devices."""
+"""Layers, and ranks of the devices in the order in which they take micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,11 @@ class LoadSearch:
         """Whether only the number of devices matters."""
         return is_homogeneous(self.cluster, self.limits)
 
+    @property
+    def fastest_first(self) -> tuple[int, ...]:
+        """All ranks, in the order in which those of one stage take micro-batches."""
+        return ranks_fastest_first(self.profiles, self.cluster)
+
     def solve(
         self, microbatch_size: int, progress: LoadProgress | None = None, deadline: Deadline = UNLIMITED
     ) -> LoadSolution:
@@ -83,7 +89,7 @@ class LoadSearch:
             result = min_max_load(
                 heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=report, deadline=deadline
             )
-            groups = [heterogeneous.states[state][1] for state in result.best.states] if result.best else []
+            groups = [heterogeneous.replicas(state) for state in result.best.states] if result.best else []
         return self._solution(microbatch_size, result, result.bound if self.has_all_downsets else bound_ns, groups)
 
     def solve_between(
@@ -113,7 +119,7 @@ class LoadSearch:
         return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
 
     def _solution(
-        self, microbatch_size: int, result: MinMaxLoad, bound_ns: float, groups: Sequence[tuple[int, int]]
+        self, microbatch_size: int, result: MinMaxLoad, bound_ns: float, groups: Sequence[tuple[int, ...]]
     ) -> LoadSolution:
         if result.best is None:
             return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
@@ -123,8 +129,8 @@ class LoadSearch:
             load_ns=int(result.best.load),
             bound_ns=ceil(bound_ns),
             stages=tuple(
-                (tuple(self.boundaries.layers(begin, end)), tuple(range(start, start + count)))
-                for (begin, end), (start, count) in zip(intervals, groups, strict=True)
+                (tuple(self.boundaries.layers(begin, end)), ranks)
+                for (begin, end), ranks in zip(intervals, groups, strict=True)
             ),
         )
 
@@ -177,6 +183,7 @@ class LoadSearch:
             self.cluster,
             num_microbatches=self.minibatch_size // microbatch_size,
             memory_bytes=self.limits,
+            fastest_first=self.fastest_first,
             has_equal_groups=self.has_equal_groups,
         )
 
@@ -193,7 +200,7 @@ def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
     return len(kinds) == 1 and one_link and not cluster.links
 
 
-def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, int]]:
-    """Returns (first device, count) of each stage of a homogeneous plan: states are counts."""
+def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, ...]]:
+    """Returns the devices of each stage of a homogeneous plan: states are counts."""
     counts = result.best.states if result.best else ()
-    return list(zip(accumulate(counts[:-1], initial=0), counts, strict=True)) if counts else []
+    return [tuple(range(stop - count, stop)) for count, stop in zip(counts, accumulate(counts), strict=True)]

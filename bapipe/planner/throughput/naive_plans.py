@@ -1,8 +1,8 @@
 """All layers as one stage, on one device or on replicas, at each micro-batch size.
 
-Every search begins with the best of these plans. Of n replicas, the one at position p runs ceil((M - p) / n) of M
-micro-batches; of devices that are alike, the first runs the most. So the loads for all n need one computation for each
-kind, speed and limit of devices, and each slowest link.
+Every search begins with the best of these plans. Of n replicas, the fastest first, the one at position p runs
+ceil((M - p) / n) of M micro-batches; of devices that are alike, the first runs the most. So the loads for all n need
+one computation for each kind, speed and limit of devices, and each slowest link.
 
 A load counts the whole all-reduce, which in a step of replicas overlaps the backward. Steps of one stage follow each
 other without a pipeline to fill, so such a plan counts with its simulated step if that is shorter than its load. What
@@ -192,6 +192,7 @@ def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]
     """
     num_devices, num_microbatches = len(whole.cluster.devices), whole.minibatch_size // size
     sums_of = _sums_of_alike(whole, size)
+    place = np.argsort(whole.fastest_first)  # of each rank among all, the fastest first; [ranks]
     plans = []
     for start, of_start in enumerate(links):
         # A device beyond the number of micro-batches would have nothing to do.
@@ -204,20 +205,19 @@ def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]
             if (id(sums), has_room) in seen:
                 continue  # the first of devices that are alike runs the most micro-batches
             seen.add((id(sums), has_room))
-            # It takes part from n = position + 1 on.
-            position = rank - start
-            load, shortest = _times_ns(
-                sums, num_microbatches, counts[position:], of_start[position : counts.size], position
-            )
-            loads[position:] = np.maximum(loads[position:], load)
-            least[position:] = np.maximum(least[position:], shortest)
-            fits[position:] &= has_room
+            # Where it takes part, and how many faster ones take part there. [counts]
+            part = slice(rank - start, counts.size)
+            positions = np.cumsum(place[start : start + counts.size] < place[rank])[part]
+            load, shortest = _times_ns(sums, num_microbatches, counts[part], of_start[part], positions)
+            loads[part] = np.maximum(loads[part], load)
+            least[part] = np.maximum(least[part], shortest)
+            fits[part] &= has_room
             if sums.num_without_replicas(0, -1):  # a layer that several devices cannot run
                 fits[1:] = False
         plans += [
             NaivePlan(
                 microbatch_size=size,
-                ranks=tuple(range(start, start + count)),
+                ranks=tuple(sorted(range(start, start + count), key=place.__getitem__)),
                 load_ns=int(load),
                 least_ns=int(shortest),
                 fits=bool(has_room),
@@ -228,7 +228,7 @@ def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]
     first_of = {(id(sums), has_room): rank for rank, (sums, has_room) in reversed([*enumerate(sums_of)])}
     for rank in sorted(set(first_of.values()) - set(range(len(links)))):
         sums, has_room = sums_of[rank]
-        load, shortest = _times_ns(sums, num_microbatches, np.array([1]), links[0][:1], 0)
+        load, shortest = _times_ns(sums, num_microbatches, np.array([1]), links[0][:1], np.array([0]))
         plans.append(
             NaivePlan(
                 microbatch_size=size, ranks=(rank,), load_ns=int(load[0]), least_ns=int(shortest[0]), fits=has_room
@@ -254,16 +254,16 @@ def _sums_of_alike(whole: LoadSearch, size: int) -> list[tuple[StageCostSums, bo
 
 
 def _times_ns(
-    sums: StageCostSums, num_microbatches: int, counts: "IntArray", links: Sequence[Links], position: int
+    sums: StageCostSums, num_microbatches: int, counts: "IntArray", links: Sequence[Links], positions: "IntArray"
 ) -> "tuple[IntArray, IntArray]":
-    """Returns the loads of the device at a position for some numbers of replicas, and times that no step beats.
+    """Returns the loads of a device for some numbers of replicas, and times that no step beats.
 
     Both are [counts].
 
     Args:
-        links: of each of the numbers.
+        links, positions: for each of the numbers.
     """
-    times = -(-(num_microbatches - position) // counts)
+    times = -(-(num_microbatches - positions) // counts)
     each, update = int(sums.microbatch_ns(0, -1)), int(sums.update_ns(0, -1))
     loads: IntArray = times * each + update
     # The all-reduces begin when the last backward has begun.

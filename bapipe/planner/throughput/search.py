@@ -285,6 +285,7 @@ def _searched_space(
         has_all_device_counts=homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS,
         has_gaps=homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS,
         counts_later=not homogeneous,
+        is_fastest_first=not homogeneous and search.fastest_first != tuple(range(num_devices)),
         keeps_tied=graph.has_merged_layers,
         microbatch_sizes=tuple(microbatch_sizes),
     )

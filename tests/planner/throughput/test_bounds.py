@@ -142,6 +142,7 @@ def test_rounding_on_unlike_devices_is_left_out_of_the_bound() -> None:
         replace(cluster, devices=unlike),
         num_microbatches=1000,
         memory_bytes=[10**9, 10**9],
+        fastest_first=[0, 1],
     )
     # By hand: each layer on its own device takes 248 ns a micro-batch.
     loads = [sum(round(ns / speed) for ns in of_layer) for of_layer, speed in zip(times_ns, speeds, strict=True)]
