@@ -278,3 +278,16 @@ def test_gradients_that_stages_share_are_summed_after_both() -> None:
         (0, 174, 179), (1, 174, 177),
     ]  # fmt: skip
     assert timeline.step_ns == 179
+
+
+@pytest.mark.parametrize(("no_gradient", "step_ms"), [((), 8), (("t1",), 7)])
+def test_gradients_are_sent_back_unless_the_profile_says_that_there_are_none(
+    no_gradient: tuple[str, ...], step_ms: int
+) -> None:
+    """F of 1 ms, B of 2 and a transfer of 1, whether or not the first layer is trained: 1 + 1 + 1 + 2 (+ 1) + 2."""
+    profile = chain([1, 1], param_bytes=8, output_bytes=10**6)
+    first, last = profile.layers
+    untrained = msgspec.structs.replace(first, trained_bytes=0, no_gradient=no_gradient)
+    profile = msgspec.structs.replace(profile, layers=(untrained, last))
+    made = make(profile, devices(2, bytes_per_s=10**9), minibatch_size=1, cuts=["l1"], schedule="1f1b")
+    assert made.prediction.step_ns == step_ms * 10**6

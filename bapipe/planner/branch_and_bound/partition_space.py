@@ -8,6 +8,7 @@ from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, on_first_devices
+from bapipe.simulator.tied_weights import inseparable_layers
 
 
 def partition_space(
@@ -41,7 +42,13 @@ def partition_space(
         constraints=tuple(options.constraints),
         memory=options.memory,
         has_unlike_cuts=has_unlike_cuts,
+        has_inseparable=has_inseparable(profiles),
     )
+
+
+def has_inseparable(profiles: Mapping[str, ModelProfile]) -> bool:
+    """Returns whether there are layers that no cut may part."""
+    return any(True for _ in inseparable_layers(next(iter(profiles.values())).layers))
 
 
 def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, sizes: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.branch_and_bound.partition_space import has_inseparable
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
 from bapipe.planner.branch_and_bound.roots import SOME_ORDERS, allow_any_order, num_in_any_order
@@ -13,7 +14,7 @@ from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules, names_looped
-from bapipe.planner.results.searched_space import FASTEST_FIRST, on_first_devices
+from bapipe.planner.results.searched_space import FASTEST_FIRST, INSEPARABLE, on_first_devices
 from bapipe.planner.stages.constraints import check_constraints, parse_constraints
 from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.stages.devices import (
@@ -60,11 +61,12 @@ def search_space(
     sizes = microbatch_sizes(profiles, cluster, options)
     space = build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
     if not any(problem.roots for problem in space.problems):
+        together = f"; {INSEPARABLE}, and all between them, stay in one stage" if has_inseparable(profiles) else ""
         asked = "any number of" if options.num_stages is None else options.num_stages
         raise ConstraintsUnmet(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers(profiles)} layers and "
             f"{', '.join(named_schedules(options))} allow {', '.join(map(str, space.stage_counts)) or 'none'}"
-            f"{f' where {options.in_words}' if options.constraints else ''}"
+            f"{f' where {options.in_words}' if options.constraints else ''}{together}"
         )
     return space
 

@@ -59,6 +59,10 @@ FASTEST_FIRST = ", those of one stage in one order, the fastest first"
 """How the devices of a stage take micro-batches where their orders are too many to try all: `device_classes`."""
 
 
+INSEPARABLE = "layers that share parameters of unknown size, or a buffer that training may change"
+"""Between which no stage may end: `inseparable_layers`."""
+
+
 WITH_MICROBATCH = ", each with a micro-batch"
 """Which replicas a stage may have: one without a micro-batch would only take part in sums, and runs refuse it."""
 
@@ -88,6 +92,7 @@ class PartitionSpace:
         constraints: as the user wrote them.
         memory: what plans may use of each device's memory.
         has_unlike_cuts: whether kinds of devices disagree about the bytes at a cut, of which stages then have the most.
+        has_inseparable: whether there are layers that no cut may part.
     """
 
     num_layers: int
@@ -102,6 +107,7 @@ class PartitionSpace:
     constraints: tuple[str, ...]
     memory: MemoryLimit = ALL_MEMORY
     has_unlike_cuts: bool = False
+    has_inseparable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +244,10 @@ def _partitions(space: PartitionSpace) -> str:
     sizes = ", ".join(map(str, space.microbatch_sizes))
     constraints = f"; where {'; '.join(space.constraints)}" if space.constraints else ""
     cuts = f"; {MOST_AT_CUTS}"
+    together = f"with {INSEPARABLE}, and all between them, in one stage, "
     return (
-        f"every cut of {space.num_layers} layers, in the profile's order, into "
+        f"every cut of {space.num_layers} layers, in the profile's order, "
+        f"{together if space.has_inseparable else ''}into "
         f"{_count(space.stage_counts, 'stage')} on {_count(space.device_counts, 'device')} of "
         f"{space.num_devices}{space.device_order}; micro-batches of {sizes}; "
         f"schedules {', '.join(space.schedules)}; {_replicas(space)}, "
