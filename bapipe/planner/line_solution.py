@@ -18,6 +18,7 @@ from bapipe.planner.results.searched_space import GIVEN_ORDER, PartitionSpace, S
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.stages.device_orders import device_orders
+from bapipe.planner.stages.fast_links import WORDS, paths_along_fast_links
 from bapipe.planner.whole_progress import bounded_progress
 from bapipe.schedules import SCHEDULES
 
@@ -125,24 +126,27 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
     """
     bound_ns = max(error.lower_bound_ns, request.step_bound_ns)
     orders = _naive_orders(request, holds_for_all=error.lower_bound_ns <= request.step_bound_ns)
-    best = best_naive(list(orders.values()), request.schedules, request.microbatch_sizes, request.deadline)
+    best = best_naive([line for _, line in orders], request.schedules, request.microbatch_sizes, request.deadline)
     if best is None:
         raise OutOfTime(
             f"none of the naive plans tried fits, which does not prove that there is none; {error}", bound_ns
         ) from None
-    space = line_space(*request.inputs, list(orders))
+    space = line_space(*request.inputs, list(dict.fromkeys(words for words, _ in orders)))
     return best.line.solution(best, bound_ns, space)
 
 
 def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:
     """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
-    lines, step_ns = list(_naive_orders(request).values()), solution.prediction.step_ns
+    lines, step_ns = [line for _, line in _naive_orders(request)], solution.prediction.step_ns
     best = best_naive(lines, request.schedules, request.microbatch_sizes, request.deadline, below_ns=step_ns)
     return solution if best is None else best.line.solution(best, solution.lower_bound_ns, solution.space)
 
 
-def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> dict[str, DeviceLine]:
-    """Returns the orders of the devices for naive plans, by their words, all of the space.
+def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> list[tuple[str, DeviceLine]]:
+    """Returns the orders of the devices for naive plans, with their words, all of the space.
+
+    If the space has every order, paths along the fastest links are among them: a plan that sends over one link that is
+    much slower than the others can be many times slower.
 
     Args:
         holds_for_all: whether what is proven holds for plans in any order, also where a search knows some of them.
@@ -152,5 +156,12 @@ def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> dic
     given = {GIVEN_ORDER: line}
     ordered = {order.words: line.in_order(order.ranks) for order in device_orders(*inputs)}
     if holds_for_all or tries_all_orders(*inputs):
-        return given | ordered
-    return given if tries_any_order(*inputs) else ordered
+        paths = paths_along_fast_links(line.cluster, _bytes_at_cuts(line, request.microbatch_sizes[-1]))
+        return [*(given | ordered).items(), *((WORDS, line.in_order(path)) for path in paths)]
+    return list((given if tries_any_order(*inputs) else ordered).items())
+
+
+def _bytes_at_cuts(line: DeviceLine, microbatch_size: int) -> int:
+    """Returns the mean of the activations of a micro-batch at the cuts between layers."""
+    sent = [line.chain(0, microbatch_size).send_bytes[cut] for cut in line.cuts[1:-1]]
+    return int(sum(sent)) // max(len(sent), 1)

@@ -15,6 +15,7 @@ from bapipe.planner.device_line.in_flight import check_is_described, most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
 from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.inputs.options import PlanOptions
+from bapipe.planner.inputs.sub_clusters import links_among
 from bapipe.planner.inputs.validation import named_schedules
 from bapipe.planner.results.decision import has_idle_replicas, stage_plans
 from bapipe.planner.results.searched_space import SearchedSpace
@@ -95,11 +96,12 @@ class DeviceLine:
         self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
 
     def in_order(self, ranks: tuple[int, ...]) -> "DeviceLine":
-        """Returns the line with the cluster's devices in another order; both share what does not depend on it."""
+        """Returns the line with some of the cluster's devices, in an order; both share what does not depend on it."""
         other = copy(self)
         given = self._given
         other.ranks = ranks
-        other.cluster = structs.replace(given, devices=tuple(given.devices[rank] for rank in ranks))
+        devices = tuple(given.devices[rank] for rank in ranks)
+        other.cluster = structs.replace(given, devices=devices, links=links_among(given, devices))
         other._orders = {}
         other._tell_devices_apart()
         return other
@@ -222,8 +224,9 @@ class DeviceLine:
         assert timed.line is self
         order, compiled = self._order(plan)
         stages = self._stages(plan, order.devices, timed.recompute)
-        table = permute_ranks(order, self.ranks, len(self.ranks))
-        compiled = permute_compiled(compiled, self.ranks, len(self.ranks))
+        num_ranks = len(self._given.devices)
+        table = permute_ranks(order, self.ranks, num_ranks)
+        compiled = permute_compiled(compiled, self.ranks, num_ranks)
         prediction = simulate_columns(table, stages, self._given, compiled).prediction(self.options.minibatch_size)
         return Solution(
             profiles=self.profiles,

@@ -10,6 +10,7 @@ Devices
     devices                 classes of interchangeable devices, and the symmetry of hosts
     placements              which devices may run a stage, and which the next one
     device_orders           the orders in which many devices are taken
+    fast_links              paths through the devices along the fastest links, for naive pipelines
     equal_groups            groups of equal numbers of devices, for naive pipelines
     constraints             the layers and devices that the user keeps together or apart
 
