@@ -137,24 +137,39 @@ def naive_solution(request: SearchRequest, error: OutOfTime) -> Solution:
 
 def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution:
     """Returns the best of the naive plans if it is faster than a solution that is not proven optimal."""
-    lines, step_ns = [line for _, line in _naive_orders(request)], solution.prediction.step_ns
+    step_ns = solution.prediction.step_ns
+    if solution.lower_bound_ns == step_ns:
+        return solution
+    is_of_all = solution.asked_bound_ns is None
+    orders = _naive_orders(request, of=solution.space if is_of_all else None, holds_for_all=not is_of_all)
+    lines = [line for _, line in orders]
     best = best_naive(lines, request.schedules, request.microbatch_sizes, request.deadline, below_ns=step_ns)
-    return solution if best is None else best.line.solution(best, solution.lower_bound_ns, solution.space)
+    if best is None:
+        return solution
+    space = (
+        solution.space if is_of_all else line_space(*request.inputs, list(dict.fromkeys(words for words, _ in orders)))
+    )
+    return best.line.solution(best, solution.bound_of_all_ns, space)
 
 
-def _naive_orders(request: SearchRequest, *, holds_for_all: bool = False) -> list[tuple[str, DeviceLine]]:
+def _naive_orders(
+    request: SearchRequest, *, of: SearchedSpace | None = None, holds_for_all: bool = False
+) -> list[tuple[str, DeviceLine]]:
     """Returns the orders of the devices for naive plans, with their words, all of the space.
 
     If the space has every order, paths along the fastest links are among them: a plan that sends over one link that is
     much slower than the others can be many times slower.
 
     Args:
+        of: the space of a search, which may have been one of a line.
         holds_for_all: whether what is proven holds for plans in any order, also where a search knows some of them.
     """
     inputs = request.inputs
     line = DeviceLine(*inputs)
     given = {GIVEN_ORDER: line}
     ordered = {order.words: line.in_order(order.ranks) for order in device_orders(*inputs)}
+    if isinstance(of, PartitionSpace) and of.device_order == line_space(*inputs, list(ordered)).device_order:
+        return list(ordered.items())
     if holds_for_all or tries_all_orders(*inputs):
         paths = paths_along_fast_links(line.cluster, _bytes_at_cuts(line, request.microbatch_sizes[-1]))
         return [*(given | ordered).items(), *((WORDS, line.in_order(path)) for path in paths)]

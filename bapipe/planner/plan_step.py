@@ -135,8 +135,23 @@ def _with_slower(best: Solution, name: str, other: Solution) -> tuple[Alternativ
 
 
 def solve_partition(request: SearchRequest) -> Solution:
-    """Returns the best stages under the named schedules; `solve_step_time` without the search for an order."""
-    return with_step_bound(_solve_partition(request), request)
+    """Returns the best stages under the named schedules; `solve_step_time` without the search for an order.
+
+    However early a search ends, its plan is no slower than the naive ones that there is still time for.
+    """
+    from bapipe.planner.line_solution import naive_solution, no_slower_than_naive  # these load numpy
+
+    try:
+        found = with_step_bound(_solve_partition(request), request)
+    except OutOfTime as error:
+        return with_step_bound(naive_solution(request, error), request)
+    except Infeasible as error:
+        if error.is_proven:
+            raise
+        return with_step_bound(_naive_after(error, request), request)
+    # Within its budget of work, a search for many devices has timed the naive plans that may be faster.
+    is_cut_short = request.deadline.is_given or request.deadline.is_over
+    return no_slower_than_naive(found, request) if is_cut_short or not _has_many_devices(request) else found
 
 
 def with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
@@ -151,16 +166,9 @@ def with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
 
 
 def _solve_partition(request: SearchRequest) -> Solution:
-    from bapipe.planner.device_line.search import has_many_devices  # these load numpy
-    from bapipe.planner.exact_search import find_best_layout, solution_of
-    from bapipe.planner.line_solution import naive_solution, no_slower_than_naive, solve_first, solve_on_line
+    from bapipe.planner.line_solution import solve_first, solve_on_line  # loads numpy
 
-    if has_many_devices(
-        request.cluster,
-        request.schedules,
-        num_layers=request.num_layers,
-        minibatch_size=request.options.minibatch_size,
-    ):
+    if _has_many_devices(request):
         found = solve_on_line(request)
         if found is not None:
             return found.solution
@@ -168,19 +176,21 @@ def _solve_partition(request: SearchRequest) -> Solution:
         first = solve_first(request)
         if first is not None:
             return _solve_after(first, request)
-    try:
-        request = _ending_earlier(request)
-        space, result = find_best_layout(request)
-    except OutOfTime as error:
-        return naive_solution(request, error)
-    except Infeasible as error:
-        if error.is_proven:
-            raise
-        return _naive_after(error, request)
-    solution = solution_of(request.profiles, result, request.options.minibatch_size, space)
-    if result.lower_bound_ns == result.step_ns:
-        return solution
-    return no_slower_than_naive(solution, request)
+    return _solve_exactly(request)
+
+
+def _has_many_devices(request: SearchRequest) -> bool:
+    from bapipe.planner.device_line.search import has_many_devices  # loads numpy
+
+    num_layers, minibatch_size = request.num_layers, request.options.minibatch_size
+    return has_many_devices(request.cluster, request.schedules, num_layers=num_layers, minibatch_size=minibatch_size)
+
+
+def _solve_exactly(request: SearchRequest) -> Solution:
+    from bapipe.planner.exact_search import find_best_layout, solution_of
+
+    space, result = find_best_layout(_ending_earlier(request))
+    return solution_of(request.profiles, result, request.options.minibatch_size, space)
 
 
 def _ending_earlier(request: SearchRequest) -> SearchRequest:
@@ -215,16 +225,14 @@ def _naive_after(error: Infeasible, request: SearchRequest) -> Solution:
 def _solve_after(first: "LineSolution", request: SearchRequest) -> Solution:
     """Returns the first solution joined with that of an exact search of the same orders of devices, or of any order."""
     from bapipe.planner.branch_and_bound.space import tries_any_order
-    from bapipe.planner.exact_search import find_best_layout, solution_of
 
     try:
-        request = _ending_earlier(request)
-        space, result = find_best_layout(replace(request, progress=_joined_progress(request.progress, first.solution)))
+        exact = _solve_exactly(replace(request, progress=_joined_progress(request.progress, first.solution)))
     except (OutOfTime, Infeasible):
         if first.has_every_schedule and (first.has_every_order or not tries_any_order(*request.inputs)):
             return first.solution
         return replace(first.solution, asked_bound_ns=request.step_bound_ns)
-    return first.joined(solution_of(request.profiles, result, request.options.minibatch_size, space))
+    return first.joined(exact)
 
 
 def _joined_progress(progress: SearchProgress | None, first: Solution) -> SearchProgress | None:

@@ -10,7 +10,9 @@ from bapipe.planner.branch_and_bound import roots
 from bapipe.planner.branch_and_bound.partition_space import line_space
 from bapipe.planner.branch_and_bound.space import has_sorted_devices
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
-from bapipe.planner.device_line.line import DeviceLine
+from bapipe.planner.device_line import search
+from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.search import LineSearch
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.line_solution import LineSolution, solve_first, solve_on_line
 from bapipe.planner.plan_step import solve_partition
@@ -184,6 +186,30 @@ def test_a_first_solution_alone_says_whether_its_bound_is_of_a_part(
     found = solve_partition(request)
     assert found.bound_of_all_ns == (request.step_bound_ns if is_of_part else found.lower_bound_ns)
     assert request.step_bound_ns < found.lower_bound_ns
+
+
+@pytest.mark.parametrize("schedules", [("gpipe",), ("gpipe", "zb-v")])
+@pytest.mark.parametrize("has_many_devices", [False, True])
+def test_what_a_deadline_ends_after_its_first_plan_is_no_slower_than_naive_plans(
+    schedules: tuple[str, ...], has_many_devices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(_: SearchRequest) -> None:
+        raise OutOfTime("ended")
+
+    def time_one_device(self: LineSearch) -> None:
+        self._plans.time(self.lines[0], LinePlan(cuts=(0, 4), counts=(1,), schedule="gpipe", microbatch_size=1))
+
+    monkeypatch.setattr(exact_search, "find_best_layout", cut_off)
+    monkeypatch.setattr(LineSearch, "run", time_one_device)
+    monkeypatch.setattr(search, "MIN_DEVICES", 1 if has_many_devices else 99)
+    monkeypatch.setattr(search, "MAX_LAYER_REPLICAS", 1)
+    options = PlanOptions(minibatch_size=8, schedules=schedules)
+    request = SearchRequest(
+        profiles={"a": chain([3, 1, 2, 1])}, cluster=devices(4), options=options, deadline=Deadline(1, clock=lambda: 0)
+    )
+    found = solve_partition(request)
+    # Data parallelism without parameters: two of the eight micro-batches on each device, a third of them forwards.
+    assert found.prediction.step_ns == 2 * 3 * (3 + 1 + 2 + 1) * 1_000_000
 
 
 @pytest.mark.parametrize(("schedules", "most"), [(("gpipe",), 3), (("gpipe", "zb-v"), 6), (("interleaved-1f1b",), 6)])
