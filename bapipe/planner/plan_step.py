@@ -139,8 +139,10 @@ def solve_partition(request: SearchRequest) -> Solution:
 
     However early a search ends, its plan is no slower than the naive ones that there is still time for.
     """
-    from bapipe.planner.line_solution import naive_solution, no_slower_than_naive  # these load numpy
+    from bapipe.planner.branch_and_bound.space import check_num_stages  # these load numpy
+    from bapipe.planner.line_solution import naive_solution, no_slower_than_naive
 
+    check_num_stages(*request.inputs)  # a search that ends early would not tell this from too little time
     try:
         found = with_step_bound(_solve_partition(request), request)
     except OutOfTime as error:

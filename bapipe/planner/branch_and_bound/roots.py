@@ -15,7 +15,7 @@ from bapipe.planner.stages.placements import (
     ClassSequence,
     PlacementGraph,
     StagePlacement,
-    positions_of_stages,
+    num_stages_on,
 )
 from bapipe.schedules import SCHEDULES
 from bapipe.units import decimal
@@ -94,7 +94,7 @@ def _choices(
     # With several stages per device, the order of the devices fixes the placements: a root per order.
     if placements.schedule not in SCHEDULES:
         for devices, used in _device_orders(classes, max_stages, lines):
-            count = len(positions_of_stages(placements.schedule, len(devices)))
+            count = num_stages_on(placements.schedule, len(devices))
             if count in _allowed_stage_counts(num_stages, max_stages):
                 yield used, placements.roots_multi_stage(devices), len(devices)
     # Any order: a root per choice of devices, whose placements divide them among stages in every way.

@@ -15,6 +15,7 @@ from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules, names_looped
 from bapipe.planner.results.searched_space import FASTEST_FIRST, INSEPARABLE, on_first_devices
+from bapipe.planner.stages.chain import Chain
 from bapipe.planner.stages.constraints import check_constraints, parse_constraints
 from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.stages.devices import (
@@ -24,8 +25,8 @@ from bapipe.planner.stages.devices import (
     device_classes,
     ns_per_sample,
 )
-from bapipe.planner.stages.placements import positions_of_stages
-from bapipe.schedules import LOOPED, SCHEDULES
+from bapipe.planner.stages.placements import num_stages_on
+from bapipe.schedules import LOOPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +58,32 @@ def search_space(
         ConstraintsUnmet: the constraints contradict one another, or the number of stages is impossible.
         OutOfTime: the deadline passed before the end.
     """
-    check_constraints(parse_constraints(options.constraints), next(iter(profiles.values())), cluster)
+    check_num_stages(profiles, cluster, options)
     sizes = microbatch_sizes(profiles, cluster, options)
-    space = build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
-    if not any(problem.roots for problem in space.problems):
+    return build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
+
+
+def check_num_stages(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+    """Checks, without a search, whether there are stages as the options want them, if memory is left aside.
+
+    Raises:
+        BapipeError: a constraint names an unknown layer or device, or no micro-batch size is possible.
+        ConstraintsUnmet: the constraints contradict one another, or the number of stages is impossible.
+    """
+    first = next(iter(profiles.values()))
+    constraints = parse_constraints(options.constraints)
+    check_constraints(constraints, first, cluster)
+    sizes = microbatch_sizes(profiles, cluster, options)
+    cuts = constraints.allowed_cuts(first, Chain(first, sizes[0], 1.0).legal)
+    possible = _stage_counts(named_schedules(options), len(cluster.devices), len(cuts) - 1)
+    if not possible or options.num_stages not in (None, *possible):
         together = f"; {INSEPARABLE}, and all between them, stay in one stage" if has_inseparable(profiles) else ""
         asked = "any number of" if options.num_stages is None else options.num_stages
         raise ConstraintsUnmet(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers(profiles)} layers and "
-            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, space.stage_counts)) or 'none'}"
+            f"{', '.join(named_schedules(options))} allow {', '.join(map(str, possible)) or 'none'}"
             f"{f' where {options.in_words}' if options.constraints else ''}{together}"
         )
-    return space
 
 
 def build_space(
@@ -103,7 +118,7 @@ def build_space(
     return SearchSpace(
         problems=tuple(problems),
         order=_device_order_text([order.words for order in orders], cluster, classes, named_schedules(options)),
-        stage_counts=_stage_counts(problems, len(cluster.devices), max_stages),
+        stage_counts=_stage_counts(named_schedules(options), len(cluster.devices), max_stages),
         device_counts=tuple(sorted({root.num_devices for problem in problems for root in problem.roots})),
     )
 
@@ -145,21 +160,12 @@ def _allows_any_order(
     return allow_any_order(classes, min(len(cluster.devices), options.minibatch_size * num_layers(profiles)))
 
 
-def _stage_counts(problems: Sequence[Problem], num_devices: int, max_stages: int) -> tuple[int, ...]:
-    """Returns the numbers of stages that are possible with some schedule of the problems, ascending."""
-    stage_counts: set[int] = set()
-    for placements in {problem.schedule: problem.placements for problem in problems}.values():
-        # With one stage per device any number is possible; with several, the table fixes the number.
-        if placements.schedule in SCHEDULES:
-            stage_counts |= set(range(1, min(num_devices, max_stages) + 1))
-        else:
-            device_counts = range(1, min(num_devices, max_stages // 2) + 1)
-            stage_counts |= {
-                count
-                for count in (len(positions_of_stages(placements.schedule, n)) for n in device_counts)
-                if count <= max_stages
-            }
-    return tuple(sorted(stage_counts))
+def _stage_counts(schedules: Sequence[str], num_devices: int, max_stages: int) -> tuple[int, ...]:
+    """Returns the numbers of stages that are possible with any of some schedules, ascending."""
+    # With one stage per device any number is possible; with several, the table fixes the number.
+    device_counts = range(1, min(num_devices, max_stages) + 1)
+    stage_counts = {num_stages_on(name, count) for name in dict.fromkeys(schedules) for count in device_counts}
+    return tuple(sorted(count for count in stage_counts if count <= max_stages))
 
 
 def _device_order_text(

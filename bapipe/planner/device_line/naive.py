@@ -11,7 +11,7 @@ from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.planner.stages.equal_groups import group_sizes, halves
 from bapipe.planner.stages.intervals import IntArray
 from bapipe.planner.stages.nearest_cuts import nearest_cuts
-from bapipe.planner.stages.placements import positions_of_stages
+from bapipe.planner.stages.placements import num_stages_on, positions_of_stages
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import prefix_sums
 
@@ -159,7 +159,10 @@ def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Ite
     # As many as there are layers, and as there are micro-batches for replicas.
     has_replicas = schedule in SCHEDULES and line.options.replicas
     fewer = _fewer(every) if is_fine and not has_replicas else halves(every)
-    for num_devices in sorted({*fewer, min(every, max_stages), min(every, num_microbatches)}):
+    for_wanted = (
+        [] if wanted is None else [num for num in range(1, every + 1) if num_stages_on(schedule, num) == wanted]
+    )
+    for num_devices in sorted({*fewer, min(every, max_stages), min(every, num_microbatches), *for_wanted}):
         for num_replicas in group_sizes(num_devices) if has_replicas else [1]:
             if num_replicas <= num_microbatches and num_devices % num_replicas == 0:
                 yield NaiveShape(
@@ -175,7 +178,7 @@ def _fewer(number: int) -> list[int]:
 def _num_stages(shape: NaiveShape) -> int:
     if shape.schedule in SCHEDULES:
         return shape.num_devices // shape.num_replicas
-    return len(positions_of_stages(shape.schedule, shape.num_devices))
+    return num_stages_on(shape.schedule, shape.num_devices)
 
 
 def _shares(line: DeviceLine, shape: NaiveShape, num_stages: int) -> IntArray:

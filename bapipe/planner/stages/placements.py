@@ -326,17 +326,30 @@ def positions_of_stages(schedule: str, num_devices: int) -> tuple[int, ...]:
     Most schedules go over the ranks in rounds or in a V. These are recognized in the table of three devices, because a
     table of hundreds of devices takes seconds.
     """
+    of_shape, num_rounds = _shape_and_rounds(schedule)
+    return _ranks_in_table(schedule, num_devices) if of_shape is None else of_shape(num_devices, num_rounds)
+
+
+@cache
+def _shape_and_rounds(schedule: str) -> tuple[Callable[[int, int], tuple[int, ...]] | None, int]:
+    """Returns how a schedule goes over the ranks, None if in another way, and how often."""
     of_three = _ranks_in_table(schedule, 3)
     num_rounds = len(of_three) // 3
-    for of_shape in (_ranks_in_rounds, _ranks_in_v):
-        if of_three == of_shape(3, num_rounds):
-            return of_shape(num_devices, num_rounds)
-    return _ranks_in_table(schedule, num_devices)
+    shapes = (_ranks_in_rounds, _ranks_in_v)
+    return next((of_shape for of_shape in shapes if of_three == of_shape(3, num_rounds)), None), num_rounds
+
+
+def num_stages_on(schedule: str, num_devices: int) -> int:
+    """Returns how many stages a schedule has on a number of devices without replicas."""
+    if schedule in SCHEDULES:
+        return num_devices
+    of_shape, num_rounds = _shape_and_rounds(schedule)
+    return len(positions_of_stages(schedule, num_devices)) if of_shape is None else num_rounds * num_devices
 
 
 def most_stages(schedules: Iterable[str], num_devices: int) -> int:
     """Returns the maximum number of stages that any of some schedules has on a number of devices."""
-    return max(num_devices if name in SCHEDULES else len(positions_of_stages(name, num_devices)) for name in schedules)
+    return max(num_stages_on(name, num_devices) for name in schedules)
 
 
 def _ranks_in_rounds(num_devices: int, num_rounds: int) -> tuple[int, ...]:

@@ -21,6 +21,14 @@ def test_a_given_number_of_stages_has_plans_though_it_is_no_power_of_two(
     assert all(set(plan.counts) == {plan.counts[0]} for _, plan in found)
 
 
+@pytest.mark.parametrize(("num_stages", "counts"), [(6, {(1, 1, 1)}), (14, {(1,) * 7}), (7, set()), (18, set())])
+def test_a_given_number_of_stages_has_plans_with_two_stages_on_each_device(
+    num_stages: int, counts: set[tuple[int, ...]]
+) -> None:
+    line = DeviceLine({"a": chain([1] * 50)}, devices(8), PlanOptions(minibatch_size=16, num_stages=num_stages))
+    assert {plan.counts for _, plan in naive_plans(line, ["zb-v"], [1])} == counts
+
+
 def test_as_many_replicas_as_micro_batches_are_among_them() -> None:
     found = naive_plans(DeviceLine({"a": chain([1])}, devices(40), PlanOptions(minibatch_size=37)), ["1f1b"], [1])
     assert (37,) in {plan.counts for _, plan in found}
