@@ -61,6 +61,8 @@ def make_roots(
     """
     if num_stages is not None and num_stages > max_stages:
         return []
+    if max_stages == 1:
+        num_stages = 1  # else every way to divide the devices among more stages, all of them impossible, is made
     num_microbatches = placements.num_microbatches
     # A replica beyond the number of micro-batches would have none to run.
     max_devices = max_stages * (num_microbatches if placements.replicas else 1)

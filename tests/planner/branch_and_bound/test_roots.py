@@ -104,6 +104,19 @@ def test_the_number_of_orders_is_bounded() -> None:
     assert num_in_any_order(classes) == 7
 
 
+def test_a_single_layer_has_one_pipeline_on_each_choice_of_devices() -> None:
+    """24 alike devices; with more stages than cuts allow there would be 2^23 ways to divide them."""
+    space = search_space({"a": chain([1])}, cluster_of([0] * 24, [1.0] * 24), PlanOptions(minibatch_size=32))
+    for problem in space.problems:
+        assert [root.num_devices for root in problem.roots] == list(range(1, 25))
+        assert all(
+            [each.num_replicas for each in root.first_placements] == [root.num_devices] for root in problem.roots
+        )
+    plan = bapipe.plan(chain([1]), cluster_of([0] * 24, [1.0] * 24), minibatch_size=32, schedules=["gpipe"])
+    assert plan.certificate.proven_optimal
+    assert plan.prediction.step_ns == 2 * 3 * 1_000_000  # 8 devices have two micro-batches each, 16 one
+
+
 def test_every_number_of_many_devices_is_tried() -> None:
     """80 alike devices are taken in the cluster's order: too many for any order."""
     cluster = cluster_of([0] * 80, [1.0] * 80)
