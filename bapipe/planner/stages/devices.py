@@ -151,29 +151,34 @@ def are_sorted(classes: Sequence[DeviceClass]) -> bool:
 
 
 class ClassLinks:
-    """The links between devices of two classes, and between two devices of one class."""
+    """The links between devices of two classes, and between two devices of one class.
+
+    They are looked up when they are asked for: thousands of unlike devices have millions of pairs.
+    """
 
     def __init__(self, cluster: Cluster, classes: Sequence[DeviceClass]) -> None:
         self._links: dict[tuple[int, int], Bandwidth] = {}
         self._cluster, self._classes = cluster, classes
-        for a, source in enumerate(classes):
-            for b, target in enumerate(classes):
-                # All pairs of devices of two classes have equal links, so one pair represents all. Within one class the
-                # first and the last device are two different devices.
-                if a != b or len(source.ranks) > 1:
-                    self._links[a, b] = cluster.link(source.ranks[0], target.ranks[-1])
+
+    def _link(self, a: int, b: int) -> Bandwidth:
+        """Returns the link from a device of one class to one of another, or to another one of the same class."""
+        if (a, b) not in self._links:
+            # All pairs of devices of two classes have equal links, so one pair represents all. Within one class the
+            # first and the last device are two different devices.
+            self._links[a, b] = self._cluster.link(self._classes[a].ranks[0], self._classes[b].ranks[-1])
+        return self._links[a, b]
 
     def between(self, sources: Iterable[int], targets: Iterable[int]) -> list[Bandwidth]:
         """Returns the distinct links from some classes to others."""
-        pairs = {(a, b) for a in sources for b in targets}
-        return sorted({self._links[pair] for pair in pairs if pair in self._links}, key=_sort_key)
+        pairs = {(a, b) for a in sources for b in targets if a != b or len(self._classes[a].ranks) > 1}
+        return sorted({self._link(a, b) for a, b in pairs}, key=_sort_key)
 
     def ring(self, devices: Sequence[int]) -> list[Bandwidth]:
         """Returns the distinct links between any two of these devices, and their `host_sum_link` if there is one."""
         pairs = {(a, b) for i, a in enumerate(devices) for j, b in enumerate(devices) if i != j}
         host_sum = self.host_sum_link(devices)
         return sorted(
-            {self._links[pair] for pair in pairs} | ({host_sum} if host_sum is not None else set()), key=_sort_key
+            {self._link(a, b) for a, b in pairs} | ({host_sum} if host_sum is not None else set()), key=_sort_key
         )
 
     def host_sum_link(self, devices: Sequence[int]) -> Bandwidth | None:
