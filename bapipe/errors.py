@@ -15,7 +15,6 @@ Stopped is not an error: a signal asked the program to end.
 
 import signal
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class BapipeError(Exception):
@@ -106,6 +105,8 @@ class Stopped(SystemExit):
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Returns a question for the known name that is most like another one; empty if none is as similar as `cutoff`."""
+    from difflib import get_close_matches  # loads `re`: signals are handled once this module is imported
+
     close = get_close_matches(name, [*known], n=1, cutoff=cutoff)
     return f"; did you mean '{close[0]}'?" if close else ""
 
@@ -113,6 +114,9 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 MORE_PROCESSES = "allow more processes (ulimit -u, or the limit of the container)"
 
 _NO_THREADS = "can't start new thread", "Resource temporarily unavailable"
+
+_NO_MEMORY = "failed to map segment", "annot allocate memory"
+"""What the dynamic linker and the system say where memory is lacking for a library."""
 
 _NCCL_REASON = "Last error:"
 """What torch writes before NCCL's own words; the lines before say where NCCL was called, and the kind of its error."""
@@ -133,6 +137,20 @@ def first_line(error: BaseException) -> str:
 def is_without_threads(error: BaseException) -> bool:
     """Returns whether an error says that no thread can be started: Python and torch raise a RuntimeError then."""
     return isinstance(error, RuntimeError) and str(error).strip() in _NO_THREADS
+
+
+def is_without_memory(error: BaseException) -> bool:
+    """Returns whether an error, or one that it came from, says that memory is lacking.
+
+    Where a module needs a library that no memory is left for, importing it raises ImportError or OSError.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        is_of_system = isinstance(cause, ImportError | OSError)
+        if isinstance(cause, MemoryError) or (is_of_system and any(sign in str(cause) for sign in _NO_MEMORY)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -19,7 +19,7 @@ from bapipe.cli.environment import forget_wrong_sizes, open_closed_streams
 from bapipe.cli.flags import with_flags
 from bapipe.cli.lazy_group import LazyGroup
 from bapipe.cli.system_errors import system_error_text
-from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped, first_line, is_without_threads
+from bapipe.errors import BapipeError, Infeasible, RunFailed, Stopped, first_line, is_without_memory, is_without_threads
 from bapipe.printable import MAX_LINE, printable
 from bapipe.stop_signals import raise_on_signals
 from bapipe.torchrun import is_first_rank
@@ -81,7 +81,9 @@ def main() -> None:
         if not (isinstance(error, RunFailed) and error.told):
             _show_error(" ".join(with_flags(str(error)).splitlines()))
         sys.exit(3 if isinstance(error, Infeasible) else 1)
-    except (OSError, MemoryError) as error:  # of the system, rather than of a fault of this program
+    except (OSError, MemoryError, ImportError) as error:  # of the system, rather than of a fault of this program
+        if isinstance(error, ImportError) and not is_without_memory(error):
+            raise
         _show_error(system_error_text(error))
         sys.exit(1)
     except RuntimeError as error:

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
-from bapipe.errors import MORE_PROCESSES
+from bapipe.errors import MORE_PROCESSES, is_without_memory
 
 _ADVICE = {
     errno.ENOSPC: "free some space, or write elsewhere; TMPDIR names the folder for temporary files",
@@ -26,9 +26,9 @@ _ADVICE = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def system_error_text(error: OSError | MemoryError) -> str:
-    """Returns an error of the system in one line, with what to try."""
-    if isinstance(error, MemoryError):
+def system_error_text(error: OSError | MemoryError | ImportError) -> str:
+    """Returns an error of the system in one line, with what to try; an ImportError is one where memory is lacking."""
+    if not isinstance(error, OSError) or (error.errno is None and is_without_memory(error)):
         return f"out of memory: {_ADVICE[errno.ENOMEM]}"
     if error.errno in _FULL and error.filename is None and _is_full(sys.stdout):
         return f"the output cannot be written: {error.strerror}: send it elsewhere, or free some space there"

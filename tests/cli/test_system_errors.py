@@ -53,6 +53,40 @@ def test_no_thread_that_can_be_started_is_one_line(
         cli.main()
 
 
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    """Returns an error that was raised while another one was handled."""
+    error.__context__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("/numba/_helperlib.so: failed to map segment from shared object"),
+        raised_from(
+            OSError("Could not find/load shared object file 'libllvmlite.so': the permissions may be incorrect"),
+            OSError("/llvmlite/libllvmlite.so: failed to map segment from shared object"),
+        ),
+        raised_from(
+            ImportError("numpy was not found"), ImportError("libblas.so: cannot allocate memory in static TLS")
+        ),
+    ],
+)
+def test_a_library_without_memory_for_it_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert capsys.readouterr().err == "error: out of memory: allow more memory (ulimit -v), or use less\n"
+
+
+def test_other_imports_that_fail_are_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "app", Mock(side_effect=ImportError("cannot import name 'x'")))
+    with pytest.raises(ImportError, match="cannot import name"):
+        cli.main()
+
+
 def only_empty_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
