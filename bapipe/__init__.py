@@ -12,7 +12,9 @@ when something measures or trains.
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False
+"""What `typing` calls so, which takes longer to import than this: until a command has begun, Ctrl-C is a traceback."""
 
 if TYPE_CHECKING:
     from bapipe.errors import (
@@ -159,7 +161,7 @@ _NEEDS_TORCH = frozenset(
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Imports a public name when it is first used; `bapipe --help` would otherwise wait for the whole planner."""
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'bapipe' has no attribute '{name}'")

@@ -1,5 +1,6 @@
 """Signals that ask a program to end: SIGINT (Ctrl-C), SIGTERM (`kill`, schedulers), SIGHUP (a closed terminal)."""
 
+import atexit
 import errno
 import os
 import signal
@@ -62,6 +63,22 @@ def noted_signals() -> Iterator[StopRequest]:
     finally:
         for number in ours:
             signal.signal(number, before[number])
+
+
+def end_at_once_on_signals(code: int) -> None:
+    """Makes further signals end the process at once with this code: it has done its work, or ended in order.
+
+    Python takes its handlers back while it ends, which the system's own would end with another code.
+    """
+    numbers = [number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) is _raise]
+    for number in numbers:
+        signal.signal(number, lambda *_: os._exit(code))
+
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)
 
 
 def ignore_signals(_: int) -> None:

@@ -1,15 +1,16 @@
 """The job of torchrun, or of Slurm, that this process is a rank of."""
 
 import os
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
     """A job, seen from one of its processes: which rank that is, and how many there are."""
 
-    rank: int
-    size: int
+    # Not a dataclass: importing those takes longer than all else before signals are handled.
+    __slots__ = "rank", "size"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
 
 def current_job() -> Job | None:

@@ -1,6 +1,8 @@
 """What the command line says when Ctrl-C ends it."""
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from bapipe.formats.plan import Plan, with_certificate
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.plan import plan_cached
 from tests.builders import chain, devices
+
+ROOT = str(Path(bapipe.__file__).parents[1])
+"""The folder of the package."""
 
 
 def test_a_proof_that_is_complete_is_not_said_to_be_cut_short(
@@ -70,3 +75,44 @@ def test_what_more_time_could_do_is_said_with_the_reason_for_the_end(capsys: pyt
     interrupted = capsys.readouterr().err
     assert "the search was interrupted: " in interrupted
     assert "--time-limit" not in interrupted
+
+
+LATE = """
+import os, signal, sys, threading
+from unittest.mock import Mock
+from bapipe import cli
+from bapipe.__main__ import main
+from bapipe.errors import Stopped
+
+def stop_again(kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+    kill(pid, number)
+
+class AtTheEnd:
+    def __del__(self, stop_again=stop_again):
+        stop_again()
+
+if sys.argv[1] == "python":
+    sys.at_the_end = AtTheEnd()
+else:
+    threading.Thread(target=lambda: (threading.main_thread().join(), stop_again())).start()
+cli.app = Mock(side_effect=Stopped(signal.SIGTERM))
+main()
+"""
+
+
+@pytest.mark.parametrize("ends", ["python", "threads"])
+def test_a_second_signal_while_python_ends_keeps_the_exit_code(ends: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, ends], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.split()) == (128 + signal.SIGTERM, ["stopped", "by", "SIGTERM"])
+
+
+def test_little_is_imported_before_signals_are_handled() -> None:
+    """What is imported before is a window in which Ctrl-C is shown as a fault."""
+    code = "import sys, bapipe.stop_signals; print(*sorted({'typing', 're', 'difflib'} & {*sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {ROOT!r}); {code}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("\n", "")
