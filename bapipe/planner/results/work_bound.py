@@ -9,6 +9,7 @@ from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.schedules import splits_backwards
@@ -43,19 +44,19 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
 def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> int:
     """Returns a time that no step can beat, of any stages, replicas and order of the layers that some options allow.
 
-    It is the work as above or, if that is longer, the trip of one micro-batch through all layers and back, each on the
-    device that is fastest for it; the smallest over the micro-batch sizes. docs/algorithm.md, "Any plan", has
-    the proof.
+    It is the work as above, on as many devices as a plan can have, or, if that is longer, the trip of one micro-batch
+    through all layers and back, each on the device that is fastest for it; the smallest over the micro-batch sizes.
+    docs/algorithm.md, "Any plan", has the proof.
     """
     splits = SEARCH in options.schedules or any(map(splits_backwards, named_schedules(options)))
     waited_for = _layers_waited_for(profiles, cluster) if splits else None
-    bounds = [
-        max(
-            _bound_at(profiles, cluster, cluster.devices, size, options.minibatch_size // size),
-            _trip_at(profiles, cluster, size, waited_for),
-        )
-        for size in microbatch_sizes(profiles, cluster, options)
-    ]
+    bounds = []
+    for size in microbatch_sizes(profiles, cluster, options):
+        num_microbatches = options.minibatch_size // size
+        # Every stage has a layer, and every replica a micro-batch.
+        most = num_layers(profiles) * (num_microbatches if options.replicas else 1)
+        work_ns = _bound_at(profiles, cluster, cluster.devices, size, num_microbatches, most)
+        bounds.append(max(work_ns, _trip_at(profiles, cluster, size, waited_for)))
     return max(0, floor(min(bounds)))
 
 
@@ -121,9 +122,14 @@ def has_gradient_to_the_end(layers: Sequence[LayerProfile]) -> list[bool]:
 
 
 def _bound_at(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, devices: Sequence[Device], size: int, num_microbatches: int
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    devices: Sequence[Device],
+    size: int,
+    num_microbatches: int,
+    max_devices: int | None = None,
 ) -> Fraction:
-    """Returns the bound for micro-batches of one size on some devices of a cluster."""
+    """Returns the bound for micro-batches of one size on any `max_devices` of some devices of a cluster, or on all."""
     kinds = dict.fromkeys(device.kind for device in devices)
     times_ns = {kind: _layer_times_ns(profiles[kind], cluster, size, num_microbatches) for kind in kinds}
     # A device of speed v takes at least 1/v of these times.
@@ -141,7 +147,10 @@ def _bound_at(
     lost_ns = Fraction(PHASES_PER_MICROBATCH * num_microbatches * len(next(iter(times_ns.values()))), 2)
     rounded = max((price[kind, v] for kind, v in speed if v != 1.0), default=Fraction(0)) * lost_ns
     num_alike = Counter((device.kind, device.speed) for device in devices)
-    total_price = sum((num * price[key] for key, num in num_alike.items()), start=Fraction(0))
+    total_price, left = Fraction(0), len(devices) if max_devices is None else max_devices
+    for key in sorted(num_alike, key=price.__getitem__, reverse=True):  # no devices have more than the dearest ones
+        num = min(num_alike[key], left)
+        total_price, left = total_price + num * price[key], left - num
     return (work - rounded) / total_price
 
 

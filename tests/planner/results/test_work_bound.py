@@ -114,3 +114,18 @@ def test_every_search_proves_at_least_the_bound_of_all_plans() -> None:
             plan = plan_step_time(profiles, cluster, options, deadline=Deadline(0.0))
             bound_ns = step_bound_ns(profiles, cluster, options)
             assert bound_ns <= plan.certificate.lower_bound_ns <= plan.prediction.step_ns
+
+
+@pytest.mark.parametrize(
+    ("replicas", "minibatch_size", "step_ms"), [(False, 6, 6 * 6 / 4), (True, 2, 2 * 6 / (4 + 2)), (True, 3, 3 * 6 / 7)]
+)
+def test_the_work_of_few_layers_is_shared_by_as_many_devices_as_a_plan_can_have(
+    replicas: bool, minibatch_size: int, step_ms: float
+) -> None:
+    """One layer of 6 ms on devices of speed 4, 2, 1, 1 and 1: without replicas on one, else on one a micro-batch."""
+    speeds = [1.0, 2.0, 4.0, 1.0, 1.0]
+    unlike = tuple(replace(device, speed=v) for device, v in zip(devices(5).devices, speeds, strict=True))
+    options = PlanOptions(minibatch_size=minibatch_size, schedules=("gpipe",), replicas=replicas)
+    bound_ns = step_bound_ns({"a": chain([2])}, replace(devices(5), devices=unlike), options)
+    lost_ns = 3 * minibatch_size  # rounding
+    assert step_ms * MS - lost_ns <= bound_ns <= step_ms * MS
