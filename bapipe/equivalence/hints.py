@@ -1,5 +1,7 @@
 """What to change where a module is one layer and shall be cut, by the kind of reason."""
 
+from bapipe.equivalence.cause import KEEPS_ATTRIBUTES
+
 _HINTS = (
     (
         ("uses values of tensors", "depends on the values of tensors"),
@@ -71,7 +73,7 @@ _OF_OTHERS = "put the lines of this into a module of their own, which is then th
 
 def with_hint(reason: str) -> str:
     """Returns why a module is one layer, and what to change so that it can be cut."""
-    if "write to it in place" in reason:  # it says so itself
+    if "write to it in place" in reason or KEEPS_ATTRIBUTES in reason:  # it says so itself
         return reason
     hint = next((hint for texts, hint in _HINTS if any(text in reason for text in texts)), _OF_OTHERS)
     return f"{reason}; to cut it, {hint}"
