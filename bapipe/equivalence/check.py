@@ -13,7 +13,15 @@ from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
-from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
+from bapipe.equivalence.outcome import (
+    TRAINING,
+    Conditions,
+    Loss,
+    Microbatch,
+    Outcome,
+    reads_what_forwards_leave,
+    run_original,
+)
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
@@ -21,7 +29,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import reaches_state_of, same_tensor, state_restored
+from bapipe.tracing.python_state import same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 from bapipe.tracing.torch_layers import is_of_torch
 
@@ -173,7 +181,12 @@ def _compare(
     found = mismatches(original, split, noise, conditions)
     if not found:
         return _equal(model, stages, original)
-    return _difference(model, loss, found, lambda: first_difference(model, stages, loss, microbatches, conditions))
+    return _difference(
+        model,
+        found,
+        locate=lambda: first_difference(model, stages, loss, microbatches, conditions),
+        reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
+    )
 
 
 def _why_it_differs(model: TracedModel, loss: Loss) -> str:
@@ -207,8 +220,17 @@ def _changed(root: nn.Module, original: Outcome) -> frozenset[str]:
 
 
 def _difference(
-    model: TracedModel, loss: Loss, found: Sequence[Mismatch], locate: Callable[[], Place | None]
+    model: TracedModel,
+    found: Sequence[Mismatch],
+    locate: Callable[[], Place | None],
+    reads_outside: Callable[[], bool],
 ) -> Difference:
+    """Returns what differs, and where.
+
+    Args:
+        locate: returns where values first differ; None if they do not.
+        reads_outside: returns whether the loss reads more than what it is given.
+    """
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
         return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
@@ -216,7 +238,7 @@ def _difference(
     keeps_state = bool(losses) and "0" not in losses
     where = locate()
     is_given_the_same = where is None or where.phase == "backward"
-    if losses and is_given_the_same and reaches_state_of(loss, model.root):
+    if losses and is_given_the_same and reads_outside():
         code = "" if where is None else own_code(model.root, where.path)
         what = str(found[0])
         return Difference(path=LOSS, code=code, what=what, cause=cause_in_loss(what))

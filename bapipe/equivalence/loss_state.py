@@ -22,7 +22,7 @@ def state_of_loss(loss: Callable[..., Any], model: nn.Module) -> KeptState:
         forwards = [part.forward for part in parts]
         state = KeptState([*tensors, *forwards, loss], known=known)
         reached = (one for one in state.followed.values() if isinstance(one, nn.Module) and id(one) not in of_model)
-        found = {part for module in reached for part in module.modules() if id(part) not in of_model}
-        if found <= parts.keys():
+        found = [part for module in reached for part in module.modules() if id(part) not in of_model]
+        if parts.keys() >= set(found):
             return state
-        parts |= dict.fromkeys(sorted(found, key=id))
+        parts |= dict.fromkeys(found)

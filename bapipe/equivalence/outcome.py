@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import CPU
+from bapipe.tracing.left_outside import left_outside
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.python_state import numbers_kept, state_restored
+from bapipe.tracing.reached_state import KeptState
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the model returns, target) -> mean loss over the micro-batch, a scalar."""
@@ -162,6 +165,19 @@ def run_original(
             if conditions.trains:
                 value.backward()  # type: ignore[no-untyped-call]
         return one.outcome(losses, counters_in(numbers))
+
+
+def reads_what_forwards_leave(loss: Loss, module: nn.Module, batch: Microbatch, conditions: Conditions) -> bool:
+    """Returns whether a loss reaches the module, or something outside of it in which forwards leave tensors."""
+    reached = KeptState(loss).followed.values()
+    ids = {id(one) for one in reached} | {id(one.__globals__) for one in reached if isinstance(one, FunctionType)}
+    if any(id(part) in ids for part in module.modules()):
+        return True
+    with trial(module, conditions) as one, left_outside(module) as left:
+        one.begin_forward(0)
+        with conditions.forward(device_of(module)):
+            module(*batch.copy().inputs)
+        return any(id(owner) in ids for owner in left())
 
 
 def counters_in(numbers: Sequence[Mapping[str, int | float]]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from reprlib import repr as shortened
 from typing import Any, NotRequired, TypedDict
 
@@ -17,6 +17,7 @@ from bapipe.runtime.collectives_check import optimizer_checked
 from bapipe.runtime.other_ranks import is_on_another_rank
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.torch_device import CPU
+from bapipe.torch_private.process_groups import num_collectives
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -107,10 +108,10 @@ class StageOptimizers:
         """Makes the optimizers.
 
         With a `layout`, they may not exchange gradients or weights with processes of other stages, neither here nor in
-        their first step.
+        their steps.
         """
         self._modules, self._clock, self._layout = modules, clock, layout
-        self._checked: set[int] = set()  # stages
+        self._unchecked = set(modules)  # stages
         self._frozen = {
             name: p for module in modules.values() for name, p in module.named_parameters() if not p.requires_grad
         }
@@ -161,17 +162,24 @@ class StageOptimizers:
         """Updates a stage's parameters from their gradients."""
         start = self._clock.stamp()
         if stage in self._optimizers:
-            with self._checked_first(stage):
-                self._optimizers[stage].step()
+            self._run(stage)
         self._updates.append((stage, start, self._clock.stamp()))
 
-    def _checked_first(self, stage: int) -> AbstractContextManager[object]:
-        """Returns the context of an update: the first one of a stage is checked."""
-        if self._layout is None or stage in self._checked:
-            return nullcontext()
-        self._checked.add(stage)
-        parameters = [p for group in self._optimizers[stage].param_groups for p in group["params"]]
-        return optimizer_checked(self._layout, stage, len(parameters))
+    def _run(self, stage: int) -> None:
+        """Runs an optimizer; checks what it communicates in its first step, and in each after one that communicated."""
+        optimizer, layout = self._optimizers[stage], self._layout
+        if layout is None:
+            optimizer.step()
+            return
+        before = num_collectives(None)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        is_checked = stage in self._unchecked
+        with optimizer_checked(layout, stage, len(parameters)) if is_checked else nullcontext():
+            optimizer.step()
+        if num_collectives(None) == before:
+            self._unchecked.discard(stage)
+        else:  # it may exchange more in another step, as those that average weights now and then
+            self._unchecked.add(stage)
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the following updates.

@@ -41,15 +41,26 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 def processes_of_collective(operator: Any, args: Sequence[Any]) -> list[int] | None:
     """Returns the global ranks of the processes that an operator communicates with; None if it is no such operator."""
-    if getattr(operator, "namespace", "") != "c10d":
+    if getattr(operator, "namespace", "") not in ("c10d", "_c10d_functional"):
         return None
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     for one in args:
-        try:
-            group = dist.ProcessGroup.unbox(one)
-        except (RuntimeError, TypeError):  # another argument
+        try:  # a group, or, of functional collectives, its name
+            is_name = isinstance(one, str) and one not in ("sum", "avg", "product", "min", "max")
+            group = resolve(one) if is_name else dist.ProcessGroup.unbox(one)
+        except (RuntimeError, TypeError, ValueError):  # another argument
             continue
         return list(dist.get_process_group_ranks(group))
     return None
+
+
+def num_collectives(group: dist.ProcessGroup | None) -> int:
+    """Returns how many collectives this process has called in a group; None is the default group."""
+    counting: Any = group or dist.distributed_c10d._get_default_group()
+    try:
+        return int(counting._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:

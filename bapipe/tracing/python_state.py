@@ -4,7 +4,7 @@ import copy
 import random
 from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from bapipe.torch_private.modules import hooks_of, is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
-from bapipe.tracing.reached_state import KeptState, is_of_the_user
+from bapipe.tracing.left_outside import left_outside
+from bapipe.tracing.reached_state import KeptState
 from bapipe.tracing.torch_layers import calls_other_code
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
@@ -30,8 +31,8 @@ def state_restored(
 ) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    So are numbers of the classes of its parts, what its hooks keep, and what the user's forwards write to outside of
-    the module, such as a global list: a pass without values, or without a loss, would leave there what a loss reads.
+    So are numbers of the classes of its parts, and what its hooks keep. Tensors that forwards leave outside of the
+    module are removed (`left_outside`); what else they change there, such as a global counter, is not undone.
 
     Attributes that are not immutable are replaced by copies meanwhile. Yields copies of the values of tensors, by the
     tensor's id.
@@ -40,7 +41,7 @@ def state_restored(
         parameters: whether to restore the values of parameters too, for which these are copied.
         compares: whether tensors that have changed are found by comparing them, which waits for a GPU; else by torch's
             counts of writes, which miss those of batch norm and those to `tensor.data`.
-        outside: whether to restore what forwards write to outside of the module.
+        outside: whether to remove what forwards leave outside of the module.
     """
     modules = [part for part in module.modules() if not is_scripted(part)]
     hidden = {id(tensor): tensor for tensor in hidden_tensors(module).values()}
@@ -58,13 +59,12 @@ def state_restored(
     # What a graph module has beside tensors and generators is its graph and its code.
     changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
     hooks = states_of_hooks(module)
-    reached = [*hooks, *([_state_outside(module)] if outside else [])]
     kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
     # It lives as long as weak references to copies are needed.
-    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(reached)
+    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(hooks)
     set_attributes(copied(changing, copies))
     try:
-        with class_numbers_restored(modules):
+        with class_numbers_restored(modules), left_outside(module) if outside else nullcontext():
             yield {id(tensor): value for tensor, value, _ in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):
@@ -74,7 +74,7 @@ def state_restored(
                 registry.clear()
                 registry.update(entries)
         restore_generator_states(generators)
-        for state in reached:
+        for state in hooks:
             state.put_back()
         with torch.no_grad():
             for tensor, value, count in values:
@@ -264,22 +264,6 @@ def states_of_hooks(module: nn.Module) -> list[KeptState]:
     hooks = {id(hook): hook for part in module.modules() for hook in hooks_of(part)}
     tensors = (*module.parameters(), *module.buffers()) if hooks else ()
     return [KeptState(hook, known=tensors) for hook in hooks.values()]
-
-
-def _state_outside(module: nn.Module) -> KeptState:
-    """Returns what the forwards of the user's own classes reach, beside the module's parameters, buffers and parts."""
-    kinds = {type(part) for part in module.modules() if is_of_the_user(type(part).__module__)}
-    own_classes = (cls for kind in kinds for cls in kind.__mro__)  # see `class_numbers_restored`
-    known = (*module.modules(), *module.parameters(), *module.buffers(), *own_classes)
-    return KeptState([kind.forward for kind in kinds], known=known)
-
-
-def reaches_state_of(code: object, module: nn.Module) -> bool:
-    """Returns whether code reaches the module or a part of it, or an object that the user's forwards reach, too."""
-    forwards = _state_outside(module).followed.values()
-    modules = {id(part) for part in module.modules()}
-    shared = {id(one) for one in forwards if not isinstance(one, (*_NO_STATE, nn.Module, Tensor))} | modules
-    return not shared.isdisjoint(KeptState(code).followed)
 
 
 def reached_by(states: Iterable[KeptState]) -> dict[int, Any]:

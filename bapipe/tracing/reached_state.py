@@ -108,7 +108,10 @@ class KeptState:
     def put_back(self) -> None:
         """Gives all but modules with contexts of their own the state that they had when this was made."""
         for restore in self._restores:
-            restore()
+            try:
+                restore()
+            except Exception as error:  # whatever a collection of the user's own raises
+                self._meet(f"what cannot be put back ({type(error).__name__})")
         with torch.no_grad():
             for tensor, before, value in self._tensors:
                 if value is not None:
@@ -120,12 +123,7 @@ class KeptState:
         self.obstacle = self.obstacle or obstacle
 
     def _follow(self, one: Any) -> None:
-        try:
-            self._follow_one(one)
-        except RecursionError:
-            raise
-        except Exception:  # whatever an object of the user's raises when it is looked at
-            self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
+        self._look_at(one, self._follow_one)
 
     def _follow_one(self, one: Any) -> None:
         if isinstance(one, _CONSTANTS) or id(one) in self.followed or self.obstacle is not None:
@@ -164,7 +162,7 @@ class KeptState:
                 self._follow_named(one)
             case Logger():
                 self._loggers.append(one)
-            case _ if _is_plain(one):
+            case _ if is_plain(one):
                 self._objects.append(one)
                 self._follow(type(one))
             case _:
@@ -181,9 +179,11 @@ class KeptState:
             return
         if "ndarray" not in names:
             self._meet(f"an object of type {type(one).__name__}")
-        elif one.nbytes > _MAX_BYTES or one.dtype.hasobject:
-            self._meet(f"an array of shape {one.shape}, which holds much, or objects")
         elif one.flags.writeable:
+            self._num_bytes += one.nbytes
+            if self._num_bytes > _MAX_BYTES or one.dtype.hasobject:
+                self._meet(f"an array of shape {one.shape}, which holds much, or objects")
+                return
             self._restores.append(partial(one.__setitem__, ..., one.copy()))
 
     def _follow_named(self, one: type | ModuleType) -> None:
@@ -198,10 +198,21 @@ class KeptState:
         while known != (now := (len(self._names), len(self._objects))):
             known = now
             for one in list(self._objects):
-                self._follow_all(self._named_of(one))
+                self._look_at(one, lambda one: self._follow_all(self._named_of(one)))
         for one in self._objects:
-            before = {name: value for name, value in vars(one).items() if self._is_named(one, name)}
-            self._restores.append(partial(_reset, one, before, partial(self._is_named, one)))
+            self._look_at(one, self._note_attributes)
+
+    def _look_at(self, one: object, look: Callable[[Any], None]) -> None:
+        try:
+            look(one)
+        except RecursionError:
+            raise
+        except Exception:  # whatever an object of the user's raises when it is looked at
+            self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
+
+    def _note_attributes(self, one: object) -> None:
+        before = {name: value for name, value in vars(one).items() if self._is_named(one, name)}
+        self._restores.append(partial(_reset, one, before, partial(self._is_named, one)))
 
     def _named_of(self, one: object) -> list[object]:
         """Returns what code may reach of an object; what a class gives its objects in another form is left out."""
@@ -263,7 +274,7 @@ def _put_back(tensor: Tensor, value: Tensor) -> None:
     """Gives a tensor back its value, also where torch has not counted a write; this one is not counted either."""
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value
-    else:
+    elif not torch.equal(tensor, value):  # it may be read-only, or expanded
         with version_kept(tensor):
             tensor.copy_(value)
 
@@ -302,7 +313,7 @@ def _modules_of(kind: type) -> list[str]:
     return [one.__module__ for one in kind.__mro__ if one is not object]
 
 
-def _is_plain(one: object) -> bool:
+def is_plain(one: object) -> bool:
     """Returns whether an object holds nothing but attributes: no slots, and nothing in C."""
     return hasattr(one, "__dict__") and type(one).__basicsize__ == _Plain.__basicsize__
 

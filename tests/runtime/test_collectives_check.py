@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import CpuClock
-from bapipe.runtime.collectives_check import loss_checked
+from bapipe.runtime.collectives_check import loss_checked, optimizer_checked
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.optimizer import StageOptimizers
 from bapipe.runtime.process_layout import ProcessLayout
@@ -71,6 +72,40 @@ def test_an_optimizer_that_sends_weights_when_it_is_made_is_refused(layout: Proc
 
     with pytest.raises(BapipeError, match="exchanges gradients or weights"):
         StageOptimizers({0: nn.Linear(4, 4)}, Sends, CpuClock(), layout)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_averages_weights_now_and_then_is_refused(
+    layout: ProcessLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("bapipe.runtime.optimizer.num_collectives", lambda group: len(calls))
+
+    class NowAndThen(optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            if calls:
+                dist.all_reduce(self.param_groups[0]["params"][0].grad)
+            calls.append(1)
+
+    layer = nn.Linear(4, 4)
+    optimizers = StageOptimizers({0: layer}, lambda parameters: NowAndThen(parameters, 0.1), CpuClock(), layout)
+    layer(torch.ones(1, 4)).sum().backward()
+    optimizers.step(0)
+    with pytest.raises(BapipeError, match="exchanges gradients or weights"):
+        optimizers.step(0)
+
+
+def test_functional_collectives_count_too(layout: ProcessLayout) -> None:
+    with pytest.raises(BapipeError, match="the loss communicates"), loss_checked(layout, 1):
+        all_reduce(torch.ones(4), "sum", list(range(3)))
+
+
+def test_a_compiled_optimizer_may_be_checked(layout: ProcessLayout) -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    with optimizer_checked(layout, 0, 2):
+        assert halved(torch.ones(2)).tolist() == [0.5, 0.5]
 
 
 def test_a_loss_that_sums_over_all_processes_is_refused(layout: ProcessLayout) -> None:
