@@ -35,7 +35,8 @@ JOINED, TAKEN, COMPLETE = "joined", "taken", "complete"
 that this one belongs to another start of the job."""
 
 OTHER_VERSION = "version "
-"""Begins another answer, which ends with the version of bapipe that serves the job: the process runs another one."""
+"""Begins another answer, which ends with the version of bapipe that serves the job: the place of the rank is free, but
+the process runs another version."""
 
 
 def own_version() -> str:
@@ -144,12 +145,14 @@ class StoreServer:
                 self._joined[one].asked_s = time.monotonic()
             if name == "join":
                 number, size, *versions = arguments
-                if versions != [own_version()]:
-                    return f"{OTHER_VERSION}{own_version()}"
                 if number in self._joined:
                     return TAKEN
                 if self._is_complete:
                     return COMPLETE
+                # Last, as this answer ends the job: a process that has no place in it is refused alone. One that says
+                # no version, as earlier ones do, would not know the answer: it joins, and `wait_for_all` refuses it.
+                if versions not in ([], [own_version()]):
+                    return f"{OTHER_VERSION}{own_version()}"
                 self._joined[number] = _Joined(address, time.monotonic())
                 self._is_complete = len(self._joined) == size
                 rank.append(number)

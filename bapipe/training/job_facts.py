@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bapipe.formats.plan import Plan
+from bapipe.job.server import own_version
 from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
 from bapipe.training.checkpoint.folder import Checkpoint
 from bapipe.training.checkpoint.weights import weights_digest
@@ -33,6 +34,7 @@ def job_facts(
     """
     starts_from = config.weights if resume_from is None else None
     return {
+        "bapipe": own_version(),  # compared when ranks join, but with earlier versions, which do not say theirs there
         "torch": str(torch.__version__),
         "the plan": plan_digest(plan),
         **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},

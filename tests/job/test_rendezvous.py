@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
@@ -23,7 +24,16 @@ from bapipe.job import secret as secrets
 from bapipe.job import server as job_server
 from bapipe.job.peers import _answer
 from bapipe.job.refusal import refusals_told
-from bapipe.job.rendezvous import OtherRanks, Refused, _differences, open_store, serve, tell_failure, wait_for_all
+from bapipe.job.rendezvous import (
+    REFUSED,
+    OtherRanks,
+    Refused,
+    _differences,
+    open_store,
+    serve,
+    tell_failure,
+    wait_for_all,
+)
 from bapipe.job.secret import job_secret
 from bapipe.job.server import JOINED, StoreServer
 from bapipe.job.store import JobStore
@@ -187,10 +197,10 @@ def test_a_restarted_job_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch)
         assert [open_store(index, names, 20.0).add("failed", 1) for index in (0, 1)] == [1, 2]
 
 
-def wait_until_left(store: JobStore) -> None:
-    """Returns when the server has noticed that all ranks but the first have left."""
+def wait_until_left(store: JobStore, others: Set[int] = frozenset({0})) -> None:
+    """Returns when the server has noticed that all ranks but some, by default the first, have left."""
     until = time.monotonic() + 10
-    while store.joined() != {0} and time.monotonic() < until:
+    while store.joined() != others and time.monotonic() < until:
         time.sleep(0.01)
 
 
@@ -535,3 +545,34 @@ def test_a_rank_with_another_version_is_refused_and_all_ranks_say_both(
         open_store(1, NAMES, 20.0)
     with pytest.raises(Refused, match=said):
         wait_for_all(store, 0, NAMES, 20.0, FACTS)
+
+
+def test_a_process_of_another_start_with_another_version_is_refused_alone(
+    server: StoreServer, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds its rank taken, or all ranks there: the job knows nothing of it, whether it waits for ranks or trains."""
+    ranks = [store, *(JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in (1, 2))]
+    assert [ranks[rank].join(rank, 3) for rank in (0, 1)] == [JOINED, JOINED]
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("bapipe.job.store.own_version", lambda: "9.9")
+        with pytest.raises(BapipeError, match=r"^rank 1 \(gpu1\) has joined the job at .* already, as another process"):
+            open_store(1, NAMES, 20.0)
+    assert ranks[2].join(2, 3) == JOINED
+    ranks[1].leave()
+    wait_until_left(store, {0, 2})
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr("bapipe.job.store.own_version", lambda: "9.9")
+        with pytest.raises(RunFailed, match=r"^rank 1 \(gpu1\) finds a job at .* that has had all of its ranks"):
+            open_store(1, NAMES, 0.2)
+    assert not store.check([REFUSED])
+
+
+def test_a_rank_that_does_not_say_its_version_joins_and_is_told_what_differs(
+    server: StoreServer, store: JobStore
+) -> None:
+    """As ranks of earlier versions join: they know no answer that names versions."""
+    earlier = JobStore(("127.0.0.1", server.port), SECRET, 20.0)
+    assert [store.join(0, 2), earlier._ask("join", 1, 2)] == [JOINED, JOINED]
+    earlier.set("here1", msgspec.json.encode({"bapipe": "0.1.9", **FACTS}))
+    with pytest.raises(BapipeError, match=r"bapipe is 0\.2\.0 on rank 0 \(cpu0\), but 0\.1\.9 on rank 1 \(gpu1\)$"):
+        wait_for_all(store, 0, NAMES[:2], 20.0, {"bapipe": "0.2.0", **FACTS})

@@ -1,6 +1,7 @@
 """What ranks of a job compare tells runs apart that would train something else, and no others."""
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
     for what, other in cases.items():
         assert {name for name in {**facts, **other} if facts.get(name) != other.get(name)} == {what}
     assert "torch" in facts
+    assert facts["bapipe"] == version("bapipe")
 
 
 def test_folders_may_be_given_as_texts() -> None:
