@@ -1,7 +1,7 @@
 """Baselines, predicted by the same simulator: one device, data parallelism, stages with the same number of layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -18,9 +18,11 @@ from bapipe.planner.results.solution import Solution
 from bapipe.planner.stages.devices import fastest_first
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
+from bapipe.schedules.table import Schedule
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 from bapipe.simulator.tied_weights import inseparable_layers
+from bapipe.simulator.timeline import StepColumns
 
 BASELINES = ("one-device", "data-parallel", "equal-layers")
 
@@ -52,9 +54,10 @@ class SimulatedCandidate:
 
 
 class Baselines(NamedTuple):
-    """The best baseline of each kind, and the names of those for which no time was left."""
+    """The best baseline of each kind, its stages and schedule, and the names of those for which no time was left."""
 
     alternatives: tuple[Alternative, ...]
+    candidates: tuple[Candidate, ...]
     left_out: tuple[str, ...]
 
 
@@ -78,17 +81,18 @@ def baseline_alternatives(
         _data_parallel(plan, microbatch_sizes, profiles),
         _equal_layers(plan, microbatch_sizes, layers, schedules),
     )
-    alternatives, left_out, pace = [], [], Pace()
+    alternatives, chosen, left_out, pace = [], [], [], Pace()
     for name, candidates in zip(BASELINES, kinds, strict=True):
         simulated = [
-            _simulate_candidate(candidate, plan, profiles, limits)
+            (candidate, _simulate_candidate(candidate, plan, profiles, limits))
             for candidate in sorted(candidates, key=partial(_num_actions, plan))
             if not deadline.is_over and pace.has_time_for(_num_actions(plan, candidate), deadline)
         ]
         if not simulated:
             left_out += [name] * bool(candidates)
             continue
-        best = min(simulated, key=lambda each: each.sort_key)
+        candidate, best = min(simulated, key=lambda each: each[1].sort_key)
+        chosen.append(candidate)
         alternatives.append(
             Alternative(
                 name=name,
@@ -98,7 +102,7 @@ def baseline_alternatives(
                 why_not=_why_not(best, plan),
             )
         )
-    return Baselines(tuple(alternatives), tuple(left_out))
+    return Baselines(tuple(alternatives), tuple(chosen), tuple(left_out))
 
 
 def _num_actions(plan: Planned, candidate: Candidate) -> int:
@@ -160,19 +164,41 @@ def _layer_names(plan: Planned) -> tuple[str, ...]:
 def _simulate_candidate(
     candidate: Candidate, plan: Planned, profiles: Mapping[str, ModelProfile], limits: Sequence[int]
 ) -> SimulatedCandidate:
-    index = plan.cluster.index
-    table = distribute_replicas(
-        SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
-        tuple(tuple(index[name] for name in stage.devices) for stage in candidate.stages),
-        len(index),
-    )
-    costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
-    timeline = simulate_columns(table, costs, plan.cluster)
+    timeline = _timeline(candidate, _table(candidate, plan), plan, profiles)
     peaks = [memory.total for memory in timeline.memory]
     return SimulatedCandidate(
         step_ns=timeline.step_ns,
         peak_bytes=max(peaks),
         shortfall_bytes=max(peak - limit for peak, limit in zip(peaks, limits, strict=True)),
+    )
+
+
+def _table(candidate: Candidate, plan: Planned) -> Schedule:
+    index = plan.cluster.index
+    return distribute_replicas(
+        SCHEDULES[candidate.schedule](len(candidate.stages), plan.minibatch_size // candidate.microbatch_size),
+        tuple(tuple(index[name] for name in stage.devices) for stage in candidate.stages),
+        len(index),
+    )
+
+
+def _timeline(
+    candidate: Candidate, table: Schedule, plan: Planned, profiles: Mapping[str, ModelProfile]
+) -> StepColumns:
+    costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
+    return simulate_columns(table, costs, plan.cluster)
+
+
+def as_solution(candidate: Candidate, solution: Solution) -> Solution:
+    """Returns a candidate that is as fast as a solution of the same space, with what is proven of that."""
+    table = _table(candidate, solution)
+    return replace(
+        solution,
+        stages=candidate.stages,
+        schedule=candidate.schedule,
+        microbatch_size=candidate.microbatch_size,
+        table=table,
+        prediction=_timeline(candidate, table, solution, solution.profiles).prediction(solution.minibatch_size),
     )
 
 

@@ -11,6 +11,7 @@ from bapipe.planner.baselines import baseline_alternatives, slower_than_this
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.compute.pace import ACTIONS_PER_S
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
+from bapipe.planner.least_memory import or_baseline
 from bapipe.planner.make import balanced_decision
 from bapipe.planner.results.searched_space import ActionOrderSpace, partitions_in
 from bapipe.planner.results.solution import Solution, sort_alternatives
@@ -250,7 +251,10 @@ def _joined_progress(progress: SearchProgress | None, first: Solution) -> Search
 
 
 def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline) -> Solution:
-    """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for."""
+    """Returns the solution with the baselines among its alternatives, those that the deadline leaves time for.
+
+    One that is as fast and preferred takes its place.
+    """
     partitions = partitions_in(solution.space)
     baselines = baseline_alternatives(
         solution,
@@ -260,4 +264,5 @@ def add_baselines(solution: Solution, options: PlanOptions, deadline: Deadline) 
         options.limits(solution.cluster),
         deadline,
     )
-    return replace(solution, alternatives=sort_alternatives((*solution.alternatives, *baselines.alternatives)))
+    alternatives = sort_alternatives((*solution.alternatives, *baselines.alternatives))
+    return replace(or_baseline(solution, baselines), alternatives=alternatives)

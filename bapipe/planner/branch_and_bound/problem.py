@@ -337,5 +337,6 @@ class SearchResult:
     @property
     def preference(self) -> Preference:
         """Which of several results is preferred."""
-        num_devices = len({rank for ranks in self.problem.ranks(self.layout.placements) for rank in ranks})
-        return Preference(self.step_ns, self.problem.peak_bytes(self.layout), num_devices)
+        placements = self.layout.placements
+        num_devices = len({rank for ranks in self.problem.ranks(placements) for rank in ranks})
+        return Preference(self.step_ns, self.problem.peak_bytes(self.layout), num_devices, len(placements))

@@ -14,7 +14,7 @@ from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules, names_looped
-from bapipe.planner.results.searched_space import FASTEST_FIRST, INSEPARABLE, on_first_devices
+from bapipe.planner.results.searched_space import FASTEST_FIRST, INSEPARABLE, ONLY_FIRST, on_first_devices
 from bapipe.planner.stages.chain import Chain
 from bapipe.planner.stages.constraints import check_constraints, parse_constraints
 from bapipe.planner.stages.device_orders import device_orders
@@ -184,5 +184,5 @@ def _device_order_text(
     num_in_all = num_in_any_order(classes)
     some = ""
     if num_in_all < len(cluster.devices) and any(schedule in LOOPED for schedule in schedules):
-        some = f", with several stages on each of more than {num_in_all} devices only the first ones {SOME_ORDERS}"
+        some = f", with several stages on each of more than {num_in_all} devices {ONLY_FIRST} ones {SOME_ORDERS}"
     return f", in any order{'' if is_permuted else FASTEST_FIRST}{some}"

@@ -12,6 +12,9 @@ from bapipe.schedules import LOOPED
 GIVEN_ORDER = "in the cluster's order"
 """How plans take devices where orders are too many to try all."""
 
+ONLY_FIRST = "only the first"
+"""Where not every choice of devices is tried."""
+
 ORDERS_OF_STAGES = "every order of F, B, I and W for these stages"
 """What the space of a searched order begins with: it is about the stages and micro-batches of one plan."""
 
@@ -78,7 +81,7 @@ def on_first_devices(orders: Sequence[str], *, are_sorted: bool) -> str:
         are_sorted: whether the cluster's devices are in the order in which stages take theirs.
     """
     in_stage = "" if are_sorted and set(orders) == {GIVEN_ORDER} else FASTEST_FIRST
-    return f", {', or '.join(orders)}{in_stage}, of too many choices only the first devices"
+    return f", {', or '.join(orders)}{in_stage}, of too many choices {ONLY_FIRST} devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,11 @@ class PartitionSpace:
     memory: MemoryLimit = ALL_MEMORY
     has_unlike_cuts: bool = False
     has_inseparable: bool = False
+
+    @property
+    def has_any_order(self) -> bool:
+        """Whether stages may be on any devices in any order, and not only on the first ones of some orders."""
+        return ONLY_FIRST not in self.device_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

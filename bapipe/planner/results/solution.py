@@ -4,7 +4,7 @@ Every search returns a `Solution`. The best one over linearizations and device g
 are added; `make_plan` then builds the `Plan` once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -74,8 +74,7 @@ class Solution:
     @property
     def preference(self) -> Preference:
         """Which of several solutions is preferred."""
-        used = {name for stage in self.stages for name in stage.devices}
-        return Preference(self.objective_ns, self.prediction.peak_bytes, len(used))
+        return preference_of(self.objective_ns, self.prediction.peak_bytes, self.stages)
 
 
 def make_plan(solution: Solution) -> Plan:
@@ -115,7 +114,13 @@ def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative,
 
 def preference(plan: Plan) -> Preference:
     """Returns which of several plans is preferred."""
-    return Preference(plan.prediction.objective_ns, plan.prediction.peak_bytes, len(plan.used_devices))
+    return preference_of(plan.prediction.objective_ns, plan.prediction.peak_bytes, plan.stages)
+
+
+def preference_of(objective_ns: int, peak_bytes: int, stages: Sequence[StagePlan]) -> Preference:
+    """Returns which of several plans with some stages is preferred; `peak_bytes` is the largest of a device."""
+    used = {name for stage in stages for name in stage.devices}
+    return Preference(objective_ns, peak_bytes, len(used), len(stages))
 
 
 def preferred_of(plan: Plan, other: Plan | None) -> Plan:
