@@ -40,11 +40,17 @@ def test_devices_stay_separate_if_that_is_faster() -> None:
     assert profiles_used_by(plan, profiles) == {"a": profiles[1]}
 
 
-@pytest.mark.parametrize(("forward_ms", "why_not"), [(5, "as fast as this plan"), (20, "4.0 times as long")])
-def test_groupings_are_compared_in_the_words_of_other_plans(forward_ms: int, why_not: str) -> None:
+@pytest.mark.parametrize(
+    ("forward_ms", "other", "why_not"),
+    [
+        (5, "2 a devices of 1 thread", "as fast as this plan"),  # which has fewer devices
+        (20, "1 a device of 2 threads", "4.0 times as long"),
+    ],
+)
+def test_groupings_are_compared_in_the_words_of_other_plans(forward_ms: int, other: str, why_not: str) -> None:
     plan = bapipe.plan([measured(1, 10), measured(2, forward_ms)], devices(2), minibatch_size=2)
-    (together,) = [other for other in plan.alternatives if other.name == "1 a device of 2 threads"]
-    assert together.why_not == why_not
+    (found,) = [each for each in plan.alternatives if each.name == other]
+    assert found.why_not == why_not
 
 
 def test_a_grouping_that_does_not_fit_leaves_the_other_groupings() -> None:
