@@ -132,7 +132,12 @@ def test_a_searched_order_is_compared_with_named_schedules_with_replicas() -> No
             assert plan.certificate.space.startswith("every order of F, B, I and W for these stages")
             assert best.prediction.step_ns in (names.get("1f1b"), names.get("1f1b with replicas"))
         else:
-            assert (plan.stages, plan.certificate) == (best.stages, best.certificate)
+            # Of equally fast plans each search keeps the one that is preferred of those it has met.
+            assert (plan.prediction.step_ns, plan.certificate.lower_bound_ns, plan.certificate.space) == (
+                best.prediction.step_ns,
+                best.certificate.lower_bound_ns,
+                best.certificate.space,
+            )
             assert names.get("search without replicas", plan.prediction.step_ns) >= plan.prediction.step_ns
         won["search" if plan.schedule == "search" else "named"] += 1
     assert min(won.values()) > 1
