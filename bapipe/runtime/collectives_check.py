@@ -17,11 +17,12 @@ MAX_NUMBERS = 8
 """
 
 
-def optimizer_checked(layout: ProcessLayout, stage: int, num_parameters: int) -> AbstractContextManager[object]:
+def optimizer_checked(layout: ProcessLayout | None, stage: int, num_parameters: int) -> AbstractContextManager[object]:
     """Returns a context in which a stage's optimizer may exchange tensors with the replicas of the stage alone.
 
     One that is made for data parallelism, such as ZeroRedundancyOptimizer, would mix the layers of different stages.
-    Some numbers, or one for each of its parameters, may be exchanged with all, such as norms.
+    Some numbers, or one for each of its parameters, may be exchanged with all, such as norms. Without a `layout`
+    nothing is checked.
     """
     return _checked(
         layout,
@@ -47,8 +48,8 @@ def loss_checked(layout: ProcessLayout, stage: int) -> AbstractContextManager[ob
     )
 
 
-def _checked(layout: ProcessLayout, stage: int, max_elements: int, fault: str) -> AbstractContextManager[object]:
-    if layout.schedule.num_stages == 1:
+def _checked(layout: ProcessLayout | None, stage: int, max_elements: int, fault: str) -> AbstractContextManager[object]:
+    if layout is None or layout.schedule.num_stages == 1:
         return nullcontext()
     return _CollectivesCheck(_replicas(layout, stage), max_elements, fault)
 
@@ -69,7 +70,7 @@ class _CollectivesCheck(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         processes = processes_of_collective(func, args)
         if processes is not None and not self._processes.issuperset(processes):
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
             if max((tensor.numel() for tensor in tensors), default=0) > self._max_elements:
                 raise BapipeError(self._fault)
         return func(*args, **(kwargs or {}))

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from reprlib import repr as shortened
 from typing import Any, NotRequired, TypedDict
 
@@ -122,7 +121,7 @@ class StageOptimizers:
             trained = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
             taken |= {id(p) for p in trained}
             if trained:
-                with nullcontext() if layout is None else optimizer_checked(layout, s, len(trained)):
+                with optimizer_checked(layout, s, len(trained)):
                     made = make(trained)
                 _check_updates(made)
                 _check_own(made, trained, modules.values())
@@ -173,8 +172,7 @@ class StageOptimizers:
             return
         before = num_collectives(None)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        is_checked = stage in self._unchecked
-        with optimizer_checked(layout, stage, len(parameters)) if is_checked else nullcontext():
+        with optimizer_checked(layout if stage in self._unchecked else None, stage, len(parameters)):
             optimizer.step()
         if num_collectives(None) == before:
             self._unchecked.discard(stage)

@@ -16,6 +16,10 @@ _MAX_OBJECTS, _MAX_DEPTH = 1_000, 3
 """
 
 
+_Place = tuple[object, Callable[[], object], Callable[[], bool]]
+"""An object, what removes the tensors left in it, and what says whether there are any."""
+
+
 @contextmanager
 def left_outside(module: nn.Module) -> Iterator[Callable[[], list[object]]]:
     """Forwards may run in this context; afterwards the tensors are removed that they have left outside of the module.
@@ -36,10 +40,6 @@ def left_outside(module: nn.Module) -> Iterator[Callable[[], list[object]]]:
     finally:
         for _, remove, _ in places:
             _quietly(remove)
-
-
-_Place = tuple[object, Callable[[], object], Callable[[], bool]]
-"""An object, what removes the tensors left in it, and what says whether there are any."""
 
 
 def _quietly(action: Callable[[], Any]) -> Any:
@@ -71,8 +71,6 @@ def _places(module: nn.Module) -> Iterator[_Place]:
             elif isinstance(one, dict):
                 yield _in_dictionary(one, one, None)
                 todo += one.values()
-            elif isinstance(one, type):
-                pass
             elif is_plain(one) and is_of_the_user(type(one).__module__):
                 yield _in_dictionary(one, vars(one), None)
                 todo += vars(one).values()
