@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -90,6 +90,17 @@ def parts_bar(verb: str = "profiling") -> Iterator[PartsProgress]:
             lines.show(str(now))
 
         yield progress
+
+
+@contextmanager
+def named_while_silent(text: str) -> Iterator[Callable[[], None]]:
+    """Names work of which nothing else is shown, a line every ten seconds where stderr is no terminal.
+
+    The function that it yields ends that before the context does.
+    """
+    with ExitStack() as shown:
+        shown.enter_context(_Lines(SILENT_S).shown_while_silent(lambda: text))
+        yield shown.close
 
 
 @contextmanager

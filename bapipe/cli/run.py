@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
 from bapipe.cli.outputs import check_output, write_output_bytes
 from bapipe.cli.printing import err, note, show_json, show_line, show_parts, show_timeline
+from bapipe.cli.progress import named_while_silent
 from bapipe.formats.codec import read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
@@ -199,12 +201,17 @@ def train_with_bar(
     """
     num_steps = TrainConfig(**options).steps
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(f"starting {counted(len(plan.stages), 'stage')}", total=num_steps)
+    starting = f"starting {counted(len(plan.stages), 'stage')}: building the model, comparing its stages with it"
+    with (
+        Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar,
+        named_while_silent(starting) if is_first_rank() else nullcontext(lambda: None) as has_started,
+    ):
+        task = bar.add_task(starting, total=num_steps)
         printed_s, first, evaluated = 0.0, None, ""
 
         def on_step(done: StepReport) -> None:
             nonlocal printed_s, first
+            has_started()
             rate, now_s = plan.minibatch_size * 1e9 / (done.data_ns + done.step_ns), time.monotonic()
             text = f"loss {done.loss:.4f}  {number(rate)} samples/s  bubble {done.bubble:.0%}{evaluated}"
             first = first or (done.step, now_s)
@@ -224,6 +231,7 @@ def train_with_bar(
 
         def on_replan(reason: str, new_plan: Plan) -> None:
             nonlocal plan
+            has_started()
             plan = new_plan
             if is_first_rank():
                 devices = ", ".join(name for stage in plan.stages for name in stage.devices)

@@ -27,6 +27,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.hardware import num_cores
 from bapipe.training.run import run
+from bapipe.training.train_result import StepReport
 from tests import ROOT
 
 COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]
@@ -174,6 +175,39 @@ def test_the_reason_to_plan_again_names_flags(
     monkeypatch.setattr("bapipe.run", lost)
     train_with_bar(plan, {})
     assert "plan with a smaller --microbatch-size; continuing with stages on cpu0, cpu1, " in capsys.readouterr().err
+
+
+def test_ranks_that_take_long_to_start_are_named_until_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starting = "starting 2 stages: building the model, comparing its stages with it"
+    first = StepReport(
+        step=0,
+        loss=1.0,
+        step_ns=1,
+        data_ns=0,
+        bubble=0.0,
+        learning_rate=0.1,
+        as_planned=True,
+        devices=("cpu0", "cpu1"),
+        peak_bytes=(None, None),
+    )
+    said: list[str] = []
+
+    def slow(*_: object, on_step: Callable[[StepReport], None], **__: object) -> None:
+        end_s = time.monotonic() + 30
+        while "".join(said).count(starting) < 2 and time.monotonic() < end_s:
+            time.sleep(0.01)
+            said.append(capsys.readouterr().err)
+        on_step(first)
+        said.append(capsys.readouterr().err)
+        time.sleep(0.2)
+
+    monkeypatch.setattr("bapipe.cli.progress.SILENT_S", 0.02)
+    monkeypatch.setattr("bapipe.run", slow)
+    train_with_bar(read(folder / "plan.json", Plan), {"steps": 2})
+    assert "".join(said).count(starting) >= 2
+    assert starting not in capsys.readouterr().err
 
 
 def test_run_of_a_model_profiles_and_plans_first(folder: Path) -> None:
