@@ -101,7 +101,8 @@ def measure_model(
     method = _Method(
         seconds=seconds_per_size, target_spread=target_spread, exhaustive=exhaustive, layer_by_layer=layer_by_layer
     )
-    parts = _Parts(progress, NUM_PARTS_PER_SIZE * len(missing_sizes) + (profile is None))
+    parts = _Parts(progress, 1 + NUM_PARTS_PER_SIZE * len(missing_sizes) + (profile is None))
+    parts.begin("trace and check of the split model" if check and not layer_by_layer else "trace")
     with generators_restored():
         made_up = None if data is None or layer_by_layer else data()
     with (

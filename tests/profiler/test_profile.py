@@ -49,8 +49,8 @@ def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
     assert made.microbatch_sizes == (1, 4)
     assert made.layers[-1].kind == "CrossEntropyLoss"
     assert (made.dtype, made.device.kind, made.factory, made.arguments) == ("float32", "cpu", "own:net", {"width": 3})
-    assert told[0] == (0, 5, "times at micro-batch size 1")
-    assert told[-1] == (5, 5, "done")
+    assert told[:2] == [(0, 6, "trace and check of the split model"), (1, 6, "times at micro-batch size 1")]
+    assert told[-1] == (6, 6, "done")
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert not any(part.training for part in module.modules())
     assert torch.get_num_threads() == threads

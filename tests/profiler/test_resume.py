@@ -76,10 +76,15 @@ def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(interrupted.value) == stored
     monkeypatch.setattr(f"{here}.most_samples", 10**6)
     told, sizes = profiled(1, 4)
-    assert told == ["0/2 times at micro-batch size 4", "1/2 memory at micro-batch size 4", "2/2 done"]
+    begun = (
+        "0/3 trace and check of the split model",
+        "1/3 times at micro-batch size 4",
+        "2/3 memory at micro-batch size 4",
+    )
+    assert told == [*begun, "3/3 done"]
     assert sizes == (1, 4)
     assert list((tmp_path / "bapipe").iterdir()) == []  # a complete profile leaves no unfinished one
-    assert profiled(1)[0][0] == "0/3 times at micro-batch size 1"
+    assert profiled(1)[0][1] == "1/4 times at micro-batch size 1"
 
 
 def test_what_was_measured_is_stored_until_its_file_is_written(
