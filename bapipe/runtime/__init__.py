@@ -1,19 +1,19 @@
-"""Runs a plan on torch.distributed: in each process the stages that the plan gives it, step by step.
+"""Runs a plan on torch.distributed: each process runs the stages that the plan assigns to its device.
 
 From `bapipe.Pipeline` down:
 
-1. `pipeline.Pipeline` cuts the traced model as the plan says (`cut_model`, `split`), compares the stages with it
-   (`stage_check`), and gives its own layers real storage and initial values that do not depend on the cuts
-   (`materialize`). `process_layout` says which process runs which rank of the schedule, `process_groups` makes the
+1. `pipeline.Pipeline` traces the model, cuts it into the plan's stages (`cut_model`, `split`), compares them with the
+   model (`stage_check`), and gives its own layers storage and initial values that do not depend on the cuts
+   (`materialize`). `process_layout` says which process runs which rank of the schedule; `process_groups` makes the
    groups in which gradients are summed. `stage_state` lists parameters and buffers by their names in the model.
-2. A step, `Pipeline.step`: an `executor` (one for each size of the inputs, made by `stage_executors`) runs the schedule
-   that `lowering` has completed with sends and receives (`transfers`): F, B, I and W in order, a backward whole where
-   torch cannot split it (`whole_backward`), a stage's forward or some of its layers once more if the plan recomputes
-   them (`recompute`, `recompute_layers`), in a narrower type under `autocast`, with random numbers that do not depend
-   on the cuts (`rng`). Micro-batches count by their targets (`loss_weights`).
-3. During the last backward of a stage `replicas` sums the gradients of replicas; after the step `tied_weights` sums
-   those of weights that several stages use, and `replica_state` makes what the forwards of replicas change equal.
-   `grad_scaler` (float16) and clipping look at the gradients of all ranks; `optimizer` then updates stage by stage.
+2. In a step, `Pipeline.step`, an `executor` (one per input size, made by `stage_executors`) runs the schedule's actions
+   F, B, I and W, and the sends and receives (`transfers`) that `lowering` has added. A backward that torch cannot split
+   into I and W runs whole (`whole_backward`). Stages (`recompute`) or layers (`recompute_layers`) that the plan
+   recomputes run their forward again before the backward. `autocast` computes in a 16-bit type, `rng` makes random
+   numbers independent of the cuts, and `loss_weights` weights the losses of micro-batches by their targets.
+3. During the last backward of a stage `replicas` sums the gradients of replicas. After the step `tied_weights` sums the
+   gradients of weights that several stages use, and `replica_state` gives the replicas equal running statistics.
+   `grad_scaler` (float16) and clipping use the gradients of all ranks; `optimizer` then updates stage by stage.
 4. After the step `gather_timeline` collects when everything ran (`clock`), and `peak_memory` how much memory it took.
    `evaluation` runs forwards alone, on held-out data.
 

@@ -1,4 +1,4 @@
-"""A stage that computes in a narrower type."""
+"""A stage that runs under `torch.autocast`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class AutocastStage(nn.Module):
-    """A stage's module under `torch.autocast`; its outputs have the types that the next stage expects."""
+    """A stage's module under `torch.autocast`, whose outputs are cast to the types that the next stage expects."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, outputs: Sequence[torch.dtype]

@@ -18,36 +18,36 @@ GivenInput = Tensor | Mapping[str, Tensor | None] | None
 
 
 def by_name(inputs: Sequence[GivenInput], names: Sequence[str]) -> dict[str, Tensor | None]:
-    """Returns inputs, which are given in the order of the model's names or as one mapping, by name.
+    """Returns inputs by name: `inputs` are in the order of `names`, or one mapping by name.
 
     Raises:
-        BapipeError: there are more, or others.
+        BapipeError: there are more inputs than names, or the mapping has an unknown name.
     """
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         unknown = [name for name in inputs[0] if name not in names]
         if unknown:
             raise BapipeError(
-                f"'{unknown[0]}' is no input of the model that is a tensor: want {', '.join(names)}; constants are "
-                "those that the Pipeline was made with"
+                f"'{unknown[0]}' is not a tensor input of the model: want {', '.join(names)}; constants are set when "
+                "the Pipeline is made"
             )
         return dict(inputs[0])
     if len(inputs) > len(names):
         raise BapipeError(
-            f"{len(inputs)} inputs for a model that takes {len(names)}: want {', '.join(names)}; constants are those "
-            "that the Pipeline was made with"
+            f"{len(inputs)} inputs for a model that takes {len(names)}: want {', '.join(names)}; constants are set "
+            "when the Pipeline is made"
         )
     return dict(zip(names, inputs, strict=False))  # type: ignore[arg-type]  # what is no tensor is refused as such
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec:
-    """What a mini-batch must be like.
+    """The names, sizes and types that a mini-batch's tensors must have on this rank.
 
     Attributes:
         needed: the names of the inputs that this rank loads.
-        examples: one of each of the model's inputs, of any batch size.
-        minibatch_size: the plan's.
-        settings: the plan's, of which the memory format is applied.
+        examples: by name, an example of each of the model's inputs, of any batch size.
+        minibatch_size: number of samples in the plan's mini-batch.
+        settings: the plan's; inputs get their memory format.
     """
 
     needed: tuple[str, ...]
@@ -57,15 +57,15 @@ class BatchSpec:
     settings: Settings
 
     def load(self, given: Mapping[str, Tensor | None], num_samples: int) -> dict[str, Tensor]:
-        """Returns the needed inputs on the device, of those given by name.
+        """Returns the needed inputs by name, moved to the device; `given` are the inputs by name.
 
         Raises:
-            BapipeError: one is missing, or not of `num_samples` samples and its example's shape and type.
+            BapipeError: a needed input is missing, or has not `num_samples` samples of its example's shape and type.
         """
         return {name: self.checked(name, given.get(name), self.examples[name], num_samples) for name in self.needed}
 
     def checked(self, name: str, tensor: Tensor | None, example: Tensor | None, num_samples: int) -> Tensor:
-        """Returns a tensor on the device, when it is there and like the example."""
+        """Returns a tensor, moved to the device; raises as `load`. Without `example` only its samples are counted."""
         if tensor is None:
             raise BapipeError(f"this rank runs a stage that needs '{name}', which is missing")
         if not isinstance(tensor, Tensor):
@@ -89,14 +89,14 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     """Compares the first and last samples of a mini-batch over the processes of a group, which all call it together.
 
     Args:
-        given: by name, what this process was given.
+        given: the tensors that this process was given, by name.
 
     Raises:
-        BapipeError: two processes were given other samples of the same name.
+        BapipeError: two processes were given different samples of the same name.
     """
     digests: list[dict[tuple[str, int], str]] = [{}] * dist.get_world_size(group)
     ends = {(name, end): tensor[end:][:1].detach().cpu() for name, tensor in given.items() for end in (0, -1)}
-    # Zeros may stand for no sample.
+    # A sample of zeros is not compared: a process that does not need the samples may pass zeros for them.
     own = {place: hashlib.sha256(content(row)).hexdigest() for place, row in ends.items() if row.any()}
     dist.all_gather_object(digests, own, group=group)
     first: dict[tuple[str, int], tuple[int, str]] = {}
@@ -107,7 +107,7 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
                 raise BapipeError(
                     f"process {process} was given other samples of '{name}' than process {earlier}: all processes take "
                     "the same mini-batch, so seed shuffling and augmentation alike, and use no DistributedSampler; "
-                    "None may stand for what a process does not need (`needs`, `needs_target`)"
+                    "a process may pass None for what it does not need (`needs`, `needs_target`)"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The inputs that a module changes in place, as they were before."""
+"""Copies of the inputs that a module changes in place, from before it changed them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +11,22 @@ from bapipe.tracing.python_state import same_tensor
 
 
 class ChangedInputs:
-    """Finds the inputs that a forward changes in place, and copies them before.
+    """Finds the inputs that forwards change in place, and copies them before each forward.
 
-    The very first forward copies all inputs that do not require gradients, and later ones those that it has changed.
-    Autograd forbids to change the others, but for writes that it does not see, as those to `tensor.data`.
+    Before the first forward all inputs that do not require gradients are copied, later only those that the first one
+    has changed. Autograd does not let a forward change the other inputs, except by writes that it does not see, such as
+    to `tensor.data`.
     """
 
     def __init__(self) -> None:
-        self._changing: set[int] | None = None  # by place among the inputs; None before the very first forward
+        self._changing: set[int] | None = None  # positions among the inputs; None before the first forward
         self._given: dict[int, Tensor] = {}
         self._before: dict[int, Tensor] = {}
         self._writes = TensorWrites()
-        self._seen_by_autograd: dict[int, int] = {}  # counts of writes to inputs that require gradients
+        self._seen_by_autograd: dict[int, int] = {}  # torch's counts of writes to inputs that require gradients
 
     def begin(self, inputs: Sequence[Any]) -> None:
-        """Copies inputs before a forward changes them."""
+        """Copies inputs, before a forward that may change them."""
         self._given = {i: value for i, value in enumerate(inputs) if isinstance(value, Tensor)}
         without_gradients = {i for i, tensor in self._given.items() if not tensor.requires_grad}
         self._seen_by_autograd = {i: version(self._given[i]) for i in self._given.keys() - without_gradients}
@@ -34,11 +35,12 @@ class ChangedInputs:
         self._writes.begin({str(i): tensor for i, tensor in self._given.items()})
 
     def finish(self) -> dict[int, Tensor] | None:
-        """Returns what the forward has changed, as it was before, by place; None if that is lost."""
+        """Returns copies of the changed inputs from before the forward, by position; None if one was not copied."""
         given, before, written = self._given, self._before, set(map(int, self._writes.finish()))
+        # Autograd itself refuses those writes that it sees.
         written -= {i for i, count in self._seen_by_autograd.items() if version(given[i]) != count}
         self._given, self._before = {}, {}
-        self._writes.begin({})  # it would keep the inputs
+        self._writes.begin({})  # releases the inputs
         if self._changing is None:
             self._changing = written | {i for i, value in before.items() if not same_tensor(value, given[i])}
         return {i: before[i] for i in self._changing & before.keys()} if written <= before.keys() else None

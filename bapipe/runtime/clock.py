@@ -15,17 +15,17 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
-    """Takes stamps, which must be cheap, and turns them into nanoseconds of `time.perf_counter_ns` after the step."""
+    """Takes stamps, cheaply, and converts them to nanoseconds of `time.perf_counter_ns` after the step."""
 
     def restart(self) -> None:
-        """Begins a step: stamps from before cannot be turned into nanoseconds any more."""
+        """Begins a step: `ns` takes only stamps from after the last call of this."""
 
     def stamp(self) -> object: ...
 
     def ns(self, stamp: object) -> int: ...
 
     def length_ns(self, start: object, end: object) -> int:
-        """Returns the time between two stamps, of whatever steps; waits until the device has reached the second."""
+        """Returns the time between two stamps of the same or different steps; waits until the device is at `end`."""
 
 
 class CpuClock:
@@ -48,9 +48,9 @@ class CpuClock:
 class CudaClock:
     """Stamps are events on the device's current stream, because a call returns before the device has done its work.
 
-    CUDA gives the time between two events as a float32 of milliseconds, which an hour after the origin is no finer
-    than 0.25 ms, and its clock drifts from the host's. So every step has an origin of its own. When that was on the
-    host's clock is found out when the first stamp is read: it takes an empty queue, which a step need not wait for.
+    CUDA gives the time between two events as a float32 of milliseconds, which an hour after the origin is no finer than
+    0.25 ms, and its clock drifts from the host's. So every step has an origin of its own. Its time on the host's clock
+    is measured only when the first stamp is read, because the device must be idle for that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,10 +91,11 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Returns this rank's clock minus rank 0's; all ranks of the group call it together.
+    """Returns this rank's clock minus rank 0's, in ns; all ranks of the group call it together.
 
-    On one host all processes read the same clock, and it is 0. Between hosts it is estimated from the fastest of a few
-    round trips, as if both ways took equally long; the error is at most half their difference (as in NTP, RFC 5905).
+    On one host all processes read the same clock, and the offset is 0. Between hosts it is estimated from the fastest
+    of a few round trips, assuming that both directions take equally long; the error is at most half their difference
+    (as in NTP, RFC 5905).
     """
     hosts: list[object] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, _host(), group=group)
@@ -120,7 +121,7 @@ def _answer_with_time(peer: int, device: torch.device, group: dist.ProcessGroup 
     message = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(_NUM_ROUND_TRIPS):
         wait(dist.irecv(message, group=group, group_src=peer), group)
-        message.item()  # waits until it is there: NCCL's call returns before
+        message.item()  # waits until the message has arrived: NCCL's `wait` returns earlier
         message.fill_(time.perf_counter_ns())
         wait(dist.isend(message, group=group, group_dst=peer), group)
 

@@ -13,38 +13,37 @@ from bapipe.torch_private.process_groups import processes_of_collective
 from bapipe.torch_private.tensors import DispatchMode, tree_leaves
 
 MAX_NUMBERS = 8
-"""How many numbers an optimizer may exchange with all processes at once, or one for each parameter if these are more.
-"""
+"""Most elements of a tensor that an optimizer may send to other stages; one per parameter if it has more of these."""
 
 
 def optimizer_checked(layout: ProcessLayout | None, stage: int, num_parameters: int) -> AbstractContextManager[object]:
-    """Returns a context in which a stage's optimizer may exchange tensors with the replicas of the stage alone.
+    """Returns a context that raises BapipeError if a stage's optimizer sends tensors to others than its replicas.
 
-    One that is made for data parallelism, such as ZeroRedundancyOptimizer, would mix the layers of different stages.
-    Some numbers, or one for each of its parameters, may be exchanged with all, such as norms. Without a `layout`
-    nothing is checked.
+    An optimizer for data parallelism, such as ZeroRedundancyOptimizer, would mix the layers of different stages.
+    Tensors of up to `MAX_NUMBERS` elements, or one per parameter, such as norms, may be exchanged with all processes.
+    Without a `layout` nothing is checked.
     """
     return _checked(
         layout,
         stage,
         max(num_parameters, MAX_NUMBERS),
-        "the optimizer exchanges gradients or weights with processes that run other stages, as those do that are made "
-        "for data parallelism (ZeroRedundancyOptimizer): layers of different stages would be mixed; use the optimizer "
-        "for one process, as gradients of replicas are summed before it runs",
+        "the optimizer exchanges gradients or weights with processes that run other stages, as optimizers for data "
+        "parallelism do (ZeroRedundancyOptimizer): layers of different stages would be mixed; use an optimizer for one "
+        "process, because gradients of replicas are summed before it runs",
     )
 
 
 def loss_checked(layout: ProcessLayout, stage: int) -> AbstractContextManager[object]:
-    """Returns a context in which the loss may communicate with the replicas of its stage alone: others never call it.
+    """Returns a context that raises BapipeError if the loss communicates with others than the replicas of its stage.
 
-    Without this both would wait for each other until the timeout.
+    Other processes never compute the loss, so a collective with them would wait until the timeout.
     """
     return _checked(
         layout,
         stage,
         -1,
-        "the loss communicates with processes that run other stages, which do not compute it, as by `dist.all_reduce`: "
-        "leave that out, as the processes of a pipeline do not share the mini-batch as those of data parallelism do",
+        "the loss communicates, such as by `dist.all_reduce`, with processes that run other stages and do not compute "
+        "it: leave that out, because processes of a pipeline do not split the mini-batch as in data parallelism",
     )
 
 
@@ -55,16 +54,20 @@ def _checked(layout: ProcessLayout | None, stage: int, max_elements: int, fault:
 
 
 class _CollectivesCheck(DispatchMode):
-    """Raises BapipeError where code communicates with others than some processes by more than a few numbers."""
+    """Raises BapipeError if code communicates with other processes than the allowed ones."""
 
     def __init__(self, processes: Collection[int], max_elements: int, fault: str) -> None:
-        """`processes` are global ranks; of at most `max_elements` numbers a tensor may be sent to others."""
+        """`processes` are the allowed global ranks.
+
+        Tensors of at most `max_elements` elements may be sent to others; at -1 no collective with others is allowed.
+        `fault` is the text of the error.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._processes, self._max_elements, self._fault = frozenset(processes), max_elements, fault
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Lets code that is compiled by torch.compile stay so in this mode."""
+        """Returns True, so that functions compiled by torch.compile stay compiled in this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

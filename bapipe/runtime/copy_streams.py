@@ -1,4 +1,4 @@
-"""Copies between host and GPU beside the GPU's computing, on streams of their own. On a CPU there is nothing to do."""
+"""Copies between host and GPU on CUDA streams of their own, so that they overlap with computation."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from bapipe.runtime.pinned_memory import host_tensors
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Returns a stream for the copies of one kind; None on a CPU."""
+    """Returns a new CUDA stream for copies; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
@@ -19,10 +19,11 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 def copying_beside(
     device: torch.device, stream: torch.cuda.Stream | None, sources: Iterable[object]
 ) -> Iterator[list[Tensor]]:
-    """Copies to the device that start in this context run beside what it computes; what it is given later waits.
+    """In this context copies to the device run on `stream`; work queued on the device afterwards waits for them.
 
-    If one of the `sources` is on the device already, they begin when it has computed what it was given before, which
-    may be that one. Yields a list, to be filled with the tensors that were copied.
+    They overlap with work queued before. But if one of the `sources` is on the device already, they begin after that
+    work, which may compute this source. Yields a list, to which the caller adds the copied tensors. On a CPU nothing
+    happens.
     """
     copied: list[Tensor] = []
     if stream is None:
@@ -34,14 +35,15 @@ def copying_beside(
     with torch.cuda.stream(stream):
         yield copied
     computing.wait_stream(stream)
-    for tensor in copied:  # their memory is of the stream of copies, which must not use it again before
+    for tensor in copied:  # allocated on `stream`, which must not reuse the memory before `computing` is done with it
         tensor.record_stream(computing)
 
 
 def copied_ahead(tensor: Tensor | None, device: torch.device, stream: torch.cuda.Stream | None) -> Tensor | None:
-    """Returns a copy on the device that is made beside what it computes, for a later `copying_beside` on the stream.
+    """Starts to copy a tensor to the device, overlapping with computation; returns the copy.
 
-    A tensor that is there already, or None, is returned as it is.
+    It may be used in or after a later `copying_beside` with the same stream. None, a tensor that is on the device
+    already, and any tensor without a `stream` are returned unchanged.
     """
     if tensor is None or stream is None:
         return tensor
@@ -57,7 +59,7 @@ def wait_for_copies(stream: torch.cuda.Stream | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Copies of tensors on the host, which are complete after an event on the device; None if they are already."""
+    """Copies of tensors in host memory, complete when the device reaches `done`; complete already if that is None."""
 
     tensors: dict[str, Tensor]
     done: torch.cuda.Event | None = None
@@ -71,10 +73,10 @@ class HostCopy:
 def copied_to_host(
     tensors: Mapping[str, Tensor], changed_by_forwards: Collection[str], stream: torch.cuda.Stream | None
 ) -> HostCopy:
-    """Returns copies of tensors as they are when the device has done all that it has been given.
+    """Returns host copies of tensors, with the values that they have after all work queued on the device so far.
 
-    On a GPU they are made while it goes on: with all but `changed_by_forwards`, which are copied first, at once. The
-    others must not be changed before `HostCopy.done`, for which the device is to wait.
+    On a GPU later work waits until the tensors in `changed_by_forwards` are copied, and overlaps with other copies. The
+    caller makes the device wait for `HostCopy.done` before it changes the others.
     """
     if stream is None:
         return HostCopy({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()})
@@ -96,12 +98,12 @@ def copied_to_host(
 def start_copy(target: Tensor, source: Tensor) -> None:
     """Starts a copy on the current stream."""
     target.copy_(source.detach(), non_blocking=True)
-    if source.is_cuda:  # else its memory could be used again before it is copied
+    if source.is_cuda:  # else the allocator could reuse its memory before it is copied
         source.record_stream(torch.cuda.current_stream(source.device))
 
 
 def wait_on_device(device: torch.device, event: object | None) -> None:
-    """Makes what the device is given from now on wait for an event; the host goes on."""
+    """Makes work queued on the device from now on wait for an event, if there is one; the host does not wait."""
     if event is not None:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(device).wait_event(event)

@@ -1,4 +1,4 @@
-"""Cuts a module as a plan says, for all that a pipeline runs: planned sizes, buckets, evaluation, the comparison."""
+"""Traces a module and cuts it into a plan's stages, for training, for buckets, for evaluation, and for the check."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +19,14 @@ from bapipe.tracing.stages import Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutModel:
-    """A module in a plan's stages. Nothing is allocated: shapes come from a pass on the meta device.
+    """A module cut into a plan's stages. Nothing is allocated: shapes come from a pass on the meta device.
 
     Attributes:
-        trained: for inputs of the planned sizes.
-        of_buckets: for inputs of other sizes.
-        evaluated: in evaluation mode; None if it is not evaluated.
-        fault_of_one: in what evaluating one sample differs from the module; None if in nothing, or if it is not known.
+        trained: stages for inputs of the planned sizes.
+        of_buckets: stages for inputs of other sizes.
+        evaluated: stages in evaluation mode; None if the model is not evaluated.
+        fault_of_one: how the stages differ from the module when they evaluate a single sample; None if they do not, or
+            if this was not checked.
     """
 
     trained: Split
@@ -54,7 +55,7 @@ def cut_model(
     cutter = _Cutter(module, plan, None if autocast is None else Autocast(device.type, autocast, True), autocast)
     try:
         trained = cutter.cut(inputs)
-    except InvalidModel:  # it has other layers in autocast than the profile, which then has those without
+    except InvalidModel:  # under autocast it has other layers than the profile, which was then traced without autocast
         if autocast is None:
             raise
         cutter = replace(cutter, traced_in=None)
@@ -72,11 +73,11 @@ def cut_model(
 
 @dataclass(frozen=True, slots=True)
 class _Cutter:
-    """Traces a module in the mode that it is in, and cuts it.
+    """Traces a module in its current mode (training or evaluation) and cuts it.
 
     Attributes:
-        mode: the autocast of its stages.
-        traced_in: the type of the autocast that it is traced in.
+        mode: the autocast that the stages run under.
+        traced_in: the autocast dtype that the module is traced under.
     """
 
     module: nn.Module
@@ -104,7 +105,8 @@ def _cut_for_evaluation(cutter: _Cutter, inputs: Sequence[Tensor], training: Spl
     """Returns the stages of a model in evaluation mode, traced anew: a model may run other code in that mode.
 
     Raises:
-        InvalidModel: in that mode it has other layers than the plan, cannot be cut, or a stage loads another input.
+        InvalidModel: in that mode it has layers that the plan lacks, or cannot be cut, or a stage loads an input that
+            it does not load in training.
     """
     with evaluation_mode([cutter.module]):
         try:

@@ -1,4 +1,4 @@
-"""Forward passes of a pipeline in evaluation mode: dropout off, batch norm by its running statistics."""
+"""Forward passes of a pipeline in evaluation mode: dropout off, batch norm with its running statistics."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,14 @@ from bapipe.tracing.stages import Split, at_size
 
 
 class LossSums(NamedTuple):
-    """Sums over micro-batches, from which their mean loss follows.
+    """Sums over micro-batches, from which their mean loss is computed.
 
     Attributes:
-        by_weight, weight: the losses by the weights of their targets, and those weights, of losses that are means.
-        by_samples, num_samples: the losses by their samples, and the samples.
-        num_means, num_others: micro-batches whose loss is a mean over targets, and that compute one without being it.
+        by_weight, weight: of losses that are means over targets, the sum of loss × total weight of the micro-batch's
+            targets, and the sum of these weights.
+        by_samples, num_samples: the sum of loss × number of samples, and the number of samples.
+        num_means: the number of micro-batches whose loss is a mean over targets.
+        num_others: the number of those whose loss computes such a mean without being one, such as a sum of two.
     """
 
     by_weight: float
@@ -42,13 +44,13 @@ class LossSums(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean over targets if all losses that have any are means over them, else over samples; NaN without any."""
+        """The mean over targets if every loss that computes such a mean is one, else over samples; NaN over none."""
         total, weight = self._counted
         return total / weight if weight else nan
 
     @property
     def mean_weight(self) -> float:
-        """Of what weights together, or of how many samples, it is the mean."""
+        """The total weight of the targets, or the number of samples, that `mean` is over."""
         return self._counted[1]
 
     @property
@@ -62,9 +64,9 @@ class ForwardResult:
     """The result of a forward pass, on a rank of the last stage.
 
     Attributes:
-        losses: of all micro-batches, those of other ranks included; None if no target was given.
-        outputs: of each micro-batch of this rank, what the model returns, or what `keep` made of it.
-        rows: of each of them, its samples in the mini-batch.
+        losses: sums over all micro-batches, including those of other ranks; None if no target was given.
+        outputs: for each micro-batch of this rank, what the model returns, or what `keep` made of it.
+        rows: for each of these micro-batches, the indices of its samples in the mini-batch.
     """
 
     losses: LossSums | None
@@ -73,23 +75,23 @@ class ForwardResult:
 
     @property
     def loss(self) -> float | None:
-        """The mean over all samples, or over the targets of torch's cross entropy by their weights."""
+        """The mean loss, over targets by their weights or over samples, see `LossSums.mean`; None without targets."""
         return None if self.losses is None else self.losses.mean
 
     @property
     def loss_weight(self) -> float:
-        """Of how many samples, or of what weights together, it is the mean."""
+        """The number of samples, or the total weight of the targets, that `loss` is the mean over."""
         return 0.0 if self.losses is None else self.losses.mean_weight
 
 
 @contextmanager
 def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules may run in this context; afterwards they are as they were.
+    """Restores the state of modules after they have run in this context.
 
-    Of parameters only those are copied of which it is known that a forward changes them.
+    Of parameters only the weights of embeddings with `max_norm`, which forwards change, are copied and restored.
 
     Raises:
-        InvalidModel: it has changed another parameter.
+        InvalidModel: another parameter was changed.
     """
     limited = {id(weight) for module in modules for weight in limited_embeddings(module)}
     others = {name: p for module in modules for name, p in module.named_parameters() if id(p) not in limited}
@@ -101,13 +103,13 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     for name in sorted(writes.finish() | writes.wait()):
         raise InvalidModel(
-            f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change what is "
-            "trained: let it do so only if `self.training`"
+            f"the forward changes the parameter '{name}' in evaluation mode, too, so evaluating would change the "
+            "trained model: let it do so only if `self.training`"
         )
 
 
 class ForwardExecutor:
-    """Runs the forwards of one rank's stages, without gradients, in an order of its own: forwards only."""
+    """Runs the forwards of one rank's stages without gradients, in the order of `forwards_only`."""
 
     def __init__(
         self,
@@ -120,10 +122,10 @@ class ForwardExecutor:
         loss: nn.Module,
         sum_over_replicas: Callable[[Tensor], Tensor],
     ) -> None:
-        """`modules` are this rank's stages, by stage.
+        """`modules` are the modules of this rank's stages, by stage.
 
-        `loss` takes the tuple that the last stage returns, and is in evaluation mode too; `sum_over_replicas` adds up
-        over those of the last stage.
+        `loss` takes the tuple that the last stage returns, and runs in evaluation mode, too; `sum_over_replicas` sums a
+        tensor over the replicas of the last stage.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
@@ -131,7 +133,7 @@ class ForwardExecutor:
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
-        self._examples = {microbatch_size: parts.examples}  # other sizes when they first occur: slow
+        self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
         self._modules = modules
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -146,9 +148,9 @@ class ForwardExecutor:
         num_samples: int,
         keep: Callable[[Any], Any],
     ) -> ForwardResult | None:
-        """Returns the mean loss and what `keep` makes of each output on ranks of the last stage, None on others.
+        """Returns the losses and what `keep` makes of each output on ranks of the last stage, None on others.
 
-        All ranks of the group call it together.
+        All ranks of the group call it together. `loaded` are the model inputs that this rank needs, by name.
 
         Raises:
             InvalidModel: a forward changes a parameter.
@@ -166,7 +168,7 @@ class ForwardExecutor:
             for m, output in self._results(loaded, rows):
                 samples = rows[m]
                 if target is not None:
-                    sums += self._weighted_loss(output, target[samples.start : samples.stop])
+                    sums += self._loss_sums(output, target[samples.start : samples.stop])
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
             return None
@@ -176,8 +178,8 @@ class ForwardExecutor:
             rows=tuple(rows[m] for m in kept),
         )
 
-    def _weighted_loss(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-        """Returns what a micro-batch adds to `LossSums`, in its order. [6]"""
+    def _loss_sums(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """Returns what a micro-batch adds to the fields of `LossSums`, in their order. [6]"""
         found = weighted_loss(self._loss, output, target, counting_alike(target.device))
         loss, weight = found.value.double(), found.weight
         zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
@@ -187,7 +189,7 @@ class ForwardExecutor:
         return torch.stack([by_weight, zero if weight is None else weight, loss * num, num, *flags])
 
     def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yields (micro-batch, output) of the last stage on this rank."""
+        """Runs this rank's forwards and transfers; yields (micro-batch, output) of the last stage."""
         width = len(self._schedule.order)
         transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
         schedule = forwards_only(self._schedule, len(rows))
@@ -209,10 +211,10 @@ class ForwardExecutor:
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Returns a schedule of the same stages with forwards only: wave by wave, a wave of as many micro-batches as ranks.
+    """Returns a schedule of the same stages with forwards only, in waves of as many micro-batches as there are ranks.
 
-    A rank with several stages then works on a wave's later micro-batches while its first ones are on other ranks, and
-    no more than a wave is in flight.
+    A rank runs all its stages for one wave before it begins the next. If it has several stages, it works on a wave's
+    later micro-batches while the first ones are on other ranks; and no more than a wave is in flight.
     """
     width = len(schedule.order)
     orders: list[list[Action]] = [[] for _ in schedule.order]
@@ -227,14 +229,14 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 
 @dataclass(slots=True)
 class _StageTensors:
-    """Tensors on their way between stages; dicts are by (stage, micro-batch).
+    """Tensors that are passed between stages; keys (stage, micro-batch) are those of the stage on this rank.
 
     Attributes:
-        examples: the examples of the split, for each size of a micro-batch so far.
-        outputs: of this rank's stages, until they are sent or the next stage on this rank takes them.
-        received: buffers of receives that were posted.
-        max_sends: how many sends of an output are not waited for.
-        sent: sends of an output that were posted; a work holds its tensor.
+        examples: meta tensors like those that are passed, by micro-batch size and name.
+        max_sends: the number of outputs whose sends may be unfinished.
+        outputs: outputs of this rank's stages, until they are sent or the next stage on this rank uses them.
+        received: the (buffer, work) of each posted receive.
+        sent: the works of each output's posted sends, oldest first; a work keeps its tensor alive.
     """
 
     parts: Split
@@ -268,7 +270,7 @@ class _StageTensors:
         return tuple(buffer for buffer, _ in received)
 
     def send(self, stage: int, microbatch: int, destination: int) -> None:
-        """Posts the sends of a stage's outputs, of which no more than a wave of micro-batches is kept.
+        """Posts the sends of a stage's outputs; waits for the oldest ones if there are more than `max_sends`.
 
         Waiting for a send never deadlocks, see `finished_sends`.
         """

@@ -1,7 +1,7 @@
 """Runs the lowered schedule of a plan on torch's pipeline runtime, for the stages of this process.
 
-The runtime executes actions one after another (F, B, I, W, sends and receives); this file sets its order, and wraps
-the methods of its stages. Why each of them is wrapped stands at the wrapper; the private names are in `torch_private`.
+The runtime executes actions one after another (F, B, I, W, sends and receives); this file sets their order, and wraps
+methods of torch's stages. Each wrapper says why it is needed; torch's private names are in `torch_private`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ from bapipe.torch_private.pipeline_runtime import (
 
 @dataclass(slots=True)
 class _TimedAction:
-    """An action that ran, by stamps of the clock."""
+    """An action that ran, with the clock's stamps of its start and end."""
 
     action: Action
     start: object
@@ -57,7 +57,7 @@ class ScheduleExecutor:
     """Runs a schedule's actions for the stages of this process, in exactly the order of the schedule.
 
     The loss of each micro-batch is divided by the number of micro-batches before its backward, so that the gradients
-    add up to those of the mini-batch's mean without another pass over them; and it is multiplied by `loss_scale`.
+    add up to those of the mini-batch's mean loss without another pass over them. It is also multiplied by `loss_scale`.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class ScheduleExecutor:
         self._arguments: Mapping[str, Sequence[Tensor]] = {}  # by name, a chunk per micro-batch
         self._targets: dict[int, Tensor] = {}  # by micro-batch, kept for a recomputed last stage
         self._losses: dict[int, Tensor] = {}  # by micro-batch
-        self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I was a whole backward
-        self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # the whole backwards that W runs
+        self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I ran the whole backward
+        self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # whole backwards, for W to run
         last = self._schedule.num_stages - 1
         self._recomputing_last = next((stage for stage in stages if stage.recompute and stage.index == last), None)
         self._loss = loss if self._recomputing_last is None else RecomputedStage(loss, layout.device)
@@ -97,7 +97,7 @@ class ScheduleExecutor:
         """Runs this rank's actions for a mini-batch, adding to the gradients.
 
         `loaded` are the inputs of the first stage, `arguments` those that later stages take by name. Returns this
-        rank's part of the mean loss, scaled, on the last stage, None elsewhere.
+        rank's part of the mean loss, multiplied by `loss_scale`, on ranks of the last stage, None elsewhere.
         """
         self._ran.clear()
         self._losses.clear()
@@ -129,25 +129,25 @@ class ScheduleExecutor:
         return {process: [*map(str, lowered[rank])] for process, rank in enumerate(self._layout.ranks)}
 
     def _process_of_stage(self, microbatch: int) -> dict[int, int]:
-        """Returns the process of the group that runs a micro-batch on each stage."""
+        """Returns, by stage, the process of the group that runs a micro-batch of the stage."""
         return {s: self._layout.process_of(s, microbatch) for s in range(self._schedule.num_stages)}
 
     def _receives(self, stage: int, sender: int, microbatch: int) -> bool:
-        """Returns whether this process receives a micro-batch of a stage from another one, which runs `sender`."""
+        """Returns whether this process, in `stage`, receives a micro-batch from stage `sender` on another process."""
         if not 0 <= sender < self._schedule.num_stages:
             return False
         here = self._layout.rank
         return self._schedule.rank_of(stage, microbatch) == here != self._schedule.rank_of(sender, microbatch)
 
-    # Each wrapper below replaces a method of torch's stage by one that calls it. They are stacked in this order, inner
-    # first: routing, sending, recomputation, the inputs loaded here, timing.
+    # Each wrapper below replaces a method of torch's stage by one that calls it. They are stacked in this order, the
+    # innermost first: routing, sending, recomputation, inputs that a later stage loads, timing.
 
     def _torch_stage(self, stage: LocalStage) -> PipelineStage:
         num_stages, device, group = self._schedule.num_stages, self._layout.device, self._layout.group
         torch_stage = stage_class()(
             RecomputedStage(stage.module, device) if stage.recompute else stage.module,
             stage.index,
-            max(num_stages, dist.get_world_size(group)),  # torch refuses more ranks than stages; replicas are such
+            max(num_stages, dist.get_world_size(group)),  # torch refuses more ranks than stages, as with replicas
             device,
             input_args=stage.received,
             output_args=stage.outputs,
@@ -167,9 +167,10 @@ class ScheduleExecutor:
         return torch_stage
 
     def _post_here(self, torch_stage: PipelineStage, name: str, end: End, *, is_forward: bool) -> None:
-        """Posts the transfers that a method of a stage gives, with the replicas that run the micro-batch, and here.
+        """Replaces a method that returns a stage's sends or receives by one that posts them, and returns none.
 
-        The runtime, which gets none, would keep the tensors of sends until the step ends, and knows no `Channels`.
+        The peers are the replicas that run the micro-batch. The runtime would keep the tensors of sends until the step
+        ends, and post all transfers in one process group instead of `Channels`.
         """
         original, stage = getattr(torch_stage, name), torch_stage.stage_index
 
@@ -181,10 +182,11 @@ class ScheduleExecutor:
         setattr(torch_stage, name, posted)
 
     def _recompute_forward(self, torch_stage: PipelineStage) -> Callable[[int], Tensor | None]:
-        """Makes F keep its inputs only; returns a function that runs it again, and returns the last stage's loss.
+        """Makes F keep only its inputs; returns a function that runs the F of a micro-batch again.
 
-        F runs without a graph. Its outputs are dropped when they have been sent, or, on the last stage, when the loss
-        has been computed from them.
+        That function returns the loss on the last stage, None on others. The first F runs without an autograd graph.
+        Its outputs are dropped when they have been sent, or, on the last stage, when the loss has been computed from
+        them.
         """
         module, original, get_send_ops = torch_stage.submod, torch_stage.forward_one_chunk, torch_stage.get_fwd_send_ops
         assert isinstance(module, RecomputedStage)
@@ -220,7 +222,10 @@ class ScheduleExecutor:
         return recompute
 
     def _wrap_forward(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
-        """Adds the inputs that a later stage loads, which torch would pass to all stages; and times F."""
+        """Passes to F the model inputs that a later stage loads itself, and times it.
+
+        torch would pass such inputs to all stages.
+        """
         original = torch_stage.forward_one_chunk
 
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
@@ -236,7 +241,7 @@ class ScheduleExecutor:
     def _wrap_backward(
         self, torch_stage: PipelineStage, stage: LocalStage, recompute: Callable[[int], Tensor | None] | None
     ) -> None:
-        """Recomputes F before B or I, makes its gradients fit to be sent, and times it."""
+        """Recomputes F before B or I, chooses whether I or W runs the whole backward, and times B or I."""
         original = torch_stage.backward_one_chunk
         has_hooks = has_hooks_of_the_model(stage.module)
         sends_gradient = stage.index > 0 and any(tensor.requires_grad for tensor in stage.received)
@@ -268,7 +273,7 @@ class ScheduleExecutor:
             else:
                 run(microbatch, loss=loss, full_backward=not is_split, last_backward=last_backward)
             grads = torch_stage.bwd_cache[microbatch]
-            # gloo and NCCL send contiguous tensors only.
+            # gloo and NCCL send only contiguous tensors.
             contiguous = tuple(grad if grad is None else grad.contiguous() for grad in grads)
             torch_stage.bwd_cache[microbatch] = contiguous
 
@@ -282,7 +287,10 @@ class ScheduleExecutor:
         torch_stage.backward_one_chunk = backward  # type: ignore[method-assign, assignment]
 
     def _drop_received(self, torch_stage: PipelineStage, microbatch: int) -> None:
-        """Drops what a backward has used, which torch keeps until the next step; buffers stay for messages to come."""
+        """Drops activations and gradients that a backward has used, and that torch would keep until the next step.
+
+        Buffers of receives from other processes stay, for the next messages.
+        """
         stage = torch_stage.stage_index
         activations = torch_stage.args_recv_info[microbatch]
         if stage > 0:
@@ -293,20 +301,24 @@ class ScheduleExecutor:
             drop_received(torch_stage.grad_recv_info[microbatch])
 
     def _fill_local_gradients(self, torch_stage: PipelineStage, stage: LocalStage) -> None:
-        """Makes zeros of gradients that the next stage, on this process, does not have; torch needs a buffer for it."""
+        """Passes zeros for gradients that a next stage on this process does not have.
+
+        torch would zero its receive buffer, but buffers without a receive have been dropped.
+        """
         original, device = torch_stage.set_local_bwd_input, self._layout.device
         zeros = [partial(torch.zeros_like, x, device=device) if x.requires_grad else None for x in stage.outputs]
 
         def filled(grads: tuple[Tensor | None, ...], microbatch: int) -> None:
-            pairs = zip_longest(grads, zeros[: len(grads)])  # those of model inputs that are loaded there may follow
+            pairs = zip_longest(grads, zeros[: len(grads)])  # gradients of model inputs loaded there may follow
             original(tuple(make() if grad is None and make is not None else grad for grad, make in pairs), microbatch)
 
         torch_stage.set_local_bwd_input = filled  # type: ignore[method-assign, assignment]
 
     def _released(self, torch_stage: PipelineStage, microbatch: int, loss: Tensor) -> Tensor:
-        """Returns the loss for torch to detach in place, which it does after I to free memory.
+        """Returns a copy of the loss, and drops the last stage's outputs, for torch to detach in place.
 
-        It would also detach the last stage's outputs. A W may need what an operator has saved of both.
+        After I torch detaches the loss and these outputs to free memory, but W may need what operators have saved of
+        them.
         """
         torch_stage.fwd_cache[microbatch] = ((), torch_stage.fwd_cache[microbatch][1])
         self._losses[microbatch] = self._losses[microbatch].detach()
@@ -330,7 +342,7 @@ class ScheduleExecutor:
         torch_stage.backward_weight_one_chunk = weight  # type: ignore[method-assign, assignment]
 
     def _timed_backward(self, stage: LocalStage, action: Action, call: Callable[[], None]) -> None:
-        # torch's own `last_backward` counts all micro-batches of the schedule, of which a replica runs some only.
+        # torch's own `last_backward` counts all micro-batches of the schedule, of which a replica runs only some.
         is_last = self._final_backward[stage.index] == action
         errors = model_errors(action, stage.module, recompute=stage.recompute)
         with stage.last_backward() if is_last else nullcontext(), errors:
@@ -345,7 +357,10 @@ class ScheduleExecutor:
         return result
 
     def _scaled_loss(self, output: Any, target: Tensor) -> Tensor:
-        """Computes a micro-batch's loss: the runtime calls it right after F of the last stage, whose time it is in."""
+        """Returns a micro-batch's part of the scaled mean loss, detached.
+
+        The runtime calls this right after F of the last stage; its time counts as that F's.
+        """
         forward = self._ran[-1]
         microbatch = forward.action.microbatch
         if self._recomputing_last is None:
@@ -355,13 +370,14 @@ class ScheduleExecutor:
             self._targets[microbatch] = target
         self._losses[microbatch] = share
         forward.end = self._clock.stamp()
-        return share.detach()  # which the runtime keeps until the step ends: not with what I leaves of the graph for W
+        return share.detach()  # the runtime keeps it until the step ends, and would keep the graph with it
 
     def _first_loss_share(self, stage: LocalStage, microbatch: int, output: Any, target: Tensor) -> Tensor:
-        """Computes the loss of a recomputing stage's F, which its backward computes again, with the same result.
+        """Returns the detached part of the mean loss in the first F of a recomputed last stage.
 
-        The loss gets copies of the outputs that require gradients as those of the backward will: it may ask whether
-        they do, and it may change them in place, and with them what the stage has kept.
+        Its backward computes the loss again, with the same result. Here the loss gets copies of the outputs: it may
+        change them in place, and the stage may have kept them. They require gradients where the outputs of the second
+        run do, because the loss may ask whether they do.
         """
         assert isinstance(self._loss, RecomputedStage)
         with torch.enable_grad():
@@ -373,7 +389,7 @@ class ScheduleExecutor:
         return share.detach()
 
     def _loss_share(self, output: Any, target: Tensor) -> Tensor:
-        """Returns a micro-batch's part of the mean loss, scaled."""
+        """Returns a micro-batch's part of the mini-batch's mean loss, multiplied by `loss_scale`."""
         self._rng.enter_loss()
         try:
             value = self._weights.computed(self._loss, output, target)
@@ -385,19 +401,19 @@ class ScheduleExecutor:
                 f"the loss of micro-batch {action.microbatch} fails: {one_line(error)[:200]}{_range(target)}"
             ) from error
         check_scalar(value)
-        # As with torch's GradScaler: in float16, which ends at 65504, a loss would overflow when it is scaled.
+        # In float32, as with torch's GradScaler: a scaled loss would exceed the largest float16, 65504.
         loss = value.to(torch.promote_types(value.dtype, torch.float32))
         share = loss / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
 
 
 def _range(target: Tensor) -> str:
-    """Says which labels a target on the CPU holds; a GPU cannot be asked after its kernel has failed."""
+    """Returns the range of labels in a target, in words; empty on a GPU, which cannot be read after a failed kernel."""
     if target.is_floating_point() or not target.numel() or target.device.type != "cpu":
         return ""
     return f"; its targets are {int(target.min())} to {int(target.max())}"
 
 
 def _final_backwards(order: Sequence[Action]) -> dict[int, Action]:
-    """Returns the action after which each stage's gradients on a rank are final."""
+    """Returns, by stage, the action of a rank's order after which the stage's gradients are final."""
     return {action.stage: action for action in order if action.phase in (Phase.BACKWARD, Phase.WEIGHT_GRAD)}

@@ -14,7 +14,7 @@ from bapipe.simulator.timeline import Span, Sync, Timeline, Update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTimeline:
-    """What one rank measured of a step: stamps of its clock, except the spans, which are in its nanoseconds.
+    """What one rank measured of a step: stamps of its clock, but nanoseconds of this process in `spans`.
 
     Attributes:
         spans: (action, start, end).
@@ -31,7 +31,7 @@ class LocalTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SentTimeline:
-    """The same in nanoseconds of rank 0's clock: it is pickled and sent to every rank, which stamps cannot be."""
+    """A `LocalTimeline` in nanoseconds of rank 0's clock, which unlike stamps can be pickled and sent to all ranks."""
 
     start_ns: int
     spans: list[tuple[Action, int, int]]
@@ -43,8 +43,8 @@ class _SentTimeline:
 def gather_timeline(layout: ProcessLayout, local: LocalTimeline, clock: Clock, device_names: Sequence[str]) -> Timeline:
     """Returns the timeline of all ranks, on rank 0's clock; every rank calls it together, and all get the same.
 
-    `device_names` are those of all of the schedule's ranks. An all-reduce begins when its last replica begins
-    it and ends when the last replica sees its end.
+    `device_names` are the devices of all ranks of the schedule, in order. An all-reduce begins when its last replica
+    begins it and ends when the last replica sees its end.
     """
     sent = _on_rank_0_clock(local, clock, clock_offset_ns(layout.device, layout.group))
     gathered = [sent] * len(layout.ranks)

@@ -1,7 +1,7 @@
 """Dynamic loss scaling for float16, whose small gradients would underflow to zero, over all ranks of a pipeline.
 
-As `torch.amp.GradScaler`, with its defaults. That one decides per process whether to skip a step; here the ranks of a
-pipeline must decide together.
+It works as `torch.amp.GradScaler` with its defaults. But there each process decides alone whether to skip a step; the
+ranks of a pipeline must decide together.
 """
 
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ GROWTH_INTERVAL = 2_000
 
 
 class GradScalerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of dynamic loss scaling, with torch's names; checkpoints store it as `factor` and `good_steps`.
+    """The state of dynamic loss scaling, with torch's names; checkpoints call its fields `factor` and `good_steps`.
 
     Attributes:
         scale: what losses are multiplied by.
-        growth_tracker: steps since the scale changed; in all of them every gradient was finite.
+        growth_tracker: steps since the scale last changed, all with finite gradients.
     """
 
     scale: Annotated[float, msgspec.Meta(gt=0)] = msgspec.field(default=65_536.0, name="factor")
@@ -37,7 +37,7 @@ class GradScalerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def unscale(gradients: Iterable[Tensor], scale: float, device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Divides gradients by the scale of their losses; returns whether those of all ranks are finite.
+    """Divides gradients by the loss scale, in place; returns whether those of all ranks are finite.
 
     Every rank of the group calls it together and gets the same answer, so that either all update their parameters or
     none does.

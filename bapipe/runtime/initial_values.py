@@ -1,4 +1,4 @@
-"""Whether processes begin with the same values: each stage takes those of its own process."""
+"""Checks that all processes begin with the same values, because each stage takes those of its own process."""
 
 import hashlib
 import logging
@@ -13,7 +13,7 @@ from bapipe.tracing.model import persistent_state
 _log = logging.getLogger(__name__)
 
 _NUM_SAMPLED = 16
-"""Values of a tensor that are compared, spread over it."""
+"""Number of values of a tensor that are compared, evenly spread over it."""
 
 
 def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -28,8 +28,8 @@ def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) ->
     unlike = sorted(name for name in own if len({each[name] for each in digests if name in each}) > 1)
     if unlike:
         _log.warning(
-            "processes have other values of %d parameters and buffers, such as '%s', and each stage begins with those "
-            "of its own process: build the module under the same seed in all of them, and load files in each",
+            "processes have different values of %d parameters and buffers, such as '%s', and each stage begins with "
+            "those of its own process: build the module under the same seed in all processes, and load files in each",
             len(unlike),
             unlike[0],
         )

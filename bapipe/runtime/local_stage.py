@@ -1,4 +1,4 @@
-"""A stage that this process runs, and what torch's pipeline runtime requires of it."""
+"""A stage that this process runs, as the executor needs it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,13 +16,14 @@ class LocalStage:
 
     Attributes:
         module: takes the received tensors by position and `arguments` by name, and returns a tuple.
-        received, outputs: shapes of one micro-batch on the meta device; of the first stage, `received` are the model
-            inputs that it loads, which it takes by position.
-        output_names: of the tensors that go to the next stage; none of the last stage, whose outputs may have any size.
-        arguments: names of the model inputs that a later stage loads.
-        recompute: F keeps only its inputs, and B or I runs it again.
-        before_backward: what a stage of which some layers are recomputed does before B or I.
-        last_backward: a context to enter for the backward after which the stage's gradients on this rank are final.
+        received, outputs: meta tensors with the shapes and types of one micro-batch. Of the first stage, `received` are
+            the model inputs that it loads, which it takes by position.
+        output_names: names of the tensors that go to the next stage; empty for the last stage, whose outputs may have
+            any size.
+        arguments: names of the keyword arguments by which a later stage takes the model inputs that it loads.
+        recompute: the whole stage is recomputed: F keeps only its inputs, and runs again before B or I.
+        before_backward: called before B or I to recompute, if only some of the stage's layers are recomputed.
+        last_backward: returns the context for the backward after which the stage's gradients on this rank are final.
     """
 
     index: int
@@ -43,6 +44,6 @@ def check_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
             raise InvalidModel(
                 f"'{name}' in stage {stage.index} has shape {tuple(output.shape)} and type {dtype_name(output.dtype)}, "
                 f"but {tuple(example.shape)} and {dtype_name(example.dtype)} were expected: a tensor whose size "
-                "depends on the data cannot cross a cut; plan another cut, or take the module around it as one layer "
+                "depends on the data cannot cross a cut; plan another cut, or make the module around it one layer "
                 "(`leaf_modules`)"
             )

@@ -1,4 +1,8 @@
-"""Weights of micro-batches in the loss of the mini-batch, for losses that are means over their targets."""
+"""Weights of micro-batches in the loss of the mini-batch, for losses that are means over targets.
+
+With such a loss, for example cross entropy that ignores padding, the mini-batch's loss is not the plain mean of its
+micro-batches' losses: those with more targets have more weight.
+"""
 
 import logging
 from collections.abc import Callable, Collection
@@ -23,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class LossWeights:
-    """Weights each micro-batch by its targets in each of the means over targets that the loss computes."""
+    """Computes losses of micro-batches, with each mean over targets weighted by the micro-batch's share of targets."""
 
     def __init__(
         self,
@@ -33,22 +37,23 @@ class LossWeights:
         rng: PerOperatorRng,
         checked: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`microbatches` are those of which this rank computes the loss.
+        """`microbatches` are those whose loss this rank computes.
 
-        `checked` returns the context of the loss until it has been computed once.
+        `checked` returns a context in which the loss runs until it has been computed once.
         """
         self._checked = checked
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._mean_weights: MeanWeights | None = None  # of this step
-        self._had_means, self._is_told = False, False
+        self._had_means, self._has_warned = False, False
         self._first_samples = FirstSamples(ahead)
 
     def begin(self, target: Tensor, num_microbatches: int) -> None:
-        """Adds up the targets of a mini-batch; all replicas of the last stage call it together.
+        """Sums the weights of a mini-batch's targets over the replicas of the last stage, which all call it together.
 
-        The class weights are those that the loss has now: they may be others in every step. Nothing waits for a GPU.
-        The first samples are compared once no graph needs what the loss keeps, which is changed and put back for that.
+        This is done anew in every step, because class weights may change; nothing waits for a GPU. Once, the loss of
+        the first samples is also compared with that of their halves (`FirstSamples`), which changes the state of the
+        loss and restores it: here no graph of a step needs that state.
         """
         self._mean_weights = None
         fault = self._first_samples.fault()
@@ -61,13 +66,16 @@ class LossWeights:
             own = [self._means_ahead(microbatch, parts[microbatch]) for microbatch in self._microbatches]
         sums = self._sum_over_replicas(sums_of_weights(own, target.device))
         self._mean_weights = mean_weights(sums, num_microbatches)
-        if self._ahead.obstacle is not None and self._had_means and not self._is_told:
-            self._is_told = True
-            _log.warning("all micro-batches of a step count alike: the code of the loss %s", self._ahead.obstacle)
+        if self._ahead.obstacle is not None and self._had_means and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "all micro-batches of a step count alike, however many targets they have: the code of the loss %s",
+                self._ahead.obstacle,
+            )
         self._had_means = self._had_means or any(one is not None and one.calls for one in own)
 
     def computed(self, loss: Loss, output: Any, target: Tensor) -> Tensor:
-        """Returns the loss of a micro-batch, of which the mean over micro-batches is the loss of the mini-batch."""
+        """Returns the loss of a micro-batch, weighted so that the mean over micro-batches is the mini-batch's loss."""
         with self._checked():
             scaled = weighted_loss(loss, output, target, self._mean_weights)
         self._checked = nullcontext
@@ -76,6 +84,6 @@ class LossWeights:
 
     def _means_ahead(self, microbatch: int, target: Tensor) -> Means | None:
         self._rng.microbatch = microbatch
-        self._rng.enter_loss()  # it may draw which targets count
+        self._rng.enter_loss()  # the loss may select targets at random
         with self._checked():
             return self._ahead.of(target)

@@ -1,8 +1,8 @@
-"""Lowering of a schedule: with the sends and receives between the actions.
+"""Lowers a schedule: adds the sends and receives to its actions, in an order that cannot deadlock.
 
-Also when each send is certainly done, so that its tensors need not be kept any longer.
+It also finds when each send is certainly complete, so that its tensors can be freed.
 
-torch lowers too (`_prepare_schedule_with_comms`), but knows one rank per stage; here a stage may have replicas, which
+torch's own lowering (`_prepare_schedule_with_comms`) assumes one rank per stage; here a stage may have replicas, which
 take the micro-batches in turn.
 """
 
@@ -22,7 +22,7 @@ class End(StrEnum):
 
 
 class Transfer(NamedTuple):
-    """One end of a transfer, at a stage: of what a forward gives, or of gradients. As text `0SEND_F1`, as in torch."""
+    """A send or receive of a stage: of a forward's outputs, or of gradients. As text `0SEND_F1`, as in torch."""
 
     stage: int
     end: End
@@ -40,8 +40,8 @@ Lowered = tuple[Action | Transfer, ...]
 def lower_schedule(schedule: Schedule) -> tuple[Lowered, ...]:
     """Returns each rank's actions with their sends and receives inserted.
 
-    A send follows the action whose output it sends. A receive is inserted at the point that its rank has reached when
-    the send is posted, so that the two ranks of a pair list what they exchange in the same order, as NCCL requires.
+    A send follows the action whose output it sends. A receive is inserted where its rank is in an execution of the
+    schedule when the send is posted, so that two ranks list what they exchange in the same order, as NCCL requires.
     Stages on one device exchange nothing. O(n ranks) for n actions.
 
     Raises:
@@ -60,23 +60,23 @@ def lower_schedule(schedule: Schedule) -> tuple[Lowered, ...]:
 
 
 def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Transfer, ...]]:
-    """Returns the sends of a rank that are done before each of its actions starts.
+    """Returns, by action of a rank, the rank's sends that are certainly complete before the action starts.
 
-    A send is done when the action that takes what it sends has started. It is given at the rank's first action that
-    comes after that one, by the dependencies of the schedule and the orders of the ranks, so waiting for it there is no
-    delay: the F of a micro-batch is sent by the time of its B at the latest. Sends that no action comes after are left
-    out.
+    A send is complete when the receiving action, which uses the sent tensors, has started. It is listed at the sender's
+    first action that must come after the receiving one, by the dependencies of the schedule and the orders of the
+    ranks, so waiting for it there causes no delay. The send of a micro-batch's F is listed at its B or I at the latest.
+    Sends without such an action are left out.
 
-    A wait cannot deadlock, not even if a transfer is left out because its tensors have no gradient, so that an action
-    starts earlier than the schedule lets it. `lower_schedule` lists both ends of a transfer at one moment of an
-    execution in which every rank runs its list in order; so each send could be waited for as soon as it is posted. That
-    holds for any part of the transfers, and if receives are posted earlier than their places.
+    Waiting for a send cannot deadlock: `lower_schedule` lists both ends of a transfer at one moment of an execution in
+    which every rank runs its list in order, so each send could even be waited for as soon as it is posted. This still
+    holds if transfers are left out because their tensors have no gradient, so that actions start earlier than in the
+    schedule, and if receives are posted earlier than listed.
 
-    O(n peers) for n actions and the ranks that this one sends to.
+    O(n (ranks + unfinished sends)) for n actions.
     """
     own = {action: receiver for action in schedule.order[rank] if (receiver := _receiver(action, schedule))}
     peers = sorted({receiver.rank for receiver in own.values()})
-    taken_at = {  # (column of `peers`, place in the order of that rank) of the action that takes what is received
+    taken_at = {  # by receive, (index in `peers`, index in the order of that rank) of the action that needs it
         receive_of(action): (column, place)
         for column, peer in enumerate(peers)
         for place, action in enumerate(schedule.order[peer])
@@ -96,7 +96,10 @@ def finished_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Transfer
 
 
 def _started_before(schedule: Schedule, peers: Sequence[int], rank: int) -> Iterator[tuple[Action, tuple[int, ...]]]:
-    """Yields a rank's actions with how many actions of each peer must end before; vector clocks (Mattern 1988)."""
+    """Yields each action of a rank with the number of actions of each peer that must end before it starts. [peers]
+
+    By vector clocks (Mattern 1988).
+    """
     column = {peer: i for i, peer in enumerate(peers)}
     clocks = [(0,) * len(peers) for _ in schedule.order]  # by rank: after its last action so far
     after: dict[Action, tuple[int, ...]] = {}
@@ -112,17 +115,17 @@ def _started_before(schedule: Schedule, peers: Sequence[int], rank: int) -> Iter
 
 
 def receive_of(action: Action) -> Transfer:
-    """Returns the receive of what F, B or I of a stage takes from its neighbour."""
+    """Returns the receive of the tensors that F, B or I of a stage needs from the neighbouring stage."""
     return _send_of(action)._replace(end=End.RECEIVE)
 
 
 def _send_of(action: Action) -> Transfer:
-    """Returns the send of what F, B or I of a stage gives its neighbour."""
+    """Returns the send of the tensors that F, B or I of a stage computes for the neighbouring stage."""
     return Transfer(action.stage, End.SEND, action.phase is Phase.FORWARD, action.microbatch)
 
 
 def _execution(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yields (rank, action) in an order in which they can run: in rounds, each rank runs its next action if it can.
+    """Yields (rank, action) in an order in which they can run: in rounds, each rank runs its next action if ready.
 
     Raises:
         InvalidSchedule: the order deadlocks.
@@ -150,11 +153,12 @@ def _blocked(schedule: Schedule, reached: Sequence[int]) -> str:
 
 
 def lower_for(schedule: Schedule, *, gloo: bool) -> tuple[Lowered, ...]:
-    """Returns each rank's lowered actions with the receives where they are best posted: with gloo, or with NCCL.
+    """Returns each rank's lowered actions, with receives posted early for gloo, but not for NCCL.
 
-    With NCCL a receive waits on the GPU. Where `lower_schedule` has it, its send needs nothing that the receiver has
-    not been given before. Earlier it could need a later action of the receiver, whose host, if it waits for the GPU
-    meanwhile, never gets there: as CUDA does when it first loads a kernel, and torch's allocator when memory is short.
+    An NCCL receive blocks its stream on the GPU until the send arrives. Where `lower_schedule` puts it, the send
+    depends only on actions that the receiver has launched before. If it were posted earlier, the send could depend on
+    an action that the receiver has yet to launch. Its host would never launch that one if it first waited for the GPU,
+    as CUDA does when it loads a kernel for the first time, and torch's allocator when memory is short.
     """
     lowered = lower_schedule(schedule)
     return tuple(map(receives_at_step_start, lowered)) if gloo else lowered
@@ -174,7 +178,7 @@ def _check_neighbours(schedule: Schedule) -> None:
         a, b = schedule.devices[s], schedule.devices[s + 1]
         if a != b and set(a) & set(b):
             raise BapipeError(
-                f"stages {s} and {s + 1} share some of their devices only: give them the same devices in the same "
+                f"stages {s} and {s + 1} share only some of their devices: give them the same devices in the same "
                 "order, or none in common"
             )
 
@@ -185,7 +189,7 @@ class _Receiver(NamedTuple):
 
 
 def _receiver(action: Action, schedule: Schedule) -> _Receiver | None:
-    """Returns the rank that an action's output is sent to and its receive there, None if it is not sent."""
+    """Returns the rank to which an action's output is sent, and the receive there; None if it is not sent."""
     stage, phase, microbatch = action
     if phase is Phase.WEIGHT_GRAD:  # W makes the weights' gradients, which no other stage waits for
         return None

@@ -1,4 +1,4 @@
-"""Real storage and initial values for the layers of some stages; all others stay on, or go to, the meta device."""
+"""Gives the layers of some stages storage and initial values, and moves all others to the meta device."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,7 +16,7 @@ from bapipe.tracing.python_state import values_restored
 from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7
-"""Fills integers before initialization, as NaN fills floats: a value that is still there afterwards was never set."""
+"""Fills int64 tensors before initialization, as NaN fills floats: one that still begins with it was never set."""
 
 
 def materialize(
@@ -26,11 +26,11 @@ def materialize(
     seed: int,
     initialize: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Puts some parameters and buffers of a model on a device, in place, and all others on the meta device.
+    """Moves the given parameters and buffers of a model to a device, and all others to the meta device, in place.
 
-    A parameter or buffer on the meta device is initialized by the first layer of the model that uses it: by
-    `reset_parameters()`, and then by `initialize(module)` if given, under a seed that depends on `seed` and the layer's
-    name alone. So the initial weights do not depend on the cuts. Tensors that have values keep them.
+    Of the given `tensors`, one on the meta device is initialized by the first layer of the model that uses it: by
+    `reset_parameters()`, and then by `initialize(module)` if given, under a seed that depends only on `seed` and the
+    layer's name. So the initial weights do not depend on the cuts. Tensors that have values keep them.
 
     Raises:
         InvalidModel: a parameter or buffer on the meta device that nothing initializes, or that `drop_others` put there
@@ -54,11 +54,11 @@ def materialize(
 
 
 def drop_others(parts: Split, tensors: Iterable[Tensor]) -> None:
-    """Puts all parameters and buffers of a model but some on the meta device, in place.
+    """Moves all parameters and buffers of a model except `tensors` to the meta device, in place.
 
-    They are marked: another pipeline of the same module must not take them for ones that were never initialized, nor
-    the caller for ones with values. Tensors that only its forwards name, such as globals, are left alone: the loss or
-    the data may read them, too.
+    They are marked (`other_ranks`), so that another pipeline of the same module does not initialize them as if they
+    never had values, and the caller does not use them as if they still had. Tensors outside of the module that its
+    forwards use, such as globals, are left alone: the loss or the data may use them, too.
     """
     model = parts.model
     attributes = (value for part in model.root.modules() for value in vars(part).values())
@@ -106,7 +106,7 @@ def _initialize_layer(
     with all_generators_restored(), torch.no_grad():
         seed_cpu_generators(derived_seed(seed, layer))
         for module in _owners(root, layer, unset):
-            # A layer's reset also sets parameters that it shares with an earlier layer.
+            # A layer's reset also sets parameters that it shares with an earlier layer: these keep their values.
             known = (t for t in _may_be_reset(module, initialize) if not (t.is_meta or id(t) in written))
             with values_restored(known):
                 reset_layer(module, initialize)
@@ -120,7 +120,7 @@ def _initialize_layer(
 
 
 def reset_layer(module: nn.Module, initialize: Callable[[nn.Module], None] | None) -> None:
-    """Sets the parameters of a layer's module as torch does, and then as `initialize` does."""
+    """Sets the parameters of a layer's module by `reset_parameters()` of its parts, and then by `initialize`."""
     for child in reversed(list(module.modules())):  # parents last, as when the module is constructed
         reset = reset_method(child)
         if reset is not None:
@@ -169,8 +169,9 @@ def _is_small_marker(value: Tensor) -> bool:
 def _swap(tensor: Tensor, value: Tensor) -> None:
     """Gives `tensor` the storage of `value`; all references to the tensor, such as tied weights, see the new one.
 
-    A tensor that something outside of Python holds, such as a scripted module or the weight that an old `weight_norm`
-    has computed from it, can only get other data on a real device: it is not dropped, which costs memory alone.
+    If something outside of Python holds the tensor, such as a scripted module, or a weight that the old `weight_norm`
+    has computed from it, only its data can be replaced, and only by data on a real device. So such a tensor is not
+    dropped, which costs nothing but memory.
 
     Raises:
         InvalidModel: such a tensor is on the meta device.

@@ -1,4 +1,4 @@
-"""Errors of the model's own code while a stage runs, in one line that names the layer."""
+"""Turns errors of the model's own code while a stage runs into one line that names the layer."""
 
 import re
 from collections.abc import Iterator
@@ -33,7 +33,10 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
 
 
 def hint(text: str, *, recompute: bool) -> str:
-    """Returns what may help against an error of a model's own code; empty if nothing is known."""
+    """Returns advice to append to an error of a model's own code; `recompute` says whether the stage recomputes.
+
+    Empty if nothing is known about the error.
+    """
     if _CHANGED in text:
         return (
             "; a forward of a later micro-batch may change what this backward needs, because forwards run ahead of "

@@ -67,7 +67,7 @@ def _runs_the_model(name: str) -> BapipeError:
 
 
 def check_optimizer_factory(make: object) -> None:
-    """Raises BapipeError if a value cannot make the optimizers of stages, as an optimizer itself cannot."""
+    """Raises BapipeError if `make` cannot be called to make the optimizers of stages, such as an optimizer itself."""
     if not callable(make):
         given = f"'{make}'" if isinstance(make, str) else f"an object of type {type(make).__name__}"
         raise BapipeError(
@@ -77,11 +77,12 @@ def check_optimizer_factory(make: object) -> None:
 
 
 class OptimizerState(TypedDict):
-    """What a rank's optimizers keep of parameters, by `name of the parameter:key`, as `torch.load` reads it.
+    """The state of a rank's optimizers, by `name of the parameter:key`, in types that `torch.load` reads.
 
     Attributes:
-        tensors, numbers: of each parameter.
-        options: of its group, such as the learning rate that a scheduler has set; numbers and tuples of them.
+        tensors, numbers: the state of each parameter, such as its momentum.
+        options: the options of each parameter's group, such as the learning rate that a scheduler has set; numbers and
+            tuples of them.
         grad_scaler: `scale` and `growth_tracker` of loss scaling, the same on every rank.
     """
 
@@ -123,7 +124,7 @@ class StageOptimizers:
             if trained:
                 with optimizer_checked(layout, s, len(trained)):
                     made = make(trained)
-                _check_updates(made)
+                _check_optimizer(made)
                 _check_own(made, trained, modules.values())
                 self._optimizers[s] = made
 
@@ -134,7 +135,7 @@ class StageOptimizers:
 
     @property
     def updates(self) -> tuple[tuple[int, object, object], ...]:
-        """(stage, start, end) of each update of the last step, by stamps of the clock."""
+        """(stage, start, end) of each update of the last step; start and end are stamps of the clock."""
         return tuple(self._updates)
 
     def busy_ns(self) -> int:
@@ -142,7 +143,7 @@ class StageOptimizers:
         return sum(self._clock.ns(end) - self._clock.ns(start) for _, start, end in self._updates)
 
     def zero_grad(self) -> None:
-        """Drops the gradients of the last step, also those that no optimizer takes; to be called before a step."""
+        """Drops the gradients of the last step, also of parameters without an optimizer; to be called before a step."""
         self._updates.clear()
         for module in self._modules.values():
             module.zero_grad(set_to_none=True)  # zeroing would cost one pass to fill and another to add
@@ -165,7 +166,7 @@ class StageOptimizers:
         self._updates.append((stage, start, self._clock.stamp()))
 
     def _run(self, stage: int) -> None:
-        """Runs an optimizer; checks what it communicates in its first step, and in each after one that communicated."""
+        """Runs a stage's optimizer; checks its collectives in the first step, and in each after a step with any."""
         optimizer, layout = self._optimizers[stage], self._layout
         if layout is None:
             optimizer.step()
@@ -176,20 +177,20 @@ class StageOptimizers:
             optimizer.step()
         if num_collectives(None) == before:
             self._unchecked.discard(stage)
-        else:  # it may exchange more in another step, as those that average weights now and then
+        else:  # it may exchange more in a later step, such as one that averages weights every few steps
             self._unchecked.add(stage)
 
     def set_learning_rate(self, value: float) -> None:
         """Sets the learning rate of the following updates.
 
         Raises:
-            BapipeError: there are several, such as one per layer.
+            BapipeError: groups of parameters have different ones, such as one per layer.
         """
         rates = sorted({float(group["lr"]) for group in self._groups if group.get("lr") is not None})
         if len(rates) > 1:
             raise BapipeError(
                 f"the groups of parameters that `optimizer` made have learning rates of {', '.join(map(str, rates))}, "
-                "and would all get the same: set those of its optimizers themselves, as learning-rate schedulers do"
+                "and would all get the same one: set the rates in the groups themselves, as learning-rate schedulers do"
             )
         for group in self._groups:
             group["lr"] = value
@@ -220,12 +221,12 @@ class StageOptimizers:
         )
 
     def load_state(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restores what `state` returned of these parameters, and maybe of others, which are left out.
+        """Restores the state of these parameters from what `state` returned; that of other parameters is ignored.
 
-        An option is restored where it was the same for all of a group.
+        An option is restored if it was the same for all parameters of a group.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or not of all of these, or no such state.
+            BapipeError: it is the state of another optimizer, or lacks some of these parameters, or is no such state.
         """
         if not isinstance(state, Mapping) or not {"tensors", "numbers"} <= state.keys():
             found = f"a dictionary of {', '.join(map(repr, state))}" if isinstance(state, Mapping) else shortened(state)
@@ -261,9 +262,10 @@ class StageOptimizers:
 
 
 def _check_covers(state: OptimizerState, own: set[str]) -> None:
-    """Raises BapipeError if a state is not of all of a rank's own parameters that optimizers have, given by name.
+    """Raises BapipeError if a state lacks some of `own`, the names of the parameters of this rank's optimizers.
 
-    Parameters without a gradient so far have options only, which checkpoints leave out.
+    Without options, as in checkpoints, it is refused only if it lacks all of them: a parameter that has had no gradient
+    yet has no other state.
     """
     options = state.get("options", {})
     saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *options)}
@@ -271,12 +273,12 @@ def _check_covers(state: OptimizerState, own: set[str]) -> None:
     if saved and missing and (options or missing == own):
         raise BapipeError(
             f"the state is of '{min(saved)}' and others, and not of '{min(missing)}', which this rank has: give "
-            "each rank those of all ranks together, or those of its own parameters"
+            "each rank the states of all ranks together, or that of its own parameters"
         )
 
 
-def _check_updates(optimizer: object) -> None:
-    """Raises BapipeError for what is no optimizer, or one that runs the model itself."""
+def _check_optimizer(optimizer: object) -> None:
+    """Raises BapipeError for an object that is no optimizer, or an optimizer that runs the model itself."""
     if not hasattr(optimizer, "param_groups"):  # wrappers of optimizers need not be of torch's class
         raise BapipeError(f"`optimizer` returned {shortened(optimizer)}: want a function that returns an optimizer")
     if isinstance(optimizer, optim.LBFGS):
@@ -284,15 +286,15 @@ def _check_updates(optimizer: object) -> None:
 
 
 def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:
-    """Raises BapipeError if an optimizer has parameters of other stages; it may have copies of its own."""
+    """Raises BapipeError if an optimizer has parameters of other stages; parameters that it made itself are allowed."""
     foreign = {id(p) for module in modules for p in module.parameters()} - {id(p) for p in given}
     every = [p for group in optimizer.param_groups for p in group["params"]]
     others = [p for p in every if id(p) in foreign or is_on_another_rank(p)]
     if others:
         raise BapipeError(
-            f"`optimizer` made one that has {len(others)} parameters of other stages, such as one of shape "
-            f"{tuple(others[0].shape)}: each stage has an optimizer of its own, so let it use those that it is called "
-            "with; their names are in `{id(p): name for name, p in module.named_parameters()}`"
+            f"`optimizer` made an optimizer with {len(others)} parameters of other stages, such as one of shape "
+            f"{tuple(others[0].shape)}: each stage has an optimizer of its own, so use only the parameters that the "
+            "function is called with; their names are in `{id(p): name for name, p in module.named_parameters()}`"
         )
 
 
@@ -306,7 +308,7 @@ def _set_option(group: dict[str, Any], key: str, value: object) -> None:
 def _check_keys(
     optimizer: optim.Optimizer, group: Mapping[str, Any], states: Iterable[Mapping[str, Tensor | Number]]
 ) -> None:
-    """Raises BapipeError if the states of a group's parameters, in their order, have other keys than it makes."""
+    """Raises BapipeError if saved states of a group's parameters, in order, have other keys than the optimizer's."""
     made: dict[int, frozenset[str] | None] = {}  # by the parameter's number of dimensions
     for p, values in zip(group["params"], states, strict=True):
         if p.dim() not in made:
@@ -318,7 +320,7 @@ def _check_keys(
 
 
 def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]) -> None:
-    """Restores tensors of a parameter's state that torch has cast: it loads all but `step` in the parameter's dtype.
+    """Restores the dtype of state tensors: torch has cast all but `step` to the parameter's dtype.
 
     NAdam's product of momenta and ASGD's step size are in float32, also for parameters in bfloat16 or float64.
     """
@@ -328,11 +330,11 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]
 
 
 def _keys_made(like: optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> frozenset[str] | None:
-    """Returns the keys of the state that an optimizer makes of a parameter, by a step of one as small as can be.
+    """Returns the keys of an optimizer's state for a parameter, found by a step on one of a single element.
 
-    The optimizer is another one of its class, with the options of a group: a factory may note what it has made. None if
-    it is not one of torch's, which may have options that are in no group; or cannot step the parameter, as one that
-    takes sparse gradients only.
+    The step is made by a new optimizer of the same class, with the options of a group; the factory is not called, as it
+    may keep what it makes. None if the class is not torch's, as it may have options that are in no group, or if the
+    step fails, as with an optimizer for sparse gradients.
     """
     if not type(like).__module__.startswith("torch.optim"):
         return None

@@ -1,8 +1,9 @@
-"""Parameters and buffers of which another rank has the values.
+"""Marks parameters and buffers whose values are on another rank, and refuses operations that need the values.
 
-Without values, torch takes them for zeros in place: an average of weights that adds them up would decay to nothing, and
-a file of all weights would lack them, without a word. So whatever mixes them with values, or stores them, is refused;
-names, shapes and types may be read, and values copied into them are dropped, as of a file that all ranks load.
+They are on the meta device. In-place operations of torch silently treat such tensors as zeros: an average of weights
+that adds them up would decay to zero, and a file of all weights would lack them. So operations that mix them with
+tensors that have values, or store them, raise an error. Names, shapes and types may be read, and values copied into
+them are dropped, as when all ranks load one file of weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _NAME = "_bapipe_name"
 
 
 class _OnAnotherRank(Tensor):
-    """Of a buffer, or what is computed from such tensors alone."""
+    """The class of marked buffers, and of results that are computed from marked tensors alone."""
 
     @classmethod
     def __torch_function__(
@@ -55,7 +56,7 @@ class _ParameterOnAnotherRank(_OnAnotherRank, nn.Parameter):
 
 
 def mark_as_on_another_rank(tensor: Tensor, name: str) -> None:
-    """Refuses uses of the values of a tensor on the meta device from now on; `name` is the model's."""
+    """Marks a tensor on the meta device: uses of its values raise an error with `name`, its name in the model."""
     setattr(tensor, _NAME, name)
     if type(tensor) is nn.Parameter:
         tensor.__class__ = _ParameterOnAnotherRank

@@ -1,4 +1,4 @@
-"""The peak of the memory that training adds to a process."""
+"""The peak memory that training adds to a process."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def check_free_memory(device: torch.device, name: str, predicted_bytes: int) -> None:
-    """Raises BapipeError if other processes leave a CUDA device, called `name`, less than a plan is to take."""
+    """Raises BapipeError if a CUDA device, `name` in the plan, has less free memory than the plan needs on it."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -29,10 +29,10 @@ def check_free_memory(device: torch.device, name: str, predicted_bytes: int) -> 
 
 
 class PeakMemory:
-    """Measures the peak bytes on a device from its creation on, with those of tensors that are there already.
+    """Measures the peak bytes used on a device since this object was made, and by `tensors` that are there already.
 
-    On CUDA, of torch's allocator. On Linux, of the process's resident memory (its high-water mark less what was
-    resident at the start); on other systems, and where /proc cannot be written to, it is not known.
+    On CUDA it is the peak of torch's allocator, on Linux that of the process's resident memory, each less what was used
+    at the start. On other systems, and where /proc cannot be written to, it is not known.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:

@@ -1,7 +1,7 @@
-"""Page-locked memory on the host for many tensors, to which a GPU copies by itself.
+"""Page-locked host memory for many tensors, to which a GPU can copy asynchronously.
 
-torch takes it in powers of two, and keeps what is freed for tensors to come. A tensor alone would take up to twice its
-size, so tensors share blocks.
+torch allocates it in powers of two, and keeps freed blocks for reuse. A tensor alone would take up to twice its size,
+so tensors share blocks.
 """
 
 import logging
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Block:
-    """A block of memory.
+    """A block of page-locked memory that holds several tensors.
 
     Attributes:
         num_bytes: its size, a power of two.
-        used: bytes from its start that hold tensors.
-        offsets: where each tensor begins, by its number.
+        used: bytes, from its start, that hold tensors.
+        offsets: by the index of a tensor, the byte at which it begins.
     """
 
     num_bytes: int
@@ -35,9 +35,9 @@ class Block:
 
 
 def packed(sizes: Sequence[int]) -> list[Block]:
-    """Returns blocks that hold tensors of some sizes in bytes.
+    """Returns blocks that hold tensors of the given sizes in bytes, by first fit decreasing (Johnson 1974).
 
-    First fit decreasing (Johnson 1974). A new block is no larger than the tensors that are left, if the next one fits.
+    A new block is no larger than all tensors that are left together, unless the next one needs a larger one.
     """
     blocks: list[Block] = []
     aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -56,7 +56,7 @@ def packed(sizes: Sequence[int]) -> list[Block]:
 
 
 def host_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors on the host like others, whose values are undefined, by name.
+    """Returns uninitialized host tensors with the shapes and types of `tensors`, by name.
 
     Their memory is not page-locked if there is not enough of that: copies then make the host wait.
     """
@@ -79,8 +79,8 @@ def _page_locked(num_bytes: int) -> Tensor:
         if not is_out_of_memory(error):
             raise
     _log.warning(
-        "there is no page-locked memory of %d MiB, by which a GPU copies a checkpoint by itself: it copies more "
-        "slowly, and training waits meanwhile",
+        "%d MiB of page-locked memory are not available, so a GPU cannot copy a checkpoint in the background: the copy "
+        "is slower, and training waits for it",
         num_bytes >> 20,
     )
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")

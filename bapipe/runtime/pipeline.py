@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PendingLoss:
-    """The mean loss of a mini-batch, multiplied by a scale, which the device may not have computed yet."""
+    """The mean loss of a mini-batch; `value`, that loss times `scale`, may not have been computed yet."""
 
     value: Tensor
     scale: float
@@ -75,15 +75,15 @@ class PendingLoss:
 class Pipeline:
     """This rank's stages of a plan, ready to train.
 
-    Every process of a group makes one and calls its methods together with the others; process i of the group runs the
-    i-th device of the plan that has a stage. A module on the meta device gets real storage for this rank's layers only;
+    Every process of a group makes one and calls its methods together with the others. Of the plan's devices that have a
+    stage, process i of the group runs the i-th. A module on the meta device gets storage for this rank's layers only;
     of a module that has values, this rank keeps its own layers and drops the others. Either way the module itself is
     changed. Replicas of a stage start from the values of the first one.
 
     Raises:
-        BapipeError: the plan is not for this model or this group, was made from a profile of other settings, or cannot
-            run; its stages would not train as the module does; there is no process group; or `optimizer` makes none,
-            or `clip_norm` is not more than 0, or `autocast` no 16-bit type.
+        BapipeError: the plan is not for this model or this group, was made from a profile with other settings, or
+            cannot run; its stages would not train as the module does; there is no process group; `optimizer` does not
+            make optimizers; `clip_norm` is not more than 0; or `autocast` is no 16-bit type.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class Pipeline:
         """Builds this rank's stages.
 
         Args:
-            module: one that `bapipe.plan` has planned for, with values, the same in all processes, or on the meta
-                device.
+            module: the module that the plan is for, with the same values in all processes, or on the meta device.
             loss: returns the mean loss of an output and a target.
             inputs: examples of the model's inputs, by position or, as a mapping, by name: tensors of any batch size, on
                 any device, in the order in which `step` takes them; and constants that the forward takes.
-            optimizer: makes the optimizer of a stage's parameters, which it is called with; by default SGD with a
-                learning rate of 0.01 and a momentum of 0.9. One that looks at all parameters together, as for a norm
-                or an estimated step size, sees those of one stage.
-            clip_norm: the maximum norm of all gradients of the model together.
-            autocast: the type that forwards and the loss compute in, as `torch.autocast` decides; tensors are sent
-                in the types that it gives them. With float16 losses are scaled, as torch's GradScaler does, and a step
-                with gradients that are not finite updates nothing.
+            optimizer: returns the optimizer of the parameters that it is called with, those of one stage; by default
+                SGD with a learning rate of 0.01 and a momentum of 0.9. An optimizer that looks at all parameters
+                together, as for a norm or an estimated step size, sees those of one stage.
+            clip_norm: the maximum norm of all gradients of the model together; None does not clip.
+            autocast: the dtype of `torch.autocast` for forwards and the loss; tensors are sent in the types that it
+                gives them. With float16, losses are scaled as by torch's GradScaler, and a step with gradients that are
+                not finite updates nothing. None is no autocast.
             device: where this rank computes, such as `"cuda"`.
-            seed: of initial values, and of operators that draw random numbers.
-            initialize: sets the parameters of one layer that is on the meta device, after its `reset_parameters()`.
+            seed: seed of initial values, and of operators that draw random numbers.
+            initialize: called with each layer that is on the meta device, after its `reset_parameters()`, to set its
+                parameters.
             buckets: examples of inputs of other sizes, such as shorter sentences, that whole mini-batches may have.
             evaluates: whether `evaluate` will be called, for which the module is traced a second time.
             check: whether to compare the stages of a module that has values, run as the plan says, with the module
@@ -143,7 +143,7 @@ class Pipeline:
         if is_evaluating(module):
             _log.warning(
                 "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "
-                "stay as they are; call its train() before, and eval() of those parts only that are to stay as they are"
+                "do not change; call train() on it before, and then eval() on the parts that should stay in that mode"
             )
         elif (idle := idle_dropout(module)) is not None:
             _log.warning("%s", idle)
@@ -174,7 +174,7 @@ class Pipeline:
         self._modules: dict[int, nn.Module] = {
             s: stage_module(self._split, s, self._device, self._rng) for s in self.stages
         }
-        # The first stage also holds what no layer uses, so that checkpoints have all of the module.
+        # The first stage also holds parameters and buffers that no layer uses, so that checkpoints have all of them.
         unused = tuple(unused_state(self._split.model).values()) if 0 in self.stages else ()
         self._state = StageState(
             modules=self._modules,
@@ -187,7 +187,7 @@ class Pipeline:
         self._peak_memory = PeakMemory(self._device, self._state.tensors())
         materialize(self._split, self._state.tensors(), self._device, seed, initialize)
         if self.needs_target:
-            move_tensors(loss, self._device)  # such as weights of classes
+            move_tensors(loss, self._device)  # such as class weights
 
         # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._clock = clock_for(self._device)
@@ -206,10 +206,10 @@ class Pipeline:
             clock=self._clock,
             rng=self._rng,
         )
-        # torch's stages have buffers of fixed shapes, so there is an executor for every size of the inputs.
+        # torch's stages have buffers of fixed shapes, so there is an executor for each input size.
         sized = [self._split, *cut.of_buckets]
         self._executors = [executors.training(parts) for parts in sized]
-        self._executor = self._executors[0]  # of the last step
+        self._executor = self._executors[0]  # the one that ran the last step
         self._forward_executor = None if cut.evaluated is None else executors.evaluation(cut.evaluated)
 
         self._optimizers = StageOptimizers(self._modules, optimizer, self._clock, self._layout)
@@ -259,7 +259,7 @@ class Pipeline:
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """The micro-batches that this rank runs; of the tensors that it loads, only their samples are used."""
+        """The micro-batches that this rank runs; of the tensors that it loads, only samples of these are used."""
         return tuple(sorted({action.microbatch for action in self._layout.schedule.order[self.rank]}))
 
     @property
@@ -275,18 +275,18 @@ class Pipeline:
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
-        Reading the loss waits until the device has computed it; `start_step` leaves that to the caller. When this
-        returns, the tensors that it was given may be overwritten.
+        This waits until the device has computed the loss; `start_step` does not. When this returns, the tensors that it
+        was given may be overwritten.
 
         Inputs are given in the order of `input_names`, or as one mapping by these names. Every rank is given the same
-        mini-batch, which the first step compares. What this rank does not load (see `needs`, `needs_target`) may be
-        None, and trailing inputs or names left out. `bucket` is the number of the bucket that
-        the samples are of, the same on every rank; None is that of `inputs`.
+        mini-batch, which the first step checks. What this rank does not load (see `needs`, `needs_target`) may be None,
+        and trailing inputs or names left out. `bucket` is the index in `buckets` of the samples' sizes, the same on
+        every rank; None if they have the sizes of `inputs`, the examples.
 
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type; ranks were given different ones; there is no such bucket; a parameter requires
-                gradients that was frozen when this was made; or it is called in a context of `torch.autocast`.
+                gradients that was frozen when this was made; or it is called inside `torch.autocast`.
             LayerFailed: the code of a layer, or its backward, raised an error.
         """
         if self._start is None:
@@ -295,17 +295,17 @@ class Pipeline:
             check_same_batch(given, self._layout.group)
         loss = self.start_step(*inputs, target=target, bucket=bucket)
         if loss is None:
-            wait_for_copies(self._copy_stream)  # which a loss that has been read was computed after
+            wait_for_copies(self._copy_stream)  # not needed where the loss is read, which was computed after them
             return None
         return loss.read()
 
     def start_step(
         self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
-        """Does as `step`, but does not wait for the device; returns what reads the loss, None where `step` does.
+        """Runs a step as `step` does, without waiting for the device; returns the loss, to be read later, or None.
 
-        A GPU may still be copying from page-locked memory what this was given: it must stay as it is until the step is
-        done on the GPU of this rank.
+        A GPU may still be copying the given tensors from page-locked memory: they must not be changed until this rank's
+        GPU has done the step.
         """
         self._check_no_autocast_around()
         num_buckets = len(self._executors) - 1
@@ -331,7 +331,7 @@ class Pipeline:
         for replicas in self._replicas.values():
             replicas.begin()
         scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
-        # `_rng` seeds the global generators before every random operator: that must not be seen outside of the step.
+        # `_rng` seeds the global generators before every random operator: this must have no effect outside of the step.
         allowed, writes = self._plan.compute_settings.tf32, self._versions()
         with tf32(allowed), all_generators_restored(self._device):
             loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
@@ -347,7 +347,7 @@ class Pipeline:
     def copied_ahead(
         self, inputs: Sequence[Tensor | None], target: Tensor | None
     ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-        """Returns copies of a mini-batch on the device, for the next `start_step`; they are made while it computes."""
+        """Starts to copy a mini-batch to the device, overlapping its work; returns copies for the next `start_step`."""
         *copies, own_target = (copied_ahead(x, self._device, self._copy_stream) for x in (*inputs, target))
         return tuple(copies), own_target
 
@@ -361,12 +361,12 @@ class Pipeline:
         }
 
     def _update(self) -> None:
-        """Completes the gradients and updates the parameters, stage by stage as their gradients became final."""
+        """Completes the gradients and updates the parameters, in the order in which stages' gradients became final."""
         self._tied.sum()
         wait_on_device(self._device, self._kept_until)
         self._kept_until = None
-        # On all ranks in one order, and before any is waited for: two stages may have the same replicas, on which their
-        # gradients may become final in unlike orders.
+        # In the same order on all ranks, and all before the first wait: two stages may have the same replicas, on which
+        # their gradients may become final in different orders.
         for replicas in self._replicas.values():
             replicas.gradients.start()
         finite = self._unscale()
@@ -386,7 +386,7 @@ class Pipeline:
         num_samples: int | None = None,
         keep: Callable[[Any], Any] = lambda output: output,
     ) -> ForwardResult | None:
-        """Passes a mini-batch through the model in evaluation mode; every rank calls it together, as `step`.
+        """Passes a mini-batch, given as to `step`, through the model in evaluation mode; all ranks call it together.
 
         `num_samples` is the number of samples, the same on every rank, by default the plan's mini-batch. Without a
         target no loss is computed. `keep` gets the model's output of each micro-batch and returns what to keep of it.
@@ -395,10 +395,10 @@ class Pipeline:
         its state.
 
         Raises:
-            BapipeError: a tensor that this rank needs is missing or does not fit; or it is called in a context of
+            BapipeError: a tensor that this rank needs is missing or does not fit; or it is called inside
                 `torch.autocast`.
-            InvalidModel: the model takes no micro-batch of the size that the last one has; or that is one sample, of
-                which the stages do not give what the module does; or evaluation changes a parameter.
+            InvalidModel: the model does not run on a micro-batch of the last one's size; or the last one is a single
+                sample, for which the stages do not give what the module does; or evaluation changes a parameter.
         """
         if self._forward_executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
@@ -410,7 +410,7 @@ class Pipeline:
             )
         if num % self._plan.microbatch_size == 1 and self._fault_of_one is not None:
             raise InvalidModel(
-                f"of {num} samples the last micro-batch is a single one, of which the stages would not give what the "
+                f"of {num} samples the last micro-batch is a single one, for which the stages would not give what the "
                 f"module does: {self._fault_of_one}; evaluate another number of samples"
             )
         expected = self._expected[0]
@@ -420,17 +420,17 @@ class Pipeline:
             return self._forward_executor.run(loaded, target, num, keep)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters and buffers by their names in the original module; tied ones by all of them.
+        """Returns this rank's parameters and buffers by name in the original module; tied ones by all of their names.
 
-        The state dicts of all ranks together are the original's, without extra state (`get_extra_state`): what no layer
-        uses is the first stage's.
+        Together the state dicts of all ranks are that of the module, without extra state (`get_extra_state`): the first
+        stage's has what no layer uses.
         """
         return self._state.state_dict()
 
     def non_persistent_buffers(self) -> dict[str, Tensor]:
         """Returns this rank's buffers that training may change and that `state_dict` leaves out, by name.
 
-        A run goes on exactly if these are saved, too, and copied back.
+        To continue a run exactly, save these, too, and copy the saved values into them.
         """
         return self._state.non_persistent_buffers()
 
@@ -442,31 +442,31 @@ class Pipeline:
         """Sets the learning rate of the following steps.
 
         Raises:
-            BapipeError: it is not finite and at least 0; or this rank's parameters have several.
+            BapipeError: it is negative or not finite; or this rank's groups of parameters have different ones.
         """
         if not 0 <= value < math.inf:
             raise BapipeError(f"a learning rate of {value}: want a finite one of at least 0")
         self._optimizers.set_learning_rate(value)
 
     def start_at(self, step: int) -> None:
-        """Makes the next step draw the random numbers of step `step`, counted from 0, of a run without interruption.
+        """Makes the next step draw the random numbers that step `step`, counted from 0, of an uninterrupted run draws.
 
         Raises:
-            BapipeError: it is no number of a step.
+            BapipeError: `step` is not an integer, or negative.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise BapipeError(f"`step` is {step!r}: want a whole number of at least 0")
         self._rng.step = step
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
-        """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
+        """Returns parameters for sums over all ranks: each of the model is counted by one of the ranks that have it."""
         return self._state.counted_parameters(self._layout, self._split)
 
     def optimizer_state(self) -> OptimizerState:
-        """Returns the state of this rank's optimizers, as `name of the parameter:key`, and of loss scaling in float16.
+        """Returns the state of this rank's optimizers, by `name of the parameter:key`, and of loss scaling in float16.
 
-        It is a dictionary of dictionaries, tensors and numbers, which `torch.load` reads. The next step changes its
-        tensors, which are the optimizers' own.
+        It consists of dictionaries, tensors and numbers, which `torch.load` reads. Its tensors are the optimizers' own:
+        the next step changes them.
         """
         state = self._optimizers.state(self.named_parameters())
         if self.grad_scaler is not None:
@@ -474,14 +474,14 @@ class Pipeline:
         return state
 
     def _versions(self) -> dict[str, int]:
-        """Returns torch's counts of writes to the parameters of this rank."""
+        """Returns torch's counts of writes to the parameters of this rank, by name."""
         return {name: version(parameter) for name, parameter in self.named_parameters().items()}
 
     def changed_by_forwards(self) -> frozenset[str]:
-        """Returns the names in `state_dict` of what a forward may change.
+        """Returns the names in `state_dict` of tensors that a forward may change.
 
-        These are all but the trained parameters, and of those the ones to which forwards have written so far, as
-        embeddings with `max_norm` do.
+        These are all buffers and frozen parameters, and the trained parameters that forwards have written to so far,
+        such as embeddings with `max_norm`.
         """
         unchanged = {
             parameter.data_ptr()
@@ -491,31 +491,31 @@ class Pipeline:
         return frozenset(name for name, tensor in self.state_dict().items() if tensor.data_ptr() not in unchanged)
 
     def keep_state_until(self, copied: object | None) -> None:
-        """Makes the next update wait, on the device, for an event after which the state has been copied."""
+        """Makes the next update wait, on the device, for the event `copied`, after which the state has been copied."""
         self._kept_until = copied
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Restores what `optimizer_state` returned, possibly under another plan: of all ranks together, or this one's.
+        """Restores what `optimizer_state` returned, on this rank or on all ranks together, possibly under another plan.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or not of all parameters of this rank, or no such state.
+            BapipeError: it is the state of another optimizer, lacks parameters of this rank, or is no such state.
         """
         self._optimizers.load_state(state, self.named_parameters())
         if self.grad_scaler is not None and "grad_scaler" in state:
             self.grad_scaler = GradScalerState(**state["grad_scaler"])
 
     def busy_ns(self) -> int:
-        """Returns how long this rank computed in the last step; it waited for the remaining time."""
+        """Returns how long this rank computed in the last step; the rest of the step it waited."""
         return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._executor.spans())
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak of the memory that this rank's stages took so far, None if it is not known."""
+        """Returns the peak memory that this rank's stages have used so far; None if it is not known."""
         return self._peak_memory.peak_bytes()
 
     def timeline(self) -> Timeline:
         """Returns the measured timeline of the last step; every rank calls it together, and all get the same.
 
-        Its memory holds parameters, gradients and optimizer state, not what lives only within the step.
+        Its memory counts parameters, gradients and optimizer state, not what lives only within the step.
         """
         if self._start is None:
             raise BapipeError("no step has run, so there is no timeline")
@@ -530,15 +530,15 @@ class Pipeline:
         return gather_timeline(self._layout, local, self._clock, names)
 
     def _check_no_autocast_around(self) -> None:
-        """Raises BapipeError if the stages, which were cut without autocast, would compute in another type here."""
+        """Raises BapipeError inside `torch.autocast`, where stages that were cut without it would compute otherwise."""
         if self._autocast is None and torch.is_autocast_enabled(self._device.type):
             raise BapipeError(
-                "torch.autocast is on around this call, but the Pipeline was made without: give it `autocast`, with a "
-                "plan of a profile that was measured so (`Settings(autocast=...)`), or leave the context"
+                "torch.autocast is on around this call, but the Pipeline was made without it: make it with `autocast`, "
+                "and a plan from a profile that was measured so (`Settings(autocast=...)`), or leave the context"
             )
 
     def _unscale(self) -> bool:
-        """Divides gradients by the loss scale, if losses are scaled; returns whether to update parameters with them."""
+        """Divides gradients by the loss scale, if losses are scaled; returns whether parameters are to be updated."""
         if self.grad_scaler is None:
             return True
         finite = unscale(self._gradients(), self.grad_scaler.scale, self._device, self._layout.group)
@@ -558,7 +558,7 @@ class Pipeline:
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Returns a rank's stages in the order in which their gradients become final; those without actions come last."""
+    """Returns a rank's stages in the order in which their gradients become final; stages without actions come last."""
     last = {action.stage: i for i, action in enumerate(schedule.order[rank])}  # index of a stage's last action
     stages = [s for s, ranks in enumerate(schedule.devices) if rank in ranks]
     return tuple(sorted(stages, key=lambda s: (s not in last, last.get(s, 0), s)))

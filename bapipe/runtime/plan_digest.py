@@ -1,4 +1,4 @@
-"""A digest of what the ranks of a plan follow, by which they can tell that they have the same plan."""
+"""A digest of the parts of a plan that its ranks follow, by which they check that they have the same plan."""
 
 import hashlib
 
@@ -7,11 +7,11 @@ import msgspec
 from bapipe.formats.plan import Plan
 
 NUM_DIGITS = 12
-"""Digits of a digest: enough to tell apart the few things that are mixed up."""
+"""Hexadecimal digits that are kept of a digest: enough to tell a few plans or files apart."""
 
 
 def plan_digest(plan: Plan) -> str:
-    """Returns a digest of the parts of a plan that ranks follow; how long a search took, for one, may differ."""
+    """Returns a digest of the parts of a plan that ranks follow; others, such as the search time, may differ."""
     what_runs = [
         plan.model, plan.factory, plan.arguments, plan.stages, plan.order, plan.minibatch_size, plan.microbatch_size,
         [device.name for device in plan.cluster.devices],

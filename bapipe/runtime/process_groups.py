@@ -1,8 +1,7 @@
 """The process groups of a plan: those that carry tensors between stages, and those in which gradients are summed.
 
-The latter are of the replicas of a stage, and of the users of a weight.
-
-Every process makes all of them, in the same order, also those that it is not in: `new_group` is collective.
+Gradients are summed over the replicas of a stage, and over the stages that use a tied weight. Every process makes all
+groups in the same order, also those that it is not in: `new_group` is collective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,10 @@ from bapipe.tracing.stages import Split, trained_layers
 def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
     """Returns the trained parameters that this rank's stages share with those of other ranks.
 
-    All that are shared, frozen ones too, get the values of the first rank that has them.
+    All shared parameters, frozen ones too, get the values of the first rank that has them.
 
     Raises:
-        BapipeError: there are some that are trained, and a group other than the default one was given.
+        BapipeError: a trained parameter is shared, and the layout's group is not the default one.
     """
     schedule = layout.schedule
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks in them
@@ -64,12 +63,12 @@ def connect_replicas(
     loss: Loss,
     clock: Clock,
 ) -> dict[int, Replicas]:
-    """Returns the replicas of each stage of this rank that has several, by stage.
+    """Returns a `Replicas` for each stage of this rank that runs on several ranks, by stage.
 
     `modules` are this rank's stages; the gradients of `tied` parameters are left out, `TiedGradients` sums them.
 
     Raises:
-        BapipeError: there are some, and a group other than the default one was given.
+        BapipeError: a stage has replicas, and the layout's group is not the default one.
     """
     schedule = layout.schedule
     replicas = {}
@@ -89,11 +88,11 @@ def connect_replicas(
 
 
 def connect_channels(layout: ProcessLayout) -> Channels:
-    """Returns what carries tensors between the stages; every process of the group calls it together.
+    """Returns the groups that carry tensors between stages; every process of the layout's group calls it together.
 
-    With gloo that is the group itself. NCCL runs all transfers of a group between two processes in one queue, and makes
-    their connection when both first use it, for which the processes wait: so there is a group for either direction,
-    and every two processes that exchange tensors connect here, in an order that is the same for all.
+    With gloo it is that group itself. NCCL runs all transfers of a group between two processes in one queue, so each
+    direction has a group of its own. NCCL also connects two processes at their first transfer, for which both must
+    wait. So all pairs of processes that will exchange tensors exchange one here, in the same order everywhere.
     """
     own, pairs = dist.get_rank(layout.group), _neighbours(layout)
     if layout.uses_gloo or not pairs:
@@ -124,7 +123,7 @@ def _group_of_all(layout: ProcessLayout) -> dist.ProcessGroup:
     timeout = default_group_timeout(layout.device)
     if layout.group is None:
         return new_proven_group(None, timeout)
-    group: dist.ProcessGroup = dist.new_group(  # without the processes that are not in it
+    group: dist.ProcessGroup = dist.new_group(  # processes that are not in it do not call this
         dist.get_process_group_ranks(layout.group),
         timeout=timeout,
         backend=dist.get_backend(layout.group),

@@ -18,8 +18,8 @@ from bapipe.torch_private.process_groups import backend_name
 class ProcessLayout:
     """Which process of the group runs which rank of a schedule; the same on every process but for `rank` and `device`.
 
-    A plan may leave devices without a stage. They get no process, so processes and the schedule's ranks are numbered
-    apart.
+    A plan may leave devices without a stage. They get no process, so the numbers of processes differ from the
+    schedule's ranks.
 
     Attributes:
         ranks: `ranks[i]` is the schedule's rank that process i of the group runs.
@@ -39,20 +39,20 @@ class ProcessLayout:
 
     @property
     def uses_gloo(self) -> bool:
-        """Whether tensors between ranks are sent by gloo, which has rules of its own for the order of transfers."""
+        """Whether gloo sends tensors between ranks; the order of transfers depends on that, see `lower_for`."""
         return backend_name(self.group, self.device) == "gloo"
 
     def processes_of(self, ranks: Sequence[int]) -> list[int]:
-        """Returns the processes that run some of the schedule's ranks."""
+        """Returns the processes of the group that run the given ranks of the schedule, in their order."""
         return [self.ranks.index(rank) for rank in ranks]
 
 
 def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None) -> ProcessLayout:
-    """Returns which process of the group runs which rank of a plan, seen from this process; all processes call it.
+    """Returns which process of the group runs which rank of a plan; all processes call it together.
 
     Raises:
-        BapipeError: there is no process group, the plan cannot run, or not with this number of processes, or another
-            process has another plan.
+        BapipeError: there is no process group, the plan cannot run, or not with this number of processes, or processes
+            have different plans.
     """
     if group is None and not dist.is_initialized():
         raise BapipeError(
@@ -70,7 +70,8 @@ def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None)
     other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise BapipeError(
-            f"processes 0 and {other} of the group have different plans: give all the same, such as one file"
+            f"processes 0 and {other} of the group have different plans: give all of them the same plan, such as one "
+            "file"
         )
     rank = ranks[dist.get_rank(group)]
     return ProcessLayout(schedule=plan.table, ranks=ranks, rank=rank, device=device, group=group)

@@ -34,17 +34,20 @@ from bapipe.tracing.reached_state import KeptState
 Result = TypeVar("Result")
 
 _SMALL_BYTES = 2**16
-"""Buffers up to this size are copied before every F, whether it changes them or not."""
+"""Buffers up to this size are copied before every F, even if F does not change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StateBeforeForward:
-    """The state that a micro-batch's first F started from: of the generators, what an F changes, and attributes.
+    """The state that a micro-batch's first F started from.
 
     Attributes:
-        hooks: what those of the modules kept.
-        tensors: buffers and frozen parameters, by name.
-        inputs: those that the F has changed in place, by their place among all.
+        cpu_rng, cuda_rng: states of torch's global generators.
+        generators: states of the generators in attributes of the modules.
+        tensors: copies of buffers and frozen parameters, by name.
+        attributes: Python attributes of the modules.
+        hooks: the state that hooks of the modules kept.
+        inputs: copies of the inputs that F changed in place, by position.
     """
 
     cpu_rng: Tensor
@@ -59,25 +62,27 @@ class _StateBeforeForward:
 class RecomputedStage(nn.Module):
     """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
-    The second run draws the random numbers of the first, reads the values of inputs, buffers and frozen parameters, and
-    the Python attributes and what hooks keep, from before the first, and writes to copies of them: dropout is the same,
-    batch norm counts a micro-batch once, and so does a counter. Small buffers, what the very first F has changed, and
-    attributes that are not immutable are copied before each F. Other tensors are taken for constants; an F that writes
-    to one later, or to a large one in an attribute, is an error, as far as `TensorWrites` sees it.
+    The second run draws the same random numbers as the first. It reads inputs, buffers, frozen parameters, Python
+    attributes and the state of hooks as they were before the first, and writes to copies of them. So dropout is the
+    same, and batch norm and counters count a micro-batch once.
 
-    Not torch.utils.checkpoint: it recomputes when a backward first unpacks a saved tensor, and would do so again for
-    every group of weights in a W.
+    Small buffers, tensors that the first F of all changed, and mutable attributes are copied before each F. Other
+    tensors are assumed constant: a later F that writes to one, or to a large one in an attribute, is an error, as far
+    as `TensorWrites` detects it.
+
+    torch.utils.checkpoint is not used: it recomputes when a backward first unpacks a saved tensor, and would do so
+    again for every group of weights in a W.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.module = module
         self._device = device
-        self._has_graph = True  # not while `first` runs F
+        self._has_graph = True  # False while `first` runs F
         self._before: dict[int, _StateBeforeForward] = {}  # by micro-batch
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
         self._inputs, self._writes = ChangedInputs(), TensorWrites()
-        self._again: _StateBeforeForward | None = None  # while F is recomputed
+        self._again: _StateBeforeForward | None = None  # the state to start from while F is recomputed
         self._parts = tuple(module.named_modules(remove_duplicate=False))
         self._one_of_each_class = one_of_each_class(module)
 
@@ -94,7 +99,7 @@ class RecomputedStage(nn.Module):
     def first(self, microbatch: int, run: Callable[[], Result]) -> Result:
         """Runs a micro-batch's F by calling `run`, without a graph; returns its result, and raises as `remembering`.
 
-        Only the module runs without one: its inputs require gradients as in the second run, which it may ask.
+        Gradients are disabled only inside the module: its inputs require them as in the second run, as it may ask for.
         """
         self._has_graph = False
         try:
@@ -103,18 +108,17 @@ class RecomputedStage(nn.Module):
             self._has_graph = True
 
     def remembering(self, microbatch: int, run: Callable[[], Result]) -> Result:
-        """Runs a micro-batch's F by calling `run`, and remembers what it starts from; returns its result.
+        """Runs a micro-batch's F by calling `run`, and stores the state that it starts from; returns its result.
 
         Raises:
-            InvalidModel: F changes a parameter that is trained, a tensor taken for a constant, whose value before is
-                then lost, an input that it left as it was the first time or that requires gradients, or a number that
-                a class has.
+            InvalidModel: F changes a trained parameter; a tensor that was assumed constant, whose value from before is
+                lost; an input that the first F did not change, or that requires gradients; or a number in a class.
         """
         sums = _sums(self.module) if self._changing is None else {}
         of_classes = class_numbers(self._one_of_each_class)
         weights, buffers = self._weights_now(), self._buffers_now()
         copied_now = self._copied(weights, buffers)
-        clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one of a tensor with several names
+        clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one for all names of a tensor
         before = {name: clones[id(tensor)] for name, tensor in copied_now.items()}
         hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
         tensors = weights | buffers | hidden
@@ -135,16 +139,20 @@ class RecomputedStage(nn.Module):
             raise InvalidModel(_not_exactly(f"'{name}'", name))
         changed_inputs = self._inputs.finish()
         if changed_inputs is None:
-            what = "an input in place, and not from the first time on, or through `tensor.data`"
+            what = "an input in place that the first forward did not, or that requires gradients (by `tensor.data`)"
             raise InvalidModel(_not_exactly(what, ""))
         self._before[microbatch] = replace(state, inputs=changed_inputs)
-        for name, tensor in replaced(tensors, now).items():  # it still has its value, which was a constant so far
+        # A tensor that F has replaced by another one still has the value that earlier micro-batches started from.
+        for name, tensor in replaced(tensors, now).items():
             for earlier in self._before.values():
                 earlier.tensors.setdefault(name, tensor)
         return result
 
     def _state(self, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> _StateBeforeForward:
-        """Returns the state now, whose attributes have `tensors`, or their copies `before`; both are by name."""
+        """Returns the current state, in whose attributes `tensors` are replaced by their copies in `before`, if any.
+
+        Both are by name. Tensors without such a copy stay as they are.
+        """
         generators, hooks = generator_states_of(self.module), states_of_hooks(self.module)
         same = (*self.module.modules(), *(generator for generator, _ in generators))
         copies = (
@@ -162,7 +170,7 @@ class RecomputedStage(nn.Module):
         )
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors whose values are copied before an F: of the buffers and the parameters not trained."""
+        """Returns those buffers and frozen parameters that are copied before an F, by name."""
         frozen = {name: p for name, p in weights.items() if not p.requires_grad}
         if self._changing is None:
             return frozen | buffers
@@ -170,18 +178,18 @@ class RecomputedStage(nn.Module):
         return {name: t for name, t in (frozen | buffers).items() if name in small or name in self._changing}
 
     def _weights_now(self) -> dict[str, Tensor]:
-        """Returns the parameters by all of their names; a forward may assign frozen ones, such as a teacher's."""
+        """Returns the current parameters by all of their names; a forward may assign frozen ones, as of a teacher."""
         named = (part.named_parameters(path, recurse=False, remove_duplicate=False) for path, part in self._parts)
         return dict(chain.from_iterable(named))
 
     def _buffers_now(self) -> dict[str, Tensor]:
-        """Returns the buffers by all of their names; a forward may assign others."""
+        """Returns the current buffers by all of their names; a forward may assign new ones."""
         named = (part.named_buffers(path, recurse=False, remove_duplicate=False) for path, part in self._parts)
         return dict(chain.from_iterable(named))
 
     @contextmanager
     def recomputing(self, microbatch: int) -> Iterator[None]:
-        """In this context the module runs as it did in a micro-batch's first F."""
+        """In this context the module runs as in a micro-batch's first F; afterwards its state is what it was."""
         state = self._before.pop(microbatch)
         attributes, generators = attributes_of(self.module), generator_states_of(self.module)
         hooks = states_of_hooks(self.module)
@@ -205,18 +213,18 @@ class RecomputedStage(nn.Module):
 
 
 def _is_shared(hidden: Tensor) -> bool:
-    """Returns whether a tensor in an attribute is not copied: it is large, or may have a graph."""
+    """Returns whether a tensor in an attribute is used without a copy: it is large, or may have a graph."""
     return hidden.requires_grad or hidden.nbytes > _SMALL_BYTES
 
 
 def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
-    """Returns sums over the trained parameters, which differ after almost any change of one."""
+    """Returns (sum of values, sum of their magnitudes) of each trained parameter: almost any change alters them."""
     trained = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad and not p.is_complex()}
     return {name: (float(p.double().sum()), float(p.double().abs().sum())) for name, p in trained.items()}
 
 
 def _check_unchanged(before: Mapping[str, object], after: Mapping[str, object], what: str) -> None:
-    """Raises InvalidModel if values differ, by name; `what` is what the error calls one, with braces for its name."""
+    """Raises InvalidModel if a value differs; both are by name. `what` describes it in the error, `{}` is its name."""
     for name, value in before.items():
         if not same_value(after.get(name, value), value):
             raise InvalidModel(_not_exactly(what.format(name), name))

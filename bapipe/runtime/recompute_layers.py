@@ -19,10 +19,10 @@ from bapipe.tracing.stage_parts import StagePart
 
 @dataclass(slots=True)
 class _Saved:
-    """What autograd saves in the layers of a part for one micro-batch: a number until the layers have run again.
+    """The tensors that autograd saves in the layers of a part for one micro-batch.
 
-    The graph of F holds the numbers, and asks for the tensors in B, or in I and again in W. Operators save in the same
-    order both times. It ends with that graph.
+    In F the graph saves the `number` of each tensor in its place. When the layers run again, their operators save in
+    the same order, and `append` keeps the tensors. B, or I and then again W, asks for a `tensor` by its number.
     """
 
     inputs: tuple[Any, ...]
@@ -41,10 +41,10 @@ class _Saved:
 
 
 class PartlyRecomputedStage(nn.Module):
-    """A stage's module, run as parts of which some keep their inputs only, until `recompute` runs them again.
+    """A stage's module, run in parts, some of which keep only their inputs until `recompute` runs them again.
 
-    There is one graph, that of F, so B, I and W are as without recomputation. The second run gives exactly what the
-    first one gave, see `RecomputedStage`; but it has gradients in both runs.
+    Backwards use the graph of F, so B, I and W are as without recomputation. The second run of a part gives exactly
+    what the first gave, see `RecomputedStage`; but here gradients are enabled in both.
     """
 
     def __init__(
@@ -64,12 +64,13 @@ class PartlyRecomputedStage(nn.Module):
 
         Args:
             received: names of the tensors that the module takes by position.
-            arguments: the tensor of each argument that it takes by name.
+            arguments: names of the tensors that it takes by name, by argument.
+            outputs: names of the tensors that it returns.
             is_sealed: whether the outputs pass through `seal`.
-            rng: tells which micro-batch runs.
+            rng: knows the micro-batch that runs.
         """
         super().__init__()
-        self.module = module  # first: errors are looked up in its layers, which the parts share
+        self.module = module  # registered first: `model_errors` looks for layers in it; the parts share them
         self._parts = tuple(parts)
         self._received, self._arguments, self._outputs = tuple(received), dict(arguments), tuple(outputs)
         self._is_sealed, self._device, self._autocast, self._rng = is_sealed, device, autocast, rng
@@ -93,7 +94,7 @@ class PartlyRecomputedStage(nn.Module):
         return seal(*results) if self._is_sealed else results
 
     def _first(self, i: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Runs a part in F, and keeps its inputs in place of what autograd saves."""
+        """Runs a recomputed part in F, and keeps its inputs instead of the tensors that autograd saves."""
         saved = self._saved[i, self._rng.microbatch] = _Saved(tuple(map(_detached, inputs)))
 
         def run() -> tuple[Tensor, ...]:
@@ -107,7 +108,7 @@ class PartlyRecomputedStage(nn.Module):
         """Runs the recomputed layers of the current micro-batch again.
 
         Raises:
-            InvalidModel: they save other tensors than the first time.
+            InvalidModel: they save another number of tensors than the first time.
         """
         for i, again in self._again.items():
             saved = self._saved.pop((i, self._rng.microbatch))
@@ -131,4 +132,4 @@ def _detached(value: Any) -> Any:
 
 
 def _never(_: object) -> Tensor:
-    raise AssertionError("the graph of a second forward has no backward")
+    raise AssertionError("no backward uses the graph of a second forward")

@@ -1,4 +1,4 @@
-"""What forwards of replicas change: running statistics are made equal after each step, and other state is refused."""
+"""State that forwards change in a stage with replicas: running statistics are averaged, other changes are refused."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,9 +13,9 @@ from bapipe.tracing.python_state import generator_state, generators_kept, number
 
 
 def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
-    """Raises InvalidModel if a forward changes others than running statistics in a stage with replicas.
+    """Raises InvalidModel if forwards of a stage with replicas have `changed` a tensor that is no running statistic.
 
-    The next forward may read them, and would find what this replica's micro-batches alone have made of them.
+    The next forward may read it, and would find the changes by this replica's micro-batches alone.
     """
     for name in sorted(changed):
         if is_read_by_next_forward(name):
@@ -23,27 +23,27 @@ def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:
 
 
 def with_replicas(what: str) -> str:
-    """Returns why a stage that does something in every forward cannot have replicas."""
+    """Returns an error's text: a stage cannot have replicas because of `what` changes in its forwards."""
     return (
-        f"{what}, and the stage has replicas, each of which runs some of the micro-batches only, so training would "
+        f"{what}, and the stage has replicas, each of which runs only some of the micro-batches, so training would "
         "differ from that in one process: plan without replicas (`replicas`)"
     )
 
 
 class BufferAverage:
-    """Makes the buffers of a stage's replicas equal after every step.
+    """Makes the running statistics of a stage's replicas equal after every step.
 
-    In a step each replica's batch norm sees its own micro-batches only. Afterwards a running statistic has changed by
-    the mean of its changes on the replicas, weighted by their numbers of micro-batches, and a count by their sum:
-    running statistics follow all of the data, and counts are those of one process. One that does not change stays
-    exactly what it is.
+    In a step each replica's batch norm sees only its own micro-batches. Afterwards each running statistic changes by
+    the mean of its changes on the replicas, weighted by their numbers of micro-batches, and each count of batches by
+    the sum of its changes. So running statistics follow all of the data, and counts are those of one process. A buffer
+    that no replica changes keeps its exact value.
     """
 
     def __init__(self, stage: int, module: nn.Module, group: dist.ProcessGroup, share: float) -> None:
         """`share` is the share of the micro-batches that this replica runs."""
         self._stage, self._module, self._group, self._share = stage, module, group, share
         self._is_first = True
-        self._others = TensorChanges()  # of what is no running statistic
+        self._others = TensorChanges()  # of tensors that are no running statistics
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class BufferAverage:
         """Makes the buffers equal, after a step.
 
         Raises:
-            InvalidModel: the step changed others than running statistics.
+            InvalidModel: the step changed a buffer or frozen parameter that is no running statistic.
         """
         statistics, others = self._tensors()
         changed = self._others.changed(others)
@@ -67,9 +67,9 @@ class BufferAverage:
         self._before = {}
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the running statistics, each once, and the other buffers and parameters that are not trained.
+        """Returns the running statistics, each once, and the other buffers and frozen parameters, by name.
 
-        They are those of now, since a forward may assign buffers. One with two names has both.
+        They are looked up anew, because a forward may assign buffers. Of the others, one with two names occurs twice.
         """
         frozen = {name: p for name, p in self._module.named_parameters() if not p.requires_grad}
         named = frozen | dict(self._module.named_buffers(remove_duplicate=False))
@@ -87,7 +87,7 @@ class BufferAverage:
 
     @torch.no_grad()
     def _add_changes(self, buffers: Mapping[str, Tensor]) -> None:
-        """Gives buffers of one type the changes of all replicas."""
+        """Applies the changes of all replicas to running statistics of one dtype."""
         before = [self._before[name] for name in buffers]
         pairs = zip(buffers.values(), before, strict=True)
         changes = [
@@ -101,21 +101,21 @@ class BufferAverage:
 
 
 class LossOfReplicas:
-    """Finds out if a loss keeps values that its next call may read: each replica of the last stage has its own."""
+    """Checks that a loss keeps no values for its next call: each replica of the last stage has a loss of its own."""
 
     def __init__(self, loss: object) -> None:
-        """What an object keeps is looked for in its attributes and, if it is a module, in those of its parts."""
+        """Values are looked for in the attributes of `loss` and, if it is a module, in those of its submodules."""
         self._loss = loss
         self._tensors = TensorChanges()
         self._values: dict[str, object] = {}
 
     def begin(self) -> None:
-        """Looks at the loss before a step."""
+        """Remembers the values that the loss keeps, before a step."""
         self._tensors.begin(tensors_kept(self._loss))
         self._values = self._values_kept()
 
     def finish(self) -> None:
-        """Looks at the loss after a step.
+        """Compares the values that the loss keeps, after a step.
 
         Raises:
             InvalidModel: a tensor, a number or a random generator of the loss has changed.

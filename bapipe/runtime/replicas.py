@@ -22,10 +22,10 @@ class _Reduction:
     """The all-reduce of the gradients of one dtype in a bucket, which runs or has run.
 
     Attributes:
-        parameters: the large ones first.
-        large: gradients that are summed in place.
-        flat: the other gradients, one after another; then, for each of `parameters`, 1 if it has a gradient: after the
-            sum, on how many replicas.
+        parameters: the parameters of that dtype, the large ones first.
+        large: gradients of large parameters, summed in place.
+        flat: the other gradients, concatenated; then for each of `parameters` 1 if it has a gradient, which sums to the
+            number of replicas on which it has one.
     """
 
     bucket: int
@@ -42,21 +42,21 @@ class _Reduction:
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> None:
-    """Gives a tensor without a graph, on every process of a group, the values that it has on one of them.
+    """Copies the values of a tensor without a graph from one process of a group to all others, in place.
 
     Args:
         group: None is the default group.
-        source: the number in the group of the process that has the values.
+        source: the rank in the group of the process that has the values.
     """
     value = tensor.contiguous()
-    as_bytes = value.reshape(-1).view(torch.uint8)  # gloo knows some types only
+    as_bytes = value.reshape(-1).view(torch.uint8)  # gloo does not support all dtypes
     dist.broadcast(as_bytes, group=group, group_src=source)
     tensor.copy_(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHook:
-    """A hook on a parameter's gradient that calls `arrived` with the number of its bucket."""
+    """A hook on a parameter's gradient that calls `arrived` with the index of the parameter's bucket."""
 
     arrived: Callable[[int], None]
     bucket: int
@@ -73,14 +73,14 @@ class GradientSum:
     have started, so that all replicas call them in one order. Losses are divided by the number of all micro-batches,
     so the sum is the gradient of the mini-batch's mean.
 
-    (torch's W sets gradients without calling hooks; there all buckets wait for `start`.)
+    (torch's W sets gradients without calling hooks; in schedules with W all buckets start in `start`.)
 
     Why not DistributedDataParallel, which torch's PipelineStage supports:
 
     - A plan promises a time for the simulator's buckets. DDP's first bucket has 1 MiB, and after the first step it
       rebuilds the buckets in the order in which gradients arrived.
     - Micro-batches go to the replicas in turn, so replicas may run different numbers of them. torch lets DDP reduce in
-      the last backward, which it finds by counting all micro-batches of the schedule: a replica never gets there.
+      the last backward, which it finds by counting all micro-batches of the schedule: a replica never runs so many.
     - DDP's hooks would not be called in W at all.
     - A parameter for which no replica has a gradient must keep none, so that the optimizer skips it, as in one process.
       DDP does that only with `find_unused_parameters`, which searches the graph in every backward.
@@ -101,7 +101,7 @@ class GradientSum:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """The backward in this context makes gradients final, so complete buckets start."""
+        """In this context runs the backward that makes gradients final: each bucket starts when it is complete."""
         self._missing = [len(parameters) for parameters in self._buckets]
         try:
             yield
@@ -159,7 +159,7 @@ class GradientSum:
             parameters = sorted(of_dtype, key=lambda parameter: parameter.nbytes < _LARGE_BYTES)
             self._make_dense(parameters)
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            # Set on the device: a copy from the host would wait for all that the device has been given so far.
+            # Set on the device: a copy from the host would wait for all work queued on the device.
             has_grad = grads[0].new_ones(len(parameters))
             for index in (i for i, parameter in enumerate(parameters) if parameter.grad is None):
                 has_grad[index] = 0
@@ -178,7 +178,7 @@ def _assign_gradients(reduction: _Reduction) -> None:
     parts = torch.split(reduction.flat, [*(parameter.numel() for parameter in small), len(reduction.parameters)])
     summed = [*reduction.large, *(part.view_as(parameter) for part, parameter in zip(parts, small, strict=False))]
     if all(parameter.grad is not None for parameter in reduction.parameters):
-        num_replicas = [1] * len(summed)  # this one at least; reading the sums would wait for the device
+        num_replicas = [1] * len(summed)  # at least this one; reading the sums would wait for the device
     else:
         num_replicas = parts[-1].tolist()
     for parameter, grad, num in zip(reduction.parameters, summed, num_replicas, strict=True):
@@ -196,7 +196,7 @@ def _buckets(layers: Sequence[Sequence[nn.Parameter]]) -> list[list[nn.Parameter
 
 
 class Replicas:
-    """One rank among the replicas of a stage; all of them make and use it together."""
+    """This rank's share in the replicas of a stage; all replicas make it and call its methods together."""
 
     def __init__(
         self,
@@ -208,9 +208,9 @@ class Replicas:
         clock: Clock,
         loss: object = None,
     ) -> None:
-        """Gives the module the first replica's values; see `GradientSum` and `BufferAverage`.
+        """Gives the module the first replica's values; for `layers` and `share` see `GradientSum` and `BufferAverage`.
 
-        `loss` is that of the last stage, None of others.
+        `loss` is the loss for the last stage, None for others.
         """
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor.detach(), group)
@@ -229,12 +229,12 @@ class Replicas:
         """Makes the state of the replicas equal, after a step.
 
         Raises:
-            InvalidModel: it cannot be, because forwards or the loss change other state than running statistics.
+            InvalidModel: forwards changed other state than running statistics, or the loss keeps state.
         """
         self._buffers.finish()
         self._loss.finish()
 
     def total(self, part: Tensor) -> Tensor:
-        """Returns the sum over the replicas, in place."""
+        """Returns a tensor, summed over the replicas in place."""
         dist.all_reduce(part, group=self._group)
         return part

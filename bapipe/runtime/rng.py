@@ -17,11 +17,11 @@ class PerOperatorRng:
     """Seeds the generators before every operator that draws random numbers, such as dropout, and before the loss.
 
     The seed is a hash of the run's seed, the step, the micro-batch and the operator's name. So an operator draws the
-    same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed. Operators of
-    torch draw from its generator alone; all other code may draw from those of Python and numpy, too.
+    same numbers on whichever rank it runs, in whichever order, and again when a forward is recomputed. For operators of
+    torch only its own generators are seeded; other code may also draw from those of Python and numpy.
 
     Attributes:
-        step, microbatch: what runs next; the step is set before it begins, the micro-batch by `enter`.
+        step, microbatch: those that run; the step is set before it begins, the micro-batch by `enter`.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class PerOperatorRng:
         self.microbatch = 0
 
     def enter(self, action: Action) -> None:
-        """Begins an action, and seeds all generators for what draws in its backward, such as a hook."""
+        """Begins an action, and seeds all generators for code that draws in its backward, such as a hook."""
         self.microbatch = action.microbatch
         self(str(action), True)
 
@@ -39,6 +39,7 @@ class PerOperatorRng:
         self("(loss)", True)  # no operator has such a name
 
     def __call__(self, operator: str, other_code: bool) -> None:
+        """Seeds torch's generators for an operator; those of Python and numpy too if it runs `other_code`."""
         value = self._value(operator)
         if other_code:
             set_generators(value)
@@ -58,9 +59,9 @@ def seed_step(seed: int, rank: int, step: int) -> None:
 
 
 def seed_item(seed: int, data: str, index: int | None) -> None:
-    """Seeds the global random number generators of the CPU for an item of data; None is what the items have in common.
+    """Seeds the global random number generators of the CPU for an item of data; None is for what all items share.
 
-    Each rank loads the parts of an item that it uses for itself, so all must draw the same. `data` says which items are
-    numbered: those of one pass over the training data, or those to evaluate on.
+    Each rank loads by itself those parts of an item that it uses, so all ranks must draw the same. `data` names what
+    `index` counts: the items of an epoch of the training data, or of the held-out data.
     """
     seed_cpu_generators(derived_seed(seed, f"{data} item {index}"))

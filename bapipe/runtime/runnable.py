@@ -39,10 +39,10 @@ def ranks_with_stage(schedule: Schedule) -> tuple[int, ...]:
 
 
 def type_to_run(plan: Plan) -> DeviceType:
-    """Returns the one type of the devices that have a stage.
+    """Returns the type, cpu or cuda, of the devices that have a stage.
 
     Raises:
-        BapipeError: they are of several types, or of one that torch does not drive.
+        BapipeError: they are of several types, or of another type.
     """
     used = set(plan.used_devices)
     kinds = sorted({device.kind for device in plan.cluster.devices if device.name in used})

@@ -1,4 +1,4 @@
-"""Whether processes train the same model: each host may have its own copy of the source, and one may be older."""
+"""Checks that processes train the same model: hosts may have copies of the source code, and one may be older."""
 
 import ast
 import hashlib
@@ -26,24 +26,25 @@ from bapipe.tracing.reached_state import is_of_the_user
 _log = logging.getLogger(__name__)
 
 _OF_A_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=cuda):\d+|(?<='cuda'), index=\d+")
-"""What texts of the same thing differ in: addresses, and the number of a GPU."""
+"""Parts of a text that differ between processes for equal objects: addresses, and the index of a GPU."""
 
 _MAX_DEPTH = 8
-"""Of lists in lists that are looked at: one may hold itself."""
+"""Depth to which nested lists are compared: a list may contain itself."""
 
 _AT_FIRST: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The numbers and texts of each module when it was first compared."""
+"""The text of each module's numbers and strings (`_plain`) when it was first compared."""
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def check_same_model(model: TracedModel, loss: Callable[..., object], group: dist.ProcessGroup | None) -> None:
-    """Raises BapipeError if processes have another version of a model or of its loss; warns of other settings.
+    """Raises BapipeError if a process has another version of the model or its loss than process 0; warns of settings.
 
-    Every process of the group calls it together. A version is what the traced layers compute, the shapes of parameters,
-    the settings of torch's modules, and, where all run the same Python, the code of the user's classes, of the loss and
-    of functions that these name in all processes, without comments, docstrings and annotations. Numbers and texts that
-    modules of the user's and the loss keep or name are a warning: they may be of a process, such as its rank.
+    Every process of the group calls it together. Compared are what the traced layers compute, the shapes of parameters,
+    and the settings of torch's modules. If all processes run the same version of Python, the code of the user's
+    classes, of the loss, and of functions that these use in all processes is compared, too, without comments,
+    docstrings and annotations. Different numbers and strings in attributes of the user's modules and of the loss, or in
+    variables that a loss uses, are only a warning: they may belong to a process, such as its rank.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -62,24 +63,24 @@ def check_same_model(model: TracedModel, loss: Callable[..., object], group: dis
     has_one_python = len({*versions}) == 1
     unlike = _first_unlike(computed)
     if unlike is None and has_one_python:
-        both = {*named[0]}.intersection(*named)  # others may be of a process, as what logs for the first one alone
-        shared = [{name: digests[name] for name in sorted(both)} for digests in named]
+        in_all = {*named[0]}.intersection(*named)  # some processes may use others, such as a logger of the first one
+        shared = [{name: digests[name] for name in sorted(in_all)} for digests in named]
         unlike = _first_unlike(code_of_all) or _first_unlike(shared)
     if unlike:
         raise BapipeError(
-            f"process {unlike[1]} has another version of {unlike[0]} than process 0, so they would train another model "
+            f"process {unlike[1]} has another version of {unlike[0]} than process 0, so they would not train one model "
             "together: give their hosts the same files, and build the model with the same arguments"
         )
     if unlike := _first_unlike(settings):
         _log.warning(
-            "process %d has other numbers or texts in %s than process 0: if they are not of a process, such as its "
-            "rank, build the model with the same arguments, and give hosts the same files",
+            "process %d has other numbers or strings in %s than process 0: unless these belong to a process, such as "
+            "its rank, build the model with the same arguments, and give hosts the same files",
             *reversed(unlike),
         )
 
 
 def _first_unlike(digests: Sequence[dict[str, bytes]]) -> tuple[str, int] | None:
-    """Returns the first part of which a process has another digest than the first process, and the process."""
+    """Returns the first part whose digest on a process differs from process 0's, and the process; None if none does."""
     first = digests[0]
     for process, other in enumerate(digests):
         for name in {**first, **other}:
@@ -97,9 +98,9 @@ def _in_words(path: str, module: nn.Module) -> str:
 
 
 def _computed(model: TracedModel) -> Iterator[tuple[str, str]]:
-    """Yields a text of each module's parameters and settings, if it is torch's, and of what each layer computes."""
+    """Yields (name, text): of each module its parameters and, if torch's, settings; of each layer its operators."""
     for path, module in model.root.named_modules():
-        # Not of buffers, as a table that grows has another shape where its layer has run before.
+        # Without buffers: a table that grows has another shape where its layer has run before.
         parameters = module.named_parameters(recurse=False)
         shapes = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in parameters]
         yield _in_words(path, module), "\n".join([type(module).__qualname__, *_settings_of_torch(module), *shapes])
@@ -116,13 +117,14 @@ def _settings_of_torch(module: nn.Module) -> list[str]:
         return []
     constants = [name for name in getattr(type(module), "__constants__", ()) if hasattr(module, name)]
     settings = [module.extra_repr(), *(f"{name} {getattr(module, name)}" for name in constants)]
-    return [text for text in settings if "tensor(" not in text]  # what a module has observed in this process
+    return [text for text in settings if "tensor(" not in text]  # tensors are what it has observed in this process
 
 
 def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     for path, module in root.named_modules():
         if is_of_the_user(type(module).__module__):
-            # A module that counts its calls has counted those of an earlier Pipeline, and only where its stage ran.
+            # As first seen: a module that counts its calls has since counted those in an earlier Pipeline, and only in
+            # processes that ran its stage.
             yield f"attributes of {_in_words(path, module)}", _AT_FIRST.setdefault(module, _plain(vars(module)))
     if isinstance(loss, partial):
         yield "arguments of the loss", _plain({**dict(enumerate(loss.args)), **loss.keywords})
@@ -133,12 +135,12 @@ def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(loss, FunctionType):
         defaults = dict(enumerate(loss.__defaults__ or ())) | (loss.__kwdefaults__ or {})
         yield "variables that the loss names", _plain(_named(loss) | defaults)
-    elif not isinstance(loss, MethodType) and hasattr(loss, "__dict__"):  # that of a method is often a trainer
+    elif not isinstance(loss, MethodType) and hasattr(loss, "__dict__"):  # the object of a method is often a trainer
         yield "attributes of the loss", _plain(vars(loss))
 
 
 def _named(function: FunctionType) -> dict[Any, Any]:
-    """Returns what a function names of its module, and of functions around it, as far as that is set by now."""
+    """Returns the globals and the variables of enclosing functions that a function uses, by name, as far as set."""
     found = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):
@@ -147,7 +149,7 @@ def _named(function: FunctionType) -> dict[Any, Any]:
 
 
 def _plain(values: dict[Any, Any]) -> str:
-    """Returns a text of numbers and texts by name, also of those in tuples and lists; without all else."""
+    """Returns a text of those values that are numbers, strings, or tuples and lists of them, by name."""
     kept = {str(name): value for name, value in values.items() if _is_plain(value)}
     return str(sorted((name, repr(kept[name])) for name in kept if not name.startswith("_") and name != "training"))
 
@@ -159,7 +161,7 @@ def _is_plain(value: object, depth: int = 0) -> bool:
 
 
 def _is_of_the_user(definition: Any) -> bool:
-    """Returns whether code is looked at; of other code, ranks compare versions and what layers compute."""
+    """Returns whether a definition is the user's code; of libraries, ranks compare versions and what layers compute."""
     return is_of_the_user(str(getattr(definition, "__module__", "")))
 
 
@@ -176,7 +178,7 @@ class _Code:
         return found | {"the loss": self._digest(_own(loss))}
 
     def named_by(self, root: nn.Module, loss: Any) -> dict[str, bytes]:
-        """Returns the digest of each function and class that the code of the model and of the loss names."""
+        """Returns the digest of each function and class that the code of the model and of the loss uses, by name."""
         kinds = dict.fromkeys(kind for module in root.modules() for kind in type(module).__mro__)
         reached = _reached([*kinds, *_own(loss)])
         return {f"'{one.__qualname__}', which the model or its loss uses": self._digest([one]) for one in reached}
@@ -188,13 +190,16 @@ class _Code:
         return hashlib.sha256(b"".join(self._of_definitions[id(one)] for one in definitions)).digest()[:8]
 
     def _written(self, definition: Any) -> bytes:
-        """Returns the digest of a class, a function or the lambdas on its line; its name where it is of a library."""
+        """Returns the digest of the source of a class or function, of a lambda with all of its line.
+
+        For library code it returns the encoded name.
+        """
         name = str(getattr(definition, "__qualname__", type(definition)))
         if not _is_of_the_user(definition):
             return f"{definition.__module__}.{name}".encode()
         try:
             file = inspect.getsourcefile(definition) or ""
-        except TypeError:  # made by C
+        except TypeError:  # written in C
             return name.encode()
         if file not in self._of_files:
             self._of_files[file] = {}
@@ -206,7 +211,7 @@ class _Code:
 
 
 def _reached(start: Iterable[Any]) -> list[Any]:
-    """Returns the user's functions and classes that the code of some names, and that of what it names, each once."""
+    """Returns the user's functions and classes that the code of `start` uses, directly or through others, each once."""
     known, left, found = {id(one) for one in start}, deque(filter(_is_of_the_user, start)), []
     while left:
         for value in _used_by(left.popleft()):
@@ -218,14 +223,14 @@ def _reached(start: Iterable[Any]) -> list[Any]:
 
 
 def _used_by(one: Any) -> Iterator[Any]:
-    """Yields the user's functions and classes that a function, or each method of a class, names."""
+    """Yields the user's functions and classes that a function, or a method of a class, uses by name."""
     for function in [one] if isinstance(one, FunctionType) else list(getattr(one, "__dict__", {}).values()):
         values = _named(function).values() if isinstance(function, FunctionType) else ()
         yield from (each for each in values if isinstance(each, FunctionType | type) and _is_of_the_user(each))
 
 
 def _own(loss: Any) -> list[Any]:
-    """Returns the functions and classes that a loss is made of."""
+    """Returns the functions and classes whose code is a loss."""
     while isinstance(loss, partial | MethodType):
         loss = loss.func if isinstance(loss, partial) else loss.__func__
     if isinstance(loss, nn.Module):
@@ -239,7 +244,7 @@ def _own(loss: Any) -> list[Any]:
 
 
 def _definitions(source: bytes) -> dict[str, bytes]:
-    """Returns the digest of each class, function and line with lambdas of a file, by its qualified name."""
+    """Returns the digests of a file's classes and functions by qualified name, and of its lambdas by line."""
     tree, lines, found = ast.parse(source), source.splitlines(), dict[str, bytes]()
     for node in ast.walk(tree):
         _strip(node)
@@ -268,7 +273,7 @@ def _definitions(source: bytes) -> dict[str, bytes]:
 
 
 def _strip(node: ast.AST) -> None:
-    """Leaves out docstrings and annotations, which do not change what code does."""
+    """Removes docstrings and annotations, which do not change what code does, from a node."""
     if isinstance(node, Definition) and ast.get_docstring(node, clean=False) is not None:
         node.body = node.body[1:]
     for name in {"annotation", "returns"} & {*node._fields}:

@@ -16,7 +16,7 @@ from bapipe.torch_device import dtype_name
 
 
 def check_autocast(autocast: object) -> None:
-    """Raises BapipeError if it is no type that forwards may compute in; None is no autocast."""
+    """Raises BapipeError unless `autocast` is torch.bfloat16, torch.float16, or None for no autocast."""
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise BapipeError(f"`autocast` is {autocast!r}: want torch.bfloat16, torch.float16 or None")
 
@@ -24,8 +24,8 @@ def check_autocast(autocast: object) -> None:
 def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> None:
     """Raises BapipeError if the plan's profile was measured with other settings than this process computes with.
 
-    Memory formats are compared if the module has weights that show theirs, threads on a CPU. TF32 is not: a pipeline's
-    steps set what the plan says.
+    The memory format is compared if weights of the module show it, the number of threads on a CPU. TF32 is not
+    compared: each step of a pipeline sets it as in the plan.
     """
     if plan.settings is UNSET:
         return
@@ -45,7 +45,7 @@ def check_settings(plan: Plan, module: nn.Module, device: torch.device, autocast
 def check_optimizers(plan: Plan, optimizers: Iterable[optim.Optimizer]) -> None:
     """Raises BapipeError if the plan's profile was measured with another optimizer.
 
-    Optimizers that profiles have no name for are not compared.
+    Optimizers without a name in profiles are not compared.
     """
     if plan.settings is UNSET:
         return
@@ -60,7 +60,7 @@ def _rule(optimizer: optim.Optimizer, planned: Settings) -> str:
 
 
 def _is_channels_last(module: nn.Module) -> Iterator[bool]:
-    """Yields whether a convolution's weight is channels last, for each weight whose strides show it."""
+    """Yields whether weights of convolutions are in channels-last format, for each weight whose strides show it."""
     for p in module.parameters():
         last = p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last)
         if p.dim() == 4 and last is not p.is_contiguous():

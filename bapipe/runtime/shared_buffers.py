@@ -1,4 +1,4 @@
-"""Buffers that several stages use are taken for constants: a step that changes one is refused."""
+"""Checks that steps do not change buffers that several stages use, which are assumed constant."""
 
 from collections.abc import Collection
 
@@ -10,23 +10,23 @@ from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffer
 
 
 class SharedBuffers:
-    """The buffers that this rank's stages share with others, and that code from outside torch may change.
+    """The buffers that this rank's stages share with others, and that code other than torch's may change.
 
-    That it does not is known of the example inputs, if the stages were compared with the model; it may begin later.
+    If the stages were compared with the model, it did not change them on the example inputs; it may do so later.
     """
 
     def __init__(self, parts: Split, stages: Collection[int]) -> None:
-        """`stages` are those of this rank; the module has all of its buffers."""
+        """`stages` are those of this rank; no buffer of the module may have been dropped yet."""
         self._root, own = parts.model.root, set(stages)
         self._stages_of = {name: users for name, (_, users) in shared_buffers(parts).items() if own & set(users)}
         self._changes = TensorChanges()
 
     def begin(self) -> None:
-        """Looks at the buffers before a step."""
+        """Remembers the buffers, before a step."""
         self._changes.begin(self._now())
 
     def finish(self) -> None:
-        """Looks at the buffers after a step.
+        """Compares the buffers, after a step.
 
         Raises:
             InvalidModel: the step has changed one.
@@ -35,5 +35,5 @@ class SharedBuffers:
             raise InvalidModel(changing_buffer_in_words(name, self._stages_of[name]))
 
     def _now(self) -> dict[str, Tensor]:
-        """Returns the buffers of now, since a forward may assign others."""
+        """Returns the current buffers by name: a forward may have assigned new ones."""
         return {name: self._root.get_buffer(name) for name in self._stages_of}

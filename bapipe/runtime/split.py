@@ -1,4 +1,4 @@
-"""Cuts a traced model as a plan says."""
+"""Cuts a traced model into the stages of a plan."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,8 +27,9 @@ def split(
 ) -> Split:
     """Returns a plan's stages of a model; `inputs` are examples of any batch size, on any device.
 
-    Under `autocast` tensors between stages have the types that the model computes them in, which profiles count. A
-    model in evaluation mode may lack layers, such as heads that are used in training only.
+    Under `autocast` tensors between stages have the types in which the model computes them, as profiles assume. With
+    `may_lack_layers`, as in evaluation mode, the model need not have all of the plan's layers, such as heads that are
+    used only in training.
 
     Raises:
         InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, or as `cut_into_stages`.
@@ -50,7 +51,7 @@ def for_bucket(parts: Split, traced: Split, plan: Plan, bucket: int) -> Split:
         bucket: the number of these inputs, for errors.
 
     Raises:
-        InvalidModel: a stage would compute with a size of the planned inputs, which is a number in its graph.
+        InvalidModel: a stage's graph contains a size of the planned inputs as a number.
     """
     for s, stage in enumerate(plan.stages):
         recomputed = frozenset(stage.recomputed)
@@ -67,7 +68,7 @@ def for_bucket(parts: Split, traced: Split, plan: Plan, bucket: int) -> Split:
 
 
 def _computation(stage: fx.GraphModule, root: nn.Module) -> Iterator[str]:
-    """Yields what a stage of a model computes, line by line: its code, and the constants that the trace made."""
+    """Yields what a stage of a model computes, line by line: its code, and the constants made by tracing."""
     for line in stage.code.splitlines():
         yield line.partition(";")[0].strip()
     own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}

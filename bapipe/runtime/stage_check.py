@@ -1,4 +1,4 @@
-"""Compares a plan's stages with the module that they are of, before they train."""
+"""Compares a plan's stages with the module that they were cut from, before they train."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffer
 _log = logging.getLogger(__name__)
 
 _MAX_PASS_S = 2.0
-"""What F and B of the module may take on a CPU if GPUs wait for it: all comparisons run about a dozen."""
+"""Longest F and B of the module on a CPU with which stages are compared if GPUs wait: it runs about a dozen times."""
 
 
 def check_stages_equal(
@@ -45,19 +45,20 @@ def check_stages_equal(
     trained: Split | None = None,
     evaluated: Split | None = None,
 ) -> str | None:
-    """Raises InvalidModel unless the stages give the gradients and changed buffers of the module, and replicas can.
+    """Raises InvalidModel unless the stages, also as replicas, give the gradients and changed buffers of the module.
 
-    The stages run as in the plan: with recomputation, with I and W apart. The first process of the group compares, for
-    all have the same module, and tells the others; every process calls this. Nothing is compared if its module has
-    parameters on the meta device, nor, with a warning, if that would take long on a CPU while GPUs wait.
+    The stages run as in the plan, with recomputation and with I and W apart. Every process calls this; process 0 of the
+    group compares, as all have the same module, and tells the others. Nothing is compared if its module is on the meta
+    device, or if the parameters take a quarter of the memory or more; nor, with a warning, if comparing would take long
+    on a CPU while GPUs wait.
 
-    Returns in what the stages differ from the module when they evaluate a micro-batch of a single sample, as the last
-    one may be; None if they do not, or were not compared.
+    Returns how the stages differ from the module when they evaluate a micro-batch of a single sample, as the last one
+    may be; None if they do not, or were not compared.
 
     Args:
         parts: the stages, traced without autocast.
         trains_on: the device that the stages will train on.
-        trained: the stages as they will train; if that is under autocast, they are compared as well.
+        trained: the stages as they will train; if they do so under autocast, they are compared as well.
         evaluated: the stages in evaluation mode, of which the forward is compared.
     """
     faults: list[str | None] = [None, None]
@@ -81,9 +82,9 @@ def _faults(
     trained: Split | None,
     evaluated: Split | None,
 ) -> tuple[str | None, str | None]:
-    """Returns in what the stages differ from the module, and in what they do when they evaluate one sample.
+    """Returns how the stages differ from the module, and how they do when they evaluate a single sample.
 
-    None if they do not, or were not compared.
+    Each is None if they do not differ, or were not compared.
     """
     root = parts.model.root
     device = device_of(root)
@@ -128,7 +129,7 @@ def _training_fault(parts: Split, inputs: Sequence[Tensor], plan: Plan, trained:
 
 
 def _evaluation_faults(parts: Split, inputs: Sequence[Tensor], plan: Plan) -> tuple[str | None, str | None]:
-    """Returns in what stages in evaluation mode differ from the module, and in what they do on one sample."""
+    """Returns how stages in evaluation mode differ from the module, and how they do on a single sample."""
     conditions = Conditions(autocast=None if parts.autocast is None else parts.autocast.dtype, trains=False)
     with evaluation_mode([parts.model.root, parts.model.module]):
         result = _compare(parts, plan, inputs, conditions)
@@ -144,7 +145,7 @@ def _pass_s(parts: Split, plan: Plan, inputs: Sequence[Tensor]) -> float:
     start_s = time.monotonic()
     try:
         run_original(parts.model.root, _weighted_sum, _microbatches(parts, plan, inputs)[:1])
-    except Exception:  # whatever the model's own code raises; comparing says so
+    except Exception:  # whatever the model's own code raises; the comparison will report it
         return 0.0
     return time.monotonic() - start_s
 
@@ -175,7 +176,7 @@ def _compare(
         for index in range(len(plan.stages))
     ]
     result = compare_stages(parts.model, stages, _weighted_sum, microbatches, conditions)
-    if isinstance(result, Unchecked):  # in other conditions it was compared without them, or need not be
+    if isinstance(result, Unchecked):  # under other conditions it was compared without them, or need not be
         _log.log(logging.WARNING if conditions == TRAINING else logging.INFO, "%s", result)
     return result
 
@@ -201,7 +202,10 @@ def _as_planned(
 
 
 def _check_tied(parts: Split, changed: Collection[str]) -> None:
-    """Raises InvalidModel if one stage changes a parameter or buffer that others use; `changed` are known to change."""
+    """Raises InvalidModel if a forward of one stage changes a parameter or buffer that others use.
+
+    `changed` are the names of tensors that are known to change.
+    """
     names = state_names(parts.model.root)
     limited = {id(parameter) for parameter in limited_embeddings(parts.model.root)}
     for tied in parts.tied:
@@ -216,7 +220,11 @@ def _check_tied(parts: Split, changed: Collection[str]) -> None:
 
 
 def _check_kept_values(parts: Split, plan: Plan, inputs: Sequence[Tensor], changed: Collection[str]) -> None:
-    """Raises InvalidModel if a forward leaves values for the next one, and these are not those of the whole model."""
+    """Raises InvalidModel if a stage's forward may read values left by another forward than in the whole model.
+
+    This happens if the stage has replicas, or runs the forwards of micro-batches in another order. `changed` are the
+    names of tensors that forwards change.
+    """
     orders = [_order_of_forwards(index, plan) for index in range(len(plan.stages))]
     as_whole = [
         len(stage.devices) == 1 and order == sorted(order) for stage, order in zip(plan.stages, orders, strict=True)
@@ -262,10 +270,10 @@ def _order_of_forwards(stage: int, plan: Plan) -> list[int]:
 
 
 def _microbatches(parts: Split, plan: Plan, inputs: Sequence[Tensor], size: int = 2) -> tuple[Microbatch, ...]:
-    """Returns two micro-batches, for what a forward keeps for the next."""
+    """Returns two example micro-batches: the second shows what the forward of the first has left."""
     device = device_of(parts.model.root)
     size = min(plan.microbatch_size, size)
-    # There is no target here; any loss that depends on all outputs shows a wrong gradient.
+    # The loss is not needed, nor its target: any function of all outputs shows a wrong gradient.
     return example_microbatches(inputs, torch.zeros(size, device=device), [size, size], device)
 
 

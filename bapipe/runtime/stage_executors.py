@@ -1,4 +1,4 @@
-"""The executors of a rank's stages: one for every size of the inputs to train on, and one to evaluate with."""
+"""The executors of a rank's stages: one for each input size to train on, and one to evaluate with."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -33,10 +33,10 @@ from bapipe.tracing.stages import Split
 
 
 class LossModule(nn.Module):
-    """A loss as a module, in which its state and its training mode are found, if it is a module itself."""
+    """A loss as a module; if it is a module itself, it is a submodule, so that its state and mode are found."""
 
     def __init__(self, loss: Loss, computed: Loss) -> None:
-        """`computed` calls `loss` with what the model returns, made of the stage's outputs."""
+        """`computed` takes the last stage's outputs, and calls `loss` with what the model would return."""
         super().__init__()
         self.computed = computed
         if isinstance(loss, nn.Module):
@@ -53,9 +53,9 @@ class ExecutorFactory:
     Attributes:
         modules: this rank's stages.
         replicas: those of its stages that run on several ranks.
-        channels: carry tensors between stages.
-        loss: of what the model returns, and the target.
-        autocast: the type that forwards and the loss compute in; None without autocast.
+        channels: the groups that carry tensors between stages.
+        loss: the loss of what the model returns and the target.
+        autocast: the dtype of autocast for forwards and the loss; None without autocast.
     """
 
     plan: Plan
@@ -69,7 +69,7 @@ class ExecutorFactory:
     rng: PerOperatorRng
 
     def training(self, parts: Split) -> ScheduleExecutor:
-        """Returns the executor of training steps on inputs of the shapes of `parts`."""
+        """Returns the executor of training steps on inputs with the shapes in `parts`."""
         stages = [self._local_stage(s, parts) for s in sorted(self.modules)]
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
         loss, outputs = self._loss_of_stage_outputs(parts.model), [parts.examples[n] for n in parts.stages[-1].outputs]
@@ -143,7 +143,7 @@ class ExecutorFactory:
         return module if self.autocast is None else AutocastStage(module, self.layout.device, self.autocast, outputs)
 
     def _loss_of_stage_outputs(self, model: TracedModel) -> LossModule:
-        """Returns the loss of the tuple of tensors that the last stage returns, instead of what the model returns."""
+        """Returns the loss as a function of the tuple that the last stage returns, not of what the model returns."""
         rebuild = model.result.rebuild
 
         def computed(output: Any, target: Tensor) -> Tensor:

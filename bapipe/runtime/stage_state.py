@@ -30,12 +30,15 @@ class StageState:
     _names_of_places: dict[tuple[int, str], tuple[str, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Notes the names by place: forwards may assign buffers, and other tensors then get the ids of those before."""
+        """Keeps the names by stage and place, too: if a forward assigns a buffer, another tensor may get the old id."""
         for stage, place, tensor in self._places():
             self._names_of_places[stage, place] = self.names.get(id(tensor), (place,))
 
     def _places(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields (stage, name in its module, tensor) of all parameters and buffers, a tied one several times."""
+        """Yields (stage, place, tensor) of all parameters and buffers, a tied one several times.
+
+        Its place is a name in the stage's module.
+        """
         for stage, module in self.modules.items():
             for place, parameter in module.named_parameters(remove_duplicate=False):
                 yield stage, place, parameter
@@ -56,17 +59,17 @@ class StageState:
         return {name: tensor.detach() for name, tensor in self._named() if name in self.keys}
 
     def non_persistent_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers, themselves, that training may change and that are not in the state dict, by name."""
+        """Returns the buffers (no copies) that training may change and that are not in the state dict, by name."""
         return {name: tensor for name, tensor in self._named() if name in self.non_persistent}
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name in the original module, tensor); the last of a name counts."""
+        """Yields (name in the original module, tensor); of several with one name the last one is current."""
         for tensor in self.unused:
             yield from ((name, tensor) for name in self.names[id(tensor)])
         places = list(self._places())
         for stage, place, tensor in places:
             yield from ((name, tensor) for name in self._names_of_places.get((stage, place), (place,)))
-        for _, place, tensor in places:  # of those that were one tensor, what is there now
+        for _, place, tensor in places:  # places that shared a tensor may have different ones now
             yield place, tensor
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -74,7 +77,10 @@ class StageState:
         return {self.names[id(parameter)][0]: parameter for parameter in self.parameters()}
 
     def counted_parameters(self, layout: ProcessLayout, parts: Split) -> tuple[nn.Parameter, ...]:
-        """Returns the parameters that this rank counts: each of the model is counted on the first rank that has it."""
+        """Returns parameters for sums over all ranks: each of the model is counted by one of the ranks that have it.
+
+        That is the first replica of the first stage that uses it.
+        """
         devices = layout.schedule.devices
         first = {id(tied.parameter): devices[min(tied.stages)][0] for tied in parts.tied}
         counted = {
@@ -86,7 +92,7 @@ class StageState:
         return tuple(counted.values())
 
     def memory(self, optimizer_bytes: int) -> Memory:
-        """Returns what parameters and buffers, gradients and optimizer state take; what lives within a step is 0."""
+        """Returns the memory of parameters, buffers, gradients and optimizer state; what lives within a step is 0."""
         return Memory(
             params=sum(tensor.nbytes for tensor in self.tensors()),
             gradients=sum(p.grad.nbytes for p in self.parameters() if p.grad is not None),

@@ -1,4 +1,4 @@
-"""The content of tensors, and which have changed, found without waiting for a device."""
+"""The content of tensors, and which have been written to or changed, found without waiting for a GPU."""
 
 from collections.abc import Mapping
 
@@ -19,9 +19,9 @@ def content(tensor: Tensor) -> bytes:
 class TensorWrites:
     """Finds the tensors that are written to, at a small fixed cost for each and without waiting for a GPU.
 
-    They are found by torch's counts of writes, by where their values lie, and by a few of the values: torch counts no
-    writes to `tensor.data`, through `tensor.numpy()`, and of kernels that do not tell it (batch norm's to its running
-    mean and variance). Of these, writes to a few elements only are not seen.
+    They are found by torch's counts of writes, by the addresses of their values, and by samples of the values: torch
+    does not count writes to `tensor.data`, through `tensor.numpy()`, and by some kernels (batch norm's to its running
+    mean and variance). Such writes are missed if they change only a few elements.
     """
 
     def __init__(self) -> None:
@@ -31,19 +31,20 @@ class TensorWrites:
         self._unread: list[Comparison] = []
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Looks at tensors by name, before a time in which they may be written to."""
+        """Remembers the state of tensors, which are given by name, before they may be written to."""
         self._before = {name: (tensor, version(tensor), address(tensor)) for name, tensor in tensors.items()}
         known, self._samples = self._samples, {}
         for name, (tensor, _, where) in self._before.items():
             if where:
-                is_same = name in known and known[name][0] == where  # it keeps the memory: no other tensor is there
+                is_same = name in known and known[name][0] == where  # the sample holds the memory: no other is there
                 self._samples[name] = known[name] if is_same else (where, sample_of(tensor))
         self._values = self._values_now()
 
     def finish(self) -> frozenset[str]:
-        """Returns the names of those that have been written to since `begin`.
+        """Returns the names of tensors that have been written to since `begin`.
 
-        If that is known by values on a GPU, it is told by a later call, after the GPU has compared them, or by `wait`.
+        Writes that only values on a GPU show are returned by a later call, once the GPU has compared them, or by
+        `wait`.
         """
         counted = {
             name
@@ -57,7 +58,7 @@ class TensorWrites:
         return frozenset(counted).union(*(comparison.different() for comparison in done))
 
     def wait(self) -> frozenset[str]:
-        """Returns the names that no call has told yet; waits for the device."""
+        """Returns the names of written tensors that no call has returned yet; waits for the device."""
         unread, self._unread = self._unread, []
         return frozenset[str]().union(*(comparison.different() for comparison in unread))
 
@@ -66,15 +67,15 @@ class TensorWrites:
 
 
 def replaced(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors, by name, in whose place there is now another one, which was assigned."""
+    """Returns the tensors of `before`, by name, that have been replaced by another tensor under the same name."""
     return {name: tensor for name, tensor in before.items() if now.get(name, tensor) is not tensor}
 
 
 class TensorChanges:
     """Finds the tensors whose values a step changes.
 
-    The first step is found by comparing values. For later ones `TensorWrites` tells, so that a GPU is not waited for;
-    but what the first step has written to without changing it is compared in each.
+    In the first step all values are compared. In later ones `TensorWrites` finds changes, without waiting for a GPU;
+    only tensors that the first step wrote to without changing their values are compared in every step.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class TensorChanges:
         self._writes.begin(tensors)
 
     def changed(self, now: Mapping[str, Tensor]) -> frozenset[str]:
-        """Returns the names of those that the step has changed; `now` are the tensors after it."""
+        """Returns the names of tensors that the step has changed; `now` are the tensors after it, by name."""
         written = self._writes.finish()
         unwritten = {name: tensor for name, tensor in self._tensors.items() if name not in written}
         earlier = replaced(unwritten, now) | self._before

@@ -1,4 +1,4 @@
-"""A few values of each of many tensors, compared with what they are later, without waiting for a GPU."""
+"""Samples of the values of many tensors, compared with those at a later time without waiting for a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from bapipe.runtime.copy_streams import start_copy
 from bapipe.torch_private.tensors import without_tensor_classes
 
 _NUM_VALUES = 16
-"""Of a tensor. Almost any write to all of a tensor changes one of them."""
+"""Values that are sampled from a tensor. Almost any write to all of a tensor changes one of them."""
 
 
 def sample_of(tensor: Tensor) -> Tensor:
@@ -24,11 +24,11 @@ def sample_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SampledValues:
-    """Copies of the values of samples of one type, on one device.
+    """Copies of the values of samples of one dtype, on one device.
 
     Attributes:
-        num_bytes: of each sample's values, by name.
-        values: their bytes one after another, of which equal ones are equal: of numbers, NaN is not. [sum of num_bytes]
+        num_bytes: the bytes of each sample, by name.
+        values: the samples' bytes, concatenated; as numbers, NaN would differ from itself. [sum of num_bytes]
     """
 
     num_bytes: Mapping[str, int]
@@ -36,7 +36,7 @@ class SampledValues:
 
 
 def sampled_values(samples: Mapping[str, Tensor]) -> list[SampledValues]:
-    """Returns the values of samples now, in an order that depends on the names, types and devices of samples only."""
+    """Returns the current values of samples, in an order that depends only on their names, types and devices."""
     groups: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
     for name, sample in samples.items():
         groups.setdefault((sample.device, sample.dtype), {})[name] = sample
@@ -51,7 +51,7 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 class Comparison:
-    """A comparison of values of the same samples, which their device makes after what it has been given before."""
+    """A comparison of values of the same samples, which runs on their device after the work queued there."""
 
     def __init__(self, before: SampledValues, after: SampledValues) -> None:
         self._num_bytes = before.num_bytes
@@ -63,7 +63,7 @@ class Comparison:
             self._done = torch.cuda.current_stream(differ.device).record_event()
 
     def is_done(self) -> bool:
-        """Returns whether `different` would not wait."""
+        """Returns whether `different` would return without waiting."""
         return self._done is None or self._done.query()
 
     def different(self) -> list[str]:

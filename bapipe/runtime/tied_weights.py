@@ -27,8 +27,8 @@ class TiedGradients:
             # A stage may not have used its copy in this step, but every process of the group must join the all-reduce.
             has_grad = parameter.grad is not None
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            # Elements are added in the order of memory, which W leaves as it is: a stage that uses a transposed weight
-            # has it transposed.
+            # The all-reduce adds elements in memory order; W leaves a gradient transposed in memory if the stage uses
+            # the transposed weight.
             summed = (grad.to_dense() if grad.is_sparse else grad).contiguous()
             num_with_grad = torch.full((), int(has_grad), dtype=torch.int32, device=parameter.device)
             dist.all_reduce(summed, group=group)

@@ -1,4 +1,4 @@
-"""Numbers among a model's attributes that its stages hold as they were when the model was traced."""
+"""Numbers in a model's attributes, which are constants in its stages since the model was traced."""
 
 import logging
 
@@ -9,9 +9,9 @@ _log = logging.getLogger(__name__)
 
 
 class TracedNumbers:
-    """Notices that a training loop changes an attribute of a module whose own code was traced.
+    """Warns if a training loop changes a number in an attribute of a module whose code was traced.
 
-    A module that is one layer runs its own code and sees the change.
+    A module that is one layer is not traced inside: it runs its own code and sees the change.
     """
 
     def __init__(self, model: TracedModel) -> None:
@@ -25,7 +25,7 @@ class TracedNumbers:
         ]
 
     def warn_of_changes(self) -> None:
-        """Warns, once of each, of attributes that have another value than when the model was traced."""
+        """Warns of attributes that have another value than when the model was traced, once of each."""
         kept = []
         for entry in self._numbers:
             attributes, name, path, value = entry
@@ -35,7 +35,7 @@ class TracedNumbers:
                 continue
             _log.warning(
                 "the attribute '%s' was %s when the model was traced and is %s now: stages compute with the first "
-                "value. If a forward reads it, make it a buffer, or a part with it one layer (`leaf_modules`)",
+                "value. If a forward reads it, make it a buffer, or make its module one layer (`leaf_modules`)",
                 path,
                 value,
                 now,

@@ -1,7 +1,7 @@
-"""The transfers of a rank: sends and receives that are under way, and the process groups that carry them.
+"""The transfers of a rank: sends and receives that have been posted, and the process groups that carry them.
 
-torch's runtime would keep all sends, and so their tensors, until the step ends; and it would post all of a rank's
-transfers in one process group, where NCCL runs those between two ranks one after another, in whichever direction.
+torch's runtime would keep all sends, and so their tensors, until the step ends. It would also post all of a rank's
+transfers in one process group, in which NCCL runs those between two ranks one after another, whatever their direction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ class Channels:
     """The process groups that carry tensors from one process to another; None is the default group.
 
     Attributes:
-        process: this one.
-        ascending: of transfers to a process with a higher number.
-        descending: of the other transfers.
+        process: the rank of this process in the layout's group.
+        ascending: the group of transfers to a process with a higher rank.
+        descending: the group of all other transfers.
     """
 
     process: int
@@ -41,8 +41,8 @@ class Channels:
         return _posted(dist.irecv(tensor, group=group, group_src=source))
 
     def wait(self, work: dist.Work) -> None:
-        """Waits for what was posted."""
-        wait(work, self.ascending)  # the other group may take as long
+        """Waits for a send or receive that was posted."""
+        wait(work, self.ascending)  # both groups have the same timeout
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
@@ -53,18 +53,19 @@ def _posted(work: dist.Work | None) -> dist.Work:
 class Transfers:
     """The transfers of a step that have been posted, each until it is known to be done.
 
-    A work of a send holds its tensors. With gloo, waiting for a work returns when it is done. With NCCL, only the
-    current stream waits, not this process. The caching allocator gives the memory of what was sent away only when this
-    process finds that NCCL's stream has sent it (`record_stream`): what the host has launched ahead stays in use.
+    A send's work keeps its tensors alive. With gloo, waiting for a work returns when it is done. With NCCL only the
+    current stream waits, not this process. The caching allocator reuses the memory of a sent tensor only when this
+    process finds that NCCL's stream has sent it (`record_stream`), so memory of sends that the host has launched ahead
+    stays in use.
     """
 
     def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[Transfer]]) -> None:
-        """`finished_before` are the sends that are certainly done before an action starts, as by `finished_sends`."""
+        """`finished_before` are the sends that are certainly done before an action starts, see `finished_sends`."""
         self._channels, self._finished_before = channels, finished_before
         self._posted: dict[Transfer, Sequence[dist.Work]] = {}  # those not waited for yet
 
     def post(self, transfer: Transfer, operations: Sequence[dist.P2POp]) -> None:
-        """Posts what belongs to a transfer, an operation for each tensor."""
+        """Posts the operations of a transfer, one for each tensor."""
         post = self._channels.send if transfer.end is End.SEND else self._channels.receive
         peers: list[Any] = [operation.group_peer for operation in operations]
         self._posted[transfer] = [
@@ -72,7 +73,7 @@ class Transfers:
         ]
 
     def before(self, action: Action) -> None:
-        """Waits for what an action takes; then waits for, and forgets, the sends that are done by then."""
+        """Waits for what an action receives; then waits for, and forgets, the sends that are done before it."""
         receives = () if action.phase is Phase.WEIGHT_GRAD else (receive_of(action),)
         for transfer in (*receives, *self._finished_before.get(action, ())):
             self._release(transfer)

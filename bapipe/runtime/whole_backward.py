@@ -1,16 +1,16 @@
 """Which backwards of a stage torch can split into I and W without an error in the gradients.
 
-A backward is run whole, in I, and its W does nothing, if
+The whole backward runs in I, and W does nothing, if
 
-- the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`): a
-  layer is called several times, as the cell of an unrolled recurrent network;
-- its W would begin where the installed torch cannot begin (`torch_private.split_backward.can_begin_at`);
-- a parameter's gradient comes on a path, or all of it, that meets none to the stage's inputs, as behind a `detach()`:
-  torch lets no W begin there;
+- the W of two groups of parameters would run the same node of the autograd graph (`bapipe.tracing.weight_nodes`),
+  because a layer is called several times, such as the cell of an unrolled recurrent network;
+- W would begin at a node at which the installed torch cannot begin (`torch_private.split_backward.can_begin_at`);
+- a parameter's gradient, or a part of it, flows on a path that meets no path to the stage's inputs, as behind a
+  `detach()`: torch lets no W begin there;
 - a parameter has hooks of the model's own, which W would call for parts of a gradient, or not at all.
 
-It is run whole, in W, and its I does nothing, if the stage receives nothing that needs a gradient: no gradient leaves a
-path, and no stage waits for its I. So it is with the first stage.
+The whole backward runs in W, and I does nothing, if no input of the stage needs a gradient, as in the first stage:
+there is no path to an input, and no stage waits for I.
 """
 
 from collections.abc import Collection, Iterable, Mapping

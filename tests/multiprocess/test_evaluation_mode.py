@@ -135,8 +135,8 @@ def test_a_single_last_sample_is_refused_if_the_model_treats_it_in_another_way()
     pipeline = Pipeline(module, plan, loss=loss, inputs=[x], evaluates=True)
     with pytest.raises(
         InvalidModel,
-        match=r"^of 4 samples the last micro-batch is a single one, of which the stages would not give what the module "
-        r"does: the loss of micro-batch 0 differs by .*; evaluate another number of samples$",
+        match=r"^of 4 samples the last micro-batch is a single one, for which the stages would not give what the "
+        r"module does: the loss of micro-batch 0 differs by .*; evaluate another number of samples$",
     ):
         pipeline.evaluate(x[:4], num_samples=4)
     found = pipeline.evaluate(x[:5], num_samples=5)

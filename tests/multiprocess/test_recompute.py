@@ -360,7 +360,7 @@ def test_inputs_that_a_forward_changes_in_place_are_as_before(through_data: bool
 def test_an_input_with_a_gradient_that_a_forward_changes_behind_autograd_is_refused() -> None:
     stage = RecomputedStage(Halves(0, through_data=True), CPU)
     with pytest.raises(
-        InvalidModel, match=r"^the forward changes an input in place, and not from the first time on, or"
+        InvalidModel, match=r"^the forward changes an input in place that the first forward did not, or that requires"
     ):
         stage.first(0, lambda: stage(torch.ones(1, requires_grad=True)))
 
@@ -371,7 +371,8 @@ def test_an_input_that_only_a_later_forward_changes_in_place_is_refused(through_
     stage.first(0, lambda: stage(torch.ones(1)))
     with pytest.raises(
         InvalidModel,
-        match=r"^the forward changes an input in place, and not from the first time on, or through `tensor\.data`, so it cannot be recomputed exactly: ",
+        match=r"^the forward changes an input in place that the first forward did not, or that requires gradients "
+        r"\(by `tensor\.data`\), so it cannot be recomputed exactly: ",
     ):
         stage.first(1, lambda: stage(torch.ones(1)))
 

@@ -43,8 +43,8 @@ def test_inputs_are_given_in_order_or_by_name() -> None:
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ([{"ids": torch.zeros(2), "types": torch.zeros(2)}], "'types' is no input of the model that is a tensor: want"),
-        ([torch.zeros(2)] * 3, "3 inputs for a model that takes 2: want ids, mask; constants are those"),
+        ([{"ids": torch.zeros(2), "types": torch.zeros(2)}], "'types' is not a tensor input of the model: want"),
+        ([torch.zeros(2)] * 3, "3 inputs for a model that takes 2: want ids, mask; constants are set"),
     ],
 )
 def test_other_inputs_are_refused(inputs: list[GivenInput], words: str) -> None:

@@ -28,5 +28,5 @@ def test_other_values_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     compared(monkeypatch, module(0), module(1))
     (message,) = caplog.messages
     assert message.startswith(
-        "processes have other values of 4 parameters and buffers, such as '0.bias', and each stage"
+        "processes have different values of 4 parameters and buffers, such as '0.bias', and each stage"
     )

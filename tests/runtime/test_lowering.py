@@ -63,7 +63,7 @@ def test_neighbouring_stages_share_all_devices_or_none() -> None:
     with pytest.raises(BapipeError) as caught:
         lowered([(0, 1), (1,)], 2, "0F0 0B0", "0F1 1F0 1B0 1F1 1B1 0B1")
     assert str(caught.value) == (
-        "stages 0 and 1 share some of their devices only: give them the same devices in the same order, or none in common"
+        "stages 0 and 1 share only some of their devices: give them the same devices in the same order, or none in common"
     )
 
 

@@ -132,8 +132,8 @@ def test_each_rank_takes_its_own_of_the_states_of_all_ranks_together() -> None:
     assert loaded["tensors"].keys() == b["tensors"].keys()
     assert all(torch.equal(loaded["tensors"][name], value) for name, value in b["tensors"].items())
     message = (
-        "the state is of 'a.bias' and others, and not of 'b.bias', which this rank has: give each rank those of all ranks "
-        "together, or those of its own parameters"
+        "the state is of 'a.bias' and others, and not of 'b.bias', which this rank has: give each rank the states of "
+        "all ranks together, or that of its own parameters"
     )
     with pytest.raises(BapipeError, match=f"^{re.escape(message)}$"):
         restored.load_state(a, named[1])

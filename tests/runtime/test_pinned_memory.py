@@ -79,8 +79,8 @@ def test_without_enough_page_locked_memory_other_memory_is_taken(
     with caplog.at_level(logging.WARNING):
         assert host_tensors({"weight": torch.ones(3)})["weight"].shape == (3,)
     assert caplog.messages == [
-        "there is no page-locked memory of 1 MiB, by which a GPU copies a checkpoint by itself: it copies more slowly, "
-        "and training waits meanwhile"
+        "1 MiB of page-locked memory are not available, so a GPU cannot copy a checkpoint in the background: the copy "
+        "is slower, and training waits for it"
     ]
     text = "CUDA error: device-side assert triggered"
     with pytest.raises(RuntimeError, match="device-side assert"):

@@ -198,7 +198,7 @@ def test_an_attribute_that_a_loop_changes_is_named_once(caplog: pytest.LogCaptur
     pipeline.step(X, target=Y)
     assert caplog.messages == [
         "the attribute '1.scale' was 1.0 when the model was traced and is 0.5 now: stages compute with the first value. If "
-        "a forward reads it, make it a buffer, or a part with it one layer (`leaf_modules`)"
+        "a forward reads it, make it a buffer, or make its module one layer (`leaf_modules`)"
     ]
 
 

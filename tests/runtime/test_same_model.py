@@ -1,4 +1,4 @@
-"""Processes that train another model than the first one are told before they train."""
+"""Processes with another model than the first one are told before they train."""
 
 import importlib.util
 import re
@@ -171,7 +171,7 @@ def test_other_settings_of_ones_own_are_told(
     assert SOURCE.count(old) == 1
     check(SOURCE, SOURCE.replace(old, new), loss=loss)
     (message,) = caplog.messages
-    assert message.startswith(f"process 1 has other numbers or texts in {part} than process 0: if they are not of")
+    assert message.startswith(f"process 1 has other numbers or strings in {part} than process 0: unless these belong")
 
 
 def test_under_another_python_code_is_not_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:

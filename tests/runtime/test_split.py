@@ -232,7 +232,7 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(BapipeError) as caught:
         check_runnable(shared)
     assert str(caught.value) == (
-        "stages 0 and 1 share some of their devices only: give them the same devices in the same order, or none in common"
+        "stages 0 and 1 share only some of their devices: give them the same devices in the same order, or none in common"
     )
     many = make_plan(layers, (1,), (0, (1, 2, 3)), [["0F0"], ["1F0"], [], []], 2, 2)
     with pytest.raises(BapipeError) as caught:
