@@ -1,9 +1,9 @@
-"""Builds a factory's model in a rank: its parameters without values if layers can draw them alone, else plainly.
+"""Builds a factory's model in a rank, with parameters on the meta device if its layers can initialize them alone.
 
-A rank needs the values of its own stages only. If its layers can draw them by themselves, parameters are made on the
-meta device and `materialize` gives the rank's own ones storage, so that no process ever holds the whole model. Whether
-they can is found by watching: the operators by which the factory sets a parameter must be those by which the layer
-would.
+A rank needs only the values of its own stages. If each layer by itself initializes its parameters as the factory does,
+they are made on the meta device, and `materialize` gives storage and values to the rank's own, so that no process ever
+holds the whole model. This is found by recording operators: those by which the factory sets a parameter must be those
+by which the layer would.
 """
 
 import warnings
@@ -35,10 +35,10 @@ from bapipe.zoo.factory import Factory, build
 _FILLING = frozenset(
     f"aten.{name}_" for name in ("bernoulli", "copy", "exponential", "fill", "normal", "random", "uniform", "zero")
 )
-"""Operators after which nothing is left of the values before."""
+"""Operators that overwrite all values of a tensor."""
 
 _Write = tuple[str, ...]
-"""An operator that writes to a tensor, with the part that it writes to and its other arguments."""
+"""An operator that writes to a tensor, the part that it writes to, and its other arguments, as texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class ModelBuild:
     """Builds the same example in every process.
 
     Attributes:
-        seed: of what the factory draws, from the global generators of torch, Python and numpy.
-        without_values: parameters are on the meta device.
+        seed: seed of what the factory draws from the global generators of torch, Python and numpy.
+        without_values: whether parameters are made on the meta device.
     """
 
     factory: Factory
@@ -62,7 +62,7 @@ class ModelBuild:
 
 
 def model_build(factory: Factory, arguments: Mapping[str, object], seed: int) -> tuple[ModelBuild, Example]:
-    """Returns how ranks are to build a model, and what that gives.
+    """Returns how ranks are to build a model, and the example that was built so.
 
     Raises:
         InvalidModel: the factory fails.
@@ -132,9 +132,10 @@ def _without_values(value: object) -> object:
 def _draws_its_own_values(
     module: nn.Module, made: _WriteRecorder, initialize: Callable[[nn.Module], None] | None
 ) -> bool:
-    """Returns whether layers, alone, draw the values of their parameters as the factory did.
+    """Returns whether each layer by itself initializes its parameters as the factory did.
 
-    The factory may leave it to `initialize`, which is called for each layer anyway, to replace torch's own values.
+    The factory may have left torch's default values if `initialize`, which is called for each layer anyway, replaces
+    them.
     """
     if any(_is_on_meta(value) for part in module.modules() for value in _tensors_beside_parameters(part)):
         return False  # computed from a parameter
@@ -161,7 +162,7 @@ def _tensors_beside_parameters(module: nn.Module) -> Iterator[object]:
 
 
 def _layer_writes(root: nn.Module, initialize: Callable[[nn.Module], None] | None) -> dict[int, tuple[_Write, ...]]:
-    """Returns how each parameter is set, by its id, when layers are initialized one by one."""
+    """Returns the writes to each parameter, by its id, when layers are initialized one by one."""
     writes: dict[int, tuple[_Write, ...]] = {}
     inside: set[nn.Module] = set()
     for path, module in root.named_modules():
@@ -178,7 +179,7 @@ def _layer_writes(root: nn.Module, initialize: Callable[[nn.Module], None] | Non
 
 
 def _last_values(writes: tuple[_Write, ...], parameter: nn.Parameter) -> tuple[_Write, ...]:
-    """Returns the writes that a parameter's values depend on: none if some were there before the first write."""
+    """Returns the writes that determine a parameter's values: the last that fills all of it, and those after it."""
     whole = f"{tuple(parameter.shape)} {parameter.stride()} {parameter.storage_offset()}"
     filling = [i for i, (operator, part, _) in enumerate(writes) if operator in _FILLING and part == whole]
     return writes[filling[-1] :] if filling else ()

@@ -1,4 +1,4 @@
-"""What must be the same in all ranks of a job, in short texts: ranks compare them before they train."""
+"""Facts that must be the same in all ranks of a job, as short texts that ranks compare before they train."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ _SEPARATE = {
     "factory", "data", "data_workers", "weights", "checkpoint", "resume", "replan", "without", "timeout_s",
     "tensorboard",
 }  # fmt: skip
-"""Options that may differ between hosts, such as folders, or that show in the other facts."""
+"""Options that may differ between hosts, such as folders, or that other facts cover."""
 
 
 def job_facts(
@@ -27,14 +27,14 @@ def job_facts(
     samples: str | None,
     resume_from: Checkpoint | None,
 ) -> dict[str, str]:
-    """Returns the value of each fact by what it is of; `samples` is the data's `samples_digest`.
+    """Returns each fact's value by its name in errors; `samples` is the data's `samples_digest`.
 
     Raises:
         BapipeError: the weights to start from cannot be read.
     """
     starts_from = config.weights if resume_from is None else None
     return {
-        "bapipe": own_version(),  # compared when ranks join, but with earlier versions, which do not say theirs there
+        "bapipe": own_version(),  # compared when ranks join, too; but earlier versions do not send theirs there
         "torch": str(torch.__version__),
         "the plan": plan_digest(plan),
         **{f"the {kind} profile": digest[:NUM_DIGITS] for kind, digest in sorted(plan.profiles.items())},
@@ -51,5 +51,5 @@ def job_facts(
 
 
 def _described(checkpoint: Checkpoint) -> str:
-    """Returns name and digest: that of another run has the same name after as many steps."""
+    """Returns name and digest: a checkpoint of another run has the same name after as many steps."""
     return f"{checkpoint.path.name} {checkpoint.manifest.digest[:NUM_DIGITS]}"

@@ -1,4 +1,4 @@
-"""Ends a run whose numbers are not finite any more, before they reach a checkpoint, and says where that began."""
+"""Errors of a run whose loss or parameters are not finite, raised before a checkpoint; they say where that began."""
 
 from collections.abc import Sequence
 
@@ -12,21 +12,24 @@ from bapipe.training.data.loader import Batch
 
 
 def loss_not_finite(pipeline: Pipeline, names: Sequence[str], batch: Batch, loss: float, step: int) -> RunFailed:
-    """Returns the error of a loss that is not finite: in the data, or else in which weights; every rank calls it."""
+    """Returns the error for a loss that is not finite, with its cause in the data or else in parameters.
+
+    Every rank calls it together.
+    """
     everyone = [""] * len(names)
     dist.all_gather_object(everyone, _broken_data(pipeline, batch))
     if data := next((f"{words}, on rank {r} ({names[r]})" for r, words in enumerate(everyone) if words), ""):
-        return RunFailed(f"the loss is {loss} at step {step}, and that began in the data: {data}")
+        return RunFailed(f"the loss is {loss} at step {step}, because of the data: {data}")
     weights = _broken_parameters(pipeline, names)
     found = f"; {weights}" if weights else ""
     return RunFailed(f"the loss is {loss} at step {step}{found}: lower the learning rate or look at the data")
 
 
 def check_parameters(pipeline: Pipeline, names: Sequence[str], step: int) -> None:
-    """Raises RunFailed if a parameter is not finite after a step; every rank calls it, before a checkpoint."""
+    """Raises RunFailed if a parameter is not finite after a step; every rank calls it together, before a checkpoint."""
     if weights := _broken_parameters(pipeline, names):
         raise RunFailed(
-            f"the loss of step {step} is finite, but not the weights after its update; {weights}: no checkpoint is "
+            f"the loss of step {step} is finite, but its update gave weights that are not; {weights}: no checkpoint is "
             "written of them, continue from the one before with a lower learning rate"
         )
 
@@ -50,6 +53,7 @@ def _own_samples(pipeline: Pipeline, tensor: Tensor) -> list[Tensor]:
 
 
 def _broken_parameters(pipeline: Pipeline, names: Sequence[str]) -> str:
+    """Says which ranks have parameters that are not finite; empty if none has."""
     broken = [name for name, p in pipeline.named_parameters().items() if not bool(torch.isfinite(p).all())]
     everyone: list[list[str]] = [[] for _ in names]
     dist.all_gather_object(everyone, broken)

@@ -38,7 +38,7 @@ def run_with_replanning(
         on_replan: gets the reason and the new plan.
 
     Raises:
-        RunFailed: a rank failed although its process lives, or no device remains.
+        RunFailed: a rank failed without losing its device, or no device remains.
     """
     profiles = profiles_for_replanning(plan, profiles)
     lost, current = lost_devices(plan, without, num_available_devices(plan)), plan
@@ -61,7 +61,7 @@ def profiles_for_replanning(plan: Plan, profiles: Mapping[str, ModelProfile]) ->
     """Returns a profile per device kind: of `profiles`, or else the cached one that the plan was made from.
 
     Raises:
-        BapipeError: one is missing, or of other layers.
+        BapipeError: one is missing, or has other layers than the plan.
     """
     complete = dict(profiles)
     for kind, fingerprint in plan.profiles.items():
@@ -115,8 +115,8 @@ def num_available_devices(plan: Plan) -> int:
 def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
     """Returns the best plan of the same mini-batch for the devices that are not lost.
 
-    It keeps the micro-batch size if that fits, so that training continues as before, and the memory that the plan was
-    to leave free. Each of `num_processes` gets a stage: those are the processes of a job that runs already.
+    It keeps the micro-batch size if that fits, so that training continues as before, and the plan's memory limit. Each
+    of `num_processes`, the processes of a job that runs already, gets a stage.
 
     Raises:
         Infeasible: nothing fits the remaining devices.
@@ -139,9 +139,10 @@ def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfil
 
 
 def _memory_limit(certificate: Certificate) -> MemoryLimit:
-    """Returns what a plan was to use of each device's memory.
+    """Returns the memory limit that a plan was made for.
 
-    The limit of a plan with the least memory is what it needs itself: fewer devices need more.
+    Of a plan with the least memory, only the margin is kept: its limit is what it needs itself, and fewer devices need
+    more.
     """
     memory, goal = certificate.memory, certificate.goal
     if memory is msgspec.UNSET:
@@ -160,5 +161,5 @@ def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
 
 
 def _reproducible(schedule: str) -> Sequence[str]:
-    """Returns the schedule if every rank of a job builds the same one by itself; ranks may search different orders."""
+    """Returns [schedule] if its name determines it, so that all ranks of a job plan with the same one; else []."""
     return [schedule] if schedule in ALL and schedule != "search" and schedule not in SIDE_BY_SIDE else []

@@ -132,7 +132,7 @@ def _run(
 
 
 def check_profiles_used(profiles: object, config: TrainConfig) -> None:
-    """Raises BapipeError if there are profiles that a run does not use; None are none."""
+    """Raises BapipeError if profiles are given that a run does not use."""
     if profiles is not None and not config.replan:
         raise BapipeError("`profiles` goes with `replan`: a plan runs without its profile")
 
@@ -151,10 +151,9 @@ def _resumed(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def check_training(factory: str, arguments: Mapping[str, object], config: TrainConfig) -> None:
-    """Raises BapipeError if a model cannot be built, or not be trained on a configuration's data, from its weights,
-    or is not the one that the configuration trusts.
+    """Raises BapipeError if a model cannot be built and trained with a configuration; measures and trains nothing.
 
-    Nothing is measured and nothing trained.
+    It checks that the configuration trusts the factory, and that its data and its weights to start from fit the model.
     """
     require_torch()
     from bapipe.training.build import model_build
@@ -206,10 +205,10 @@ def _reporting(
 
 
 def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
-    """Refuses another optimizer than the profiled one; those that profiles do not know are not compared."""
+    """Raises BapipeError for another optimizer than the profiled one; those without a name there are not compared."""
     name, arguments = config.optimizer_for(settings)
     rule = rule_of(name, momentum=arguments.get("momentum", 0)) or settings.optimizer
-    # The other settings are compared where they can be seen: the dtype at the model, the rest in every rank.
+    # The other settings are compared where they are known: the dtype when the model is built, the rest in every rank.
     has_own = "momentum" in config.optimizer_arguments
     excess = "`momentum` out of `optimizer_arguments`" if has_own else "`optimizer` out"
     check_same_optimizer(settings, rule, f"leave {excess}, or ")
@@ -253,7 +252,7 @@ def _dtype(module: "nn.Module") -> str:
 
 
 def _check_devices(plan: Plan, num_threads: int) -> None:
-    """Refuses a plan for more devices than this machine has; in a torchrun job the number of processes is checked."""
+    """Raises BapipeError for a plan with more devices than this machine has; under torchrun processes are counted."""
     kind, num_used = type_to_run(plan), len(plan.used_devices)
     if current_job() is not None:
         return

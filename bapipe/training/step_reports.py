@@ -1,7 +1,7 @@
 """Reports on steps: losses and times stay on the devices until several steps are reported together.
 
-Reading them waits until the devices have done all that they have been given, so the next step begins with an empty
-queue. On a GPU that costs up to a millisecond; on a CPU, which has done its work when a call returns, nothing.
+Reading them waits until the devices have done all queued work, so the next step begins with an empty queue. On a GPU
+that costs up to a millisecond; on a CPU, which has done its work when a call returns, nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,21 @@ from bapipe.training.not_finite import loss_not_finite
 from bapipe.training.train_result import StepReport
 
 REPORT_NS = 500_000_000
-"""About how much time lies between two reports on GPUs, if nobody says how many steps."""
+"""About the time between two reports on GPUs, unless the number of steps between them is given."""
 
 MAX_STEPS = 50
-"""Steps at most between two reports on GPUs, if nobody says how many."""
+"""Most steps between two reports on GPUs, unless their number is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StartedStep:
-    """A step that this rank's device has been given.
+    """A step whose work is queued on this rank's device.
 
     Attributes:
         before: the position of training before it.
+        as_planned: whether the samples have the sizes that the plan is for.
         data_ns: how long this rank waited for its part of the batch.
+        loss: None on ranks without the last stage.
         start, end: stamps of the clock.
     """
 
@@ -59,7 +61,7 @@ class StepReports:
         every: int | None,
         load_again: Callable[[Position], Batch],
     ) -> None:
-        """`every` is the number of steps from one report to the next.
+        """`every` is the number of steps from one report to the next; None chooses it.
 
         `load_again` returns the mini-batch after a position.
         """
@@ -69,15 +71,15 @@ class StepReports:
         self._clock = clock_for(rank.device)
         self._started: list[_StartedStep] = []
         self._batch: Batch | None = None  # of the last step
-        self._late_ns = 0  # how much later the next step is because its batch was waited for before a report
+        self._late_ns = 0  # by how much a wait for its batch, before a report, delays the next step
 
     @property
     def are_due(self) -> bool:
-        """Whether enough steps have been started."""
+        """Whether enough steps have been started for the next reports."""
         return len(self._started) >= self._every
 
     def start(self, step: int, learning_rate: float, batch: Batch, before: Position, data_ns: int) -> None:
-        """Starts a step; the first one after a report when all ranks have got there."""
+        """Starts a step; the first one after a report begins when all ranks have reached it."""
         if not self._started:
             barrier()
         start = self._clock.stamp()
@@ -97,9 +99,9 @@ class StepReports:
         self._batch, self._late_ns = batch, 0
 
     def collect(self, ahead_ns: int = 0) -> tuple[tuple[StepReport, ...], int]:
-        """Returns reports on the steps since the last call, and the signal that has asked a rank to stop, or 0.
+        """Returns reports on the steps since the last call, and the signal that has asked any rank to stop, or 0.
 
-        `ahead_ns` is how long this rank has just waited for the batch of the next step, while the device had work.
+        `ahead_ns` is how long this rank has just waited for the batch of the next step, while its device had work.
 
         Raises:
             RunFailed: a loss is not finite.
@@ -121,7 +123,7 @@ class StepReports:
             [int(max(times)) for times in zip(*(of[first : first + num] for of in rows), strict=True)]
             for first in (4 + num, 4 + 2 * num)
         )
-        # Where the ranks were busy is known of the last step.
+        # How long ranks were busy is known only of the last step.
         bubble = 1 - sum(of[0] for of in rows) / (len(rows) * steps_ns[-1])
         reports = [
             StepReport(
@@ -143,7 +145,7 @@ class StepReports:
         return tuple(reports), int(max(of[2] for of in rows))
 
     def _data_ns(self, steps: Sequence[_StartedStep]) -> list[int]:
-        """Returns how long each step was later because of its data: while the device had work, waiting cost nothing."""
+        """Returns by how much its data delayed each step: waiting costs nothing while the device has other work."""
         idle_ns = [self._clock.length_ns(before.end, after.start) for before, after in pairwise(steps)]
         return [steps[0].data_ns, *(min(each.data_ns, ns) for each, ns in zip(steps[1:], idle_ns, strict=True))]
 

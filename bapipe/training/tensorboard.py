@@ -29,31 +29,31 @@ class TensorBoardWriter:
         for device, peak in zip(report.devices, report.peak_bytes, strict=True):
             if peak is not None:
                 scalars[f"peak_bytes/{device}"] = peak
-        if report.step < self._last:  # another plan goes on from a checkpoint
+        if report.step < self._last:  # training continues from a checkpoint under another plan
             self.close()
             self._writer = None
         self._last = report.step + 1
-        self._write(scalars, report.step + 1, written_again=report.step + 1)
+        self._write(scalars, report.step + 1, purge_step=report.step + 1)
 
     def write_evaluation(self, evaluation: Evaluation) -> None:
         """Writes loss and metrics on held-out data."""
         scalars = {"loss": evaluation.loss, **dict(evaluation.metrics)}
         # A run that resumes may begin with an evaluation, of a step whose own scalars the earlier run has written.
         held_out = {f"held_out/{name}": value for name, value in scalars.items()}
-        self._write(held_out, evaluation.steps, written_again=evaluation.steps + 1)
+        self._write(held_out, evaluation.steps, purge_step=evaluation.steps + 1)
 
     def close(self) -> None:
         if self._writer is not None:
             with suppress(OSError):  # what could not be written has been reported
                 self._writer.close()
 
-    def _write(self, scalars: dict[str, float], steps: int, *, written_again: int) -> None:
+    def _write(self, scalars: dict[str, float], steps: int, *, purge_step: int) -> None:
         try:
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 # A run resumed from a checkpoint repeats the steps after it: purge what the earlier run wrote of them.
-                self._writer = SummaryWriter(str(self._folder), purge_step=written_again)
+                self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, steps)
             self._writer.flush()
@@ -63,7 +63,7 @@ class TensorBoardWriter:
 
 @contextmanager
 def _quiet_writer_thread() -> Iterator[None]:
-    """Keeps TensorBoard's thread from showing a traceback of an error that it also raises in the one that writes."""
+    """Hides the traceback of an error in TensorBoard's thread, which is also raised in the thread that writes."""
     before = threading.excepthook
 
     def show(failed: threading.ExceptHookArgs) -> None:

@@ -1,4 +1,4 @@
-"""Training by a plan: checks what is asked for, starts the ranks and passes on what they report."""
+"""Training by a plan: checks model, data and configuration, starts the ranks and passes on their reports."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -59,9 +59,9 @@ def train(
     continues as if it had never stopped.
 
     Raises:
-        BapipeError: the plan cannot run, is not for this model or job, the data does not fill a mini-batch, the model
-            is to have checkpoints and has extra state, or a checkpoint is of another model, optimizer, seed or data,
-            all are damaged, or another run writes there.
+        BapipeError: the plan cannot run, or is not for this model or job; the data does not fill a mini-batch; there
+            are to be checkpoints, but the model has extra state; a checkpoint is of another model, optimizer, seed or
+            data; all checkpoints are damaged; or another run writes to their folder.
         RunFailed: a rank failed, was killed, or waited longer than `timeout_s`; the loss is not finite; or a
             checkpoint cannot be written.
     """
@@ -122,13 +122,13 @@ def train(
 
 
 def _place(device: Device, devices: Sequence[Device]) -> int:
-    """Returns the number of a device among those of its host and type."""
+    """Returns the index of a device among those of its host and type."""
     own = device.host, type_of_kind(device.kind)
     return [other for other in devices if (other.host, type_of_kind(other.kind)) == own].index(device)
 
 
 def _memory_advice(plan: Plan, name: str) -> str:
-    """Returns what a rank that has run out of memory was predicted to need, and how to plan for less."""
+    """Returns, for a rank that runs out of memory, what it was predicted to need, and how to plan for less."""
     peaks = plan.prediction.peaks_bytes
     peak = peaks.get(name)
     if peak is None:

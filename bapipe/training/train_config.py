@@ -31,8 +31,8 @@ class TrainConfig:
         factory: function that returns a `bapipe.Example`, or its name as `module.path:function`; by default the plan's
             own.
         arguments: arguments of the factory; by default the plan's own.
-        trust_factory: the plan's factory, if it is neither of the zoo nor a function of a module in the current folder:
-            calling a function that a file names may do anything.
+        trust_factory: name of the plan's factory, to allow it if it is neither in the zoo nor in a module in the
+            current folder: calling a function that a file names may do anything.
         data: what to train on: synthetic, what docs/data.md lists for the model such as mnist or a folder, or
             `module.path:function` that returns a data set.
         data_workers: processes per rank that load data in the background; 0 loads it between steps. By default 0, or
@@ -45,9 +45,10 @@ class TrainConfig:
             training. By default the first one ends the run.
         steps: optimizer steps in total, including those before the checkpoint that training resumes from.
         learning_rate: learning rate after the warm-up; by default the model's own.
-        learning_rate_schedule: learning rate after the warm-up: constant, linear or cosine.
+        learning_rate_schedule: course of the learning rate after the warm-up: constant, linear or cosine.
         warmup_steps: steps in which the learning rate grows linearly to its full value.
-        optimizer: class of torch.optim but LBFGS, or sgd-momentum, in any case; by default the one that was profiled.
+        optimizer: class of torch.optim except LBFGS, or sgd-momentum, in upper or lower case; by default the one that
+            was profiled.
         optimizer_arguments: arguments of the optimizer besides the learning rate, and besides the momentum if the
             optimizer is the one that was profiled.
         clip_norm: maximum norm of all gradients of the model together; by default they are not clipped.
@@ -57,7 +58,7 @@ class TrainConfig:
         evaluate_every: steps between two evaluations on held-out data, with one after the last step too; by default
             no data is held out.
         evaluate_samples: number of held-out samples to evaluate on, drawn with the seed; by default all that the data
-            holds out itself, or a tenth of other data, which is then not trained on.
+            set itself holds out or, if it holds out none, a tenth of it, which is then not trained on.
         checkpoint: folder for checkpoints.
         checkpoint_every: steps between two checkpoints, with one after the last step too; by default 100.
         keep: number of checkpoints to keep, the newest ones; by default 3.
@@ -68,9 +69,9 @@ class TrainConfig:
             and those of this machine's ranks that die or hang. The result covers the steps since the last plan.
         without: names of devices that are lost, with `replan`.
         timeout_s: seconds that a rank may wait for another before the run ends.
-        report_every: steps between two reports of losses and times. For them the ranks wait for their devices, which
-            then have no work ahead. By default 1 on CPUs, on GPUs as many as take half a second, at most 50. It does
-            not change results, but what ends a run is noticed at a report: a signal, or a loss that is not finite.
+        report_every: steps between two reports of losses and times. For a report the ranks wait for their devices,
+            which then run out of queued work. By default 1 on CPUs, on GPUs as many as take half a second, at most 50.
+            It does not change results, but signals, and losses that are not finite, are noticed only at a report.
         tensorboard: folder for TensorBoard's scalars of every step and evaluation.
 
     Raises:
@@ -113,7 +114,7 @@ class TrainConfig:
     tensorboard: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as texts
+        for name in ("weights", "checkpoint", "tensorboard"):  # which may be given as strings
             if isinstance(getattr(self, name), str | PathLike):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         if self.optimizer_arguments is None:
@@ -181,4 +182,4 @@ LR_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
 }
-"""The factor of the learning rate, from the share of the steps after the warm-up that are done."""
+"""By name, the factor of the learning rate as a function of the share of steps after the warm-up that are done."""

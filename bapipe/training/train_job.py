@@ -1,4 +1,4 @@
-"""The training that all ranks of a job run: what each of them is given, and what checkpoints say of it."""
+"""The training that all ranks of a job run: what each of them gets, and what checkpoints record of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class TrainJob:
     Attributes:
         samples: the `samples_digest` of the data set, if it has one and there are checkpoints.
         validation: data to evaluate on; None without evaluation.
-        learning_rate: after the warm-up.
+        learning_rate: learning rate after the warm-up.
         optimizer: class of `torch.optim`, and its arguments besides the learning rate.
         devices: names of the ranks' devices.
-        resume_from: the checkpoint to continue from, which is whole.
+        resume_from: the checkpoint to continue from, verified to be whole.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class TrainJob:
     resume_from: Checkpoint | None
 
     def manifest(self, position: Position) -> Manifest:
-        """Returns what a checkpoint at a position says, but for the tensors and files that it holds."""
+        """Returns the manifest of a checkpoint at a position, without its tensors and files."""
         return Manifest(
             model=self.plan.model,
             optimizer=self.optimizer[0].lower(),

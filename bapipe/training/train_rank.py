@@ -48,7 +48,7 @@ class EvaluationProgress:
 
 
 class _AskedToStop(Exception):
-    """A signal has asked a rank to stop during an evaluation, which all ranks leave; `number` is that of the signal."""
+    """Raised in all ranks during an evaluation if signal `number` has asked one of them to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -56,7 +56,7 @@ class _AskedToStop(Exception):
 
 
 class _History:
-    """What the result says of each step, in 25 bytes a step: a run may have millions."""
+    """What the result holds of each step, in 25 bytes a step: a run may have millions."""
 
     def __init__(self) -> None:
         self.losses, self.step_ns, self.data_ns, self.as_planned = array("d"), array("q"), array("q"), bytearray()
@@ -119,7 +119,7 @@ def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> Checkpoint
         return None
     if rank.index == 0:
         set_damaged_aside(config.checkpoint, start.step)
-    # While it waits for another try, it must not count as a rank that keeps others waiting.
+    # A rank that pauses before the second try must not be taken for one that hangs: the pause is below the timeout.
     again_s = min(AGAIN_S, config.timeout_s / 4)
     return CheckpointWriter(
         config.checkpoint,
@@ -166,9 +166,9 @@ def _train_steps(
 ) -> tuple[_History, list[Evaluation]]:
     """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
 
-    An evaluation that is due at the position comes first: it follows a checkpoint, and may have been cut off. One that
-    a signal cuts off is left to the run that resumes, as it may take longer than the signal leaves time; but not the
-    last one, of a run that is at its end.
+    An evaluation that is due at the position comes first: the earlier run may have been stopped in it, after its
+    checkpoint. A signal ends an evaluation, which may take longer than there is time after a signal, and leaves it to
+    the run that resumes; but the one after the last step is completed.
 
     Raises:
         Stopped: a signal has asked for it; the step is done, and its checkpoint written.
@@ -235,7 +235,7 @@ def _copied_ahead(pipeline: Pipeline, batch: Batch) -> Batch:
 
 
 def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position: Position, step: int) -> None:
-    """Begins to write a checkpoint; the next update waits until the state has been copied."""
+    """Starts to write a checkpoint; the next update waits until the state has been copied."""
     check_parameters(pipeline, job.devices, step)
     manifest = msgspec.structs.replace(job.manifest(position), grad_scaler=pipeline.grad_scaler)
     copied = writer.save(
@@ -273,7 +273,7 @@ def _evaluate(
     total = len(data.dataset)
 
     def on_progress(done: int) -> None:
-        rank.enter_step(steps - 1)  # tells the launcher that this rank is alive
+        rank.enter_step(steps - 1)  # shows the launcher that this rank makes progress
         if rank.index == 0:
             rank.report(EvaluationProgress(done, total))
         if may_stop and (number := _stop_signal_of_any(rank)):

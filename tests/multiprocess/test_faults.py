@@ -100,8 +100,8 @@ def test_a_signal_to_one_rank_of_a_job_stops_all_after_the_same_step(seen: dict[
 def test_a_killed_rank_of_a_job_is_named(seen: dict[str, Any]) -> None:
     reported = [text for text in seen["one_killed"] if text.startswith("RunFailed: ")]
     assert re.fullmatch(
-        r"RunFailed: rank 1 \(cpu1\) ended without a word, as a process that is killed: rank \d \(cpu\d\) lost it at step "
-        r"\d+",
+        r"RunFailed: rank 1 \(cpu1\) ended without a word, as a killed process does: rank \d \(cpu\d\) lost the "
+        r"connection to it at step \d+",
         *reported,
     )
 
@@ -131,7 +131,7 @@ def test_a_slow_and_lossy_link_changes_nothing(seen: dict[str, Any]) -> None:
 
 def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None:
     said = (
-        "the loss is nan at step 0, and that began in the data: input 0 holds values that are not finite in 1 of 12 "
+        "the loss is nan at step 0, because of the data: input 0 holds values that are not finite in 1 of 12 "
         "samples, on rank 0 (cpu0)"
     )
     assert [text.partition(": ")[2] for text in seen["not_a_number"]] == [said, said]
@@ -139,8 +139,8 @@ def test_a_loss_that_is_not_finite_ends_every_rank(seen: dict[str, Any]) -> None
 
 def test_weights_that_are_not_finite_reach_no_checkpoint(seen: dict[str, Any]) -> None:
     said = (
-        "the loss of step 0 is finite, but not the weights after its update; parameters that are not finite: rank 0 "
-        "(cpu0) has 2, '0.weight' first, rank 1 (cpu1) has 5, '2.weight' first: no checkpoint is written of them, "
+        "the loss of step 0 is finite, but its update gave weights that are not; parameters that are not finite: rank "
+        "0 (cpu0) has 2, '0.weight' first, rank 1 (cpu1) has 5, '2.weight' first: no checkpoint is written of them, "
         "continue from the one before with a lower learning rate"
     )
     assert [text.partition(": ")[2] for text in seen["broken_update"]] == [said, said]

@@ -124,7 +124,7 @@ def _convert(path: Path) -> None:
 
 
 def _minibatch_sizes(path: Path, manifest: _OldManifest) -> tuple[MinibatchSize, ...]:
-    """Returns the size of the mini-batches, which the position shows: checkpoint/1 does not say it."""
+    """Returns the size of the mini-batches, computed from the position: checkpoint/1 does not store it."""
     position, num_samples = manifest.position, manifest.num_samples
     if position.step > 0 and 0 < position.offset <= num_samples:
         for size in range(1, position.offset + 1):

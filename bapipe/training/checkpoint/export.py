@@ -23,7 +23,7 @@ def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] 
         write: writes bytes to a file.
 
     Raises:
-        BapipeError: there is no checkpoint, or a tensor is of a dtype that safetensors has not.
+        BapipeError: there is no checkpoint, or a tensor has a dtype that safetensors cannot store.
     """
     path = checkpoint
     if not (checkpoint / MANIFEST).is_file():
@@ -51,6 +51,6 @@ def _check_dtypes(state: Mapping[str, Tensor]) -> None:
 def _can_be_saved(dtype: torch.dtype) -> bool:
     try:
         save({"": torch.empty(1, dtype=dtype, device=CPU)})
-    except (KeyError, SafetensorError):  # the dtypes that it has grow with its versions, and are not listed
+    except (KeyError, SafetensorError):  # newer versions of safetensors store more dtypes, and none lists them
         return False
     return True

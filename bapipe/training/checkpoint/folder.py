@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, the newest that is whole, and the lock of the run that writes."""
+"""The folder of a run's checkpoints: lists them, finds the newest that is whole, and locks it for a run."""
 
 import fcntl
 import logging
@@ -15,7 +15,7 @@ from bapipe.errors import BapipeError, UnreadableFile
 from bapipe.training.checkpoint.manifest import DamagedCheckpoint, Manifest, checkpoint_name, read_manifest
 
 UNFINISHED = ".unfinished-"
-"""What the names of folders begin with that are no checkpoint yet, or that never become one."""
+"""Prefix of the names of folders that are not yet, or will never be, a checkpoint."""
 
 _LOCK = ".lock"
 _DAMAGED = "damaged-"
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is whole."""
+    """A checkpoint that was verified to be whole: nothing is missing or damaged."""
 
     path: Path
     manifest: Manifest
@@ -99,7 +99,7 @@ def remove_old_checkpoints(folder: Path, keep: int) -> None:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Makes a folder and holds its lock, so that no other run writes there; the kernel frees that of a killed process.
+    """Makes a folder and holds its lock, so that no other run writes there; the kernel frees a killed process's lock.
 
     Raises:
         BapipeError: the folder cannot be made, or another process holds its lock.
@@ -123,7 +123,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Returns an open file with the lock; whoever finds it locked reads there who this is."""
+    """Returns the descriptor of the locked file, which names this process to others that find it locked."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -140,6 +140,7 @@ def _locked(path: Path) -> int:
 
 
 def _holder(path: Path) -> str:
+    """Says which run holds a lock."""
     with suppress(OSError):
         text = path.read_bytes()[:200].decode(errors="replace")
         if re.fullmatch(r"process \d+ on [\w.-]+", text):

@@ -20,7 +20,7 @@ from bapipe.units import NonNegative, Positive
 MANIFEST = "bapipe.json"
 
 MAX_MANIFEST_BYTES = 2**27
-"""Enough for 300,000 parameters with the state of Adam: a tensor takes about 100 bytes."""
+"""Enough for 300,000 parameter tensors with the state of Adam: each tensor takes about 100 bytes."""
 
 _FILE = re.compile(r"rank-\d{1,9}\.safetensors")
 
@@ -32,7 +32,7 @@ ShortDigest = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NUM_DIGITS}}}$")
 
 
 class DamagedCheckpoint(BapipeError):
-    """A checkpoint of which something is missing, or not what was written."""
+    """Something in a checkpoint is missing, or differs from what was written."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,9 +51,9 @@ class MinibatchSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KeptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of `TrainConfig` that decide on the losses of a run; the number of steps is asked for anew.
+    """The options of `TrainConfig` that determine the losses of a run, but not the number of steps.
 
-    Those that JSON cannot hold are left out.
+    Values that JSON cannot hold are left out.
     """
 
     data: str | msgspec.UnsetType = msgspec.UNSET
@@ -72,22 +72,24 @@ class KeptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A checkpoint; only `plan` depends on the plan, its tensors have the names of the original module.
+    """Describes a checkpoint; only `plan` depends on the plan, as tensors have the names of the original module.
 
     Attributes:
         digest: SHA-256 of the manifest's own text with an empty digest.
         optimizer: class of `torch.optim`, in lower case.
-        num_samples: of the training data.
-        minibatch_sizes: what the position follows from; several if the run went on under plans of other sizes.
-        plan: SHA-256 of the plan that the run had; for the reader only. None in a converted checkpoint.
-        versions: of the software that wrote it; for the reader only.
-        tensors: of the model.
+        num_samples: number of samples of the training data.
+        minibatch_sizes: the mini-batch sizes so far, which determine the position; several if the run continued under
+            plans with other sizes.
+        plan: SHA-256 of the run's plan; for human readers only. None in a converted checkpoint.
+        versions: versions of the software that wrote it; for human readers only.
+        tensors: parameters and buffers of the model.
         non_persistent: buffers that the model's state dict leaves out and that training changes; left out if there are
             none, and in checkpoints of earlier versions.
         optimizer_tensors, optimizer_numbers: the optimizer's state, by `name of the parameter:key`.
-        files: the files with the tensors.
+        files: the files with the tensors, by name.
         grad_scaler: loss scaling of the next step, if losses are scaled; stored as `scaling`.
-        options: of the run, which one that resumes takes over; left out in checkpoints of earlier versions.
+        options: options of the run, which are the defaults when it resumes; left out in checkpoints of earlier
+            versions.
         samples: the `samples_digest` of the training data; left out if it has none, and in checkpoints of earlier
             versions.
     """
@@ -124,7 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def position_after(steps: int, sizes: Sequence[MinibatchSize], num_samples: int) -> Position:
-    """Returns where training is after some steps, the last mini-batch of an epoch never being an incomplete one.
+    """Returns where training is after some steps; incomplete mini-batches at the end of an epoch are left out.
 
     Raises:
         ValueError: the mini-batch sizes do not begin at step 0, are not in order, or are larger than the data.
@@ -175,7 +177,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def decode_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint, verified itself; whether its files are whole is not looked at.
+    """Returns the manifest of a checkpoint, after verifying the manifest itself, but not the other files.
 
     Raises:
         DamagedCheckpoint, UnreadableFile, BapipeError: as `read_manifest`.
@@ -238,7 +240,7 @@ def _check_file(path: Path, name: str, expected: FileDigest) -> None:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raises UnreadableFile for an error of the system, such as a disk of the network that is away."""
+    """Raises UnreadableFile for an error of the operating system, such as a network disk that cannot be reached."""
     try:
         yield
     except OSError as error:
@@ -264,7 +266,7 @@ def _check_tensors(path: Path, manifest: Manifest) -> None:
 
 
 MODEL, NON_PERSISTENT, OPTIMIZER = "model/", "non-persistent/", "optimizer/"
-"""What the names of the model's and of the optimizer's tensors begin with in the files."""
+"""Prefixes, in the files, of the names of the model's and the optimizer's tensors."""
 
 
 def stored_tensors(manifest: Manifest) -> dict[str, TensorSpec]:

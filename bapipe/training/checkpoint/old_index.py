@@ -38,7 +38,7 @@ def read_index(content: bytes) -> Iterator[Place]:
 
 
 class _Record:
-    """What an object of the index is read as: its state alone."""
+    """Stands for an object of the index, of which only the state is read."""
 
     state: Any = None
 
@@ -73,8 +73,8 @@ _NAMES: dict[tuple[str, str], Any] = {
 class _IndexReader(pickle._Unpickler):
     """Reads the index of tensors of a checkpoint/1; imports nothing.
 
-    Not the one in C, which makes a table as large as the largest number that a pickle gives to a value: 32 GiB for a
-    few bytes.
+    Python's unpickler is used, not the one in C, whose memo table is as large as the largest index in the pickle: a few
+    bytes could make it take 32 GiB.
     """
 
     def find_class(self, module: str, name: str) -> Any:

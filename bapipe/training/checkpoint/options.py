@@ -1,4 +1,4 @@
-"""The options of a run that its checkpoints keep, so that a run that resumes need not be told them again."""
+"""The options of a run that its checkpoints keep, so that they need not be given again when the run is resumed."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ def kept_options(config: TrainConfig) -> KeptOptions:
 
 
 def resumed_options(config: TrainConfig, given: Collection[str], *, tell: bool) -> TrainConfig:
-    """Returns the options of a run that resumes: those that it was given, and for the others what the checkpoint keeps.
+    """Returns the options of a run that resumes: those that were given, and for the others those of the checkpoint.
 
     Args:
         given: names of the options that the user has set.
@@ -57,7 +57,7 @@ def _by_name(options: KeptOptions) -> Mapping[str, Any]:
 
 
 def _kept_in(config: TrainConfig) -> KeptOptions:
-    """Returns the options in the newest checkpoint whose manifest can be read; none if there is no such."""
+    """Returns the options in the newest checkpoint whose manifest can be read; empty ones without such a checkpoint."""
     for path in reversed(list_checkpoints(config.checkpoint) if config.checkpoint is not None else ()):
         try:
             options = decode_manifest(path).options

@@ -1,4 +1,4 @@
-"""State of a model that its checkpoints do not hold: they hold parameters and buffers of the module."""
+"""Finds state of a model that its checkpoints do not hold: they hold only parameters and buffers of the module."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_no_extra_state(module: nn.Module) -> None:
-    """Raises BapipeError if a module, or a part of it, has extra state: that of torch's modules is any object."""
+    """Raises BapipeError if a module, or a part of it, has extra state (`get_extra_state`), which may be any object."""
     for path, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             name = f"module '{path}'" if path else "the module"
@@ -24,14 +24,14 @@ def check_no_extra_state(module: nn.Module) -> None:
 
 
 class StateOutside:
-    """Looks if the steps of a run change what no checkpoint holds.
+    """Finds out whether the steps of a run change state that no checkpoint holds.
 
-    That is numbers and random generators that modules or the loss keep in attributes, and the buffers of the loss.
-    Other objects, of which a forward may only keep a copy for the user, are not looked at.
+    This state is numbers and random generators in attributes of modules or the loss, and buffers of the loss. Other
+    objects are not examined: a forward may keep them only for the user.
     """
 
     def __init__(self, modules: Sequence[nn.Module], loss: object) -> None:
-        """`loss` is looked at if it is a module."""
+        """`loss` is examined if it is a module."""
         self._modules, self._loss = modules, loss
         self._before = dict(self._values())
 
@@ -48,7 +48,7 @@ class StateOutside:
             )
 
     def _values(self) -> Iterator[tuple[tuple[str, str], object]]:
-        """Yields ((what it is, its path), a value that can be compared)."""
+        """Yields ((description, path), value that can be compared) of all state that is examined."""
         for module in self._modules:
             yield from _attributes(module, "")
         if isinstance(self._loss, nn.Module):
@@ -62,5 +62,5 @@ def _attributes(module: nn.Module, of: str) -> Iterator[tuple[tuple[str, str], o
     for path, number in numbers_kept(module).items():
         yield (f"'{path}'{of}", path), number
     for path, generator in generators_kept(module).items():
-        # In a stage the path is that of a copy, which says nothing to the user.
+        # The path in a stage's module would mean nothing to the user.
         yield (f"a random generator{of}", path), generator_state(generator)

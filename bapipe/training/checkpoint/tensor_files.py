@@ -1,4 +1,4 @@
-"""Tensors by their names in safetensors files, which hold numbers only: reading one runs no code of its writer."""
+"""Reads and writes tensors by name in safetensors files, which hold only numbers: reading them cannot run code."""
 
 import hashlib
 import os
@@ -70,17 +70,17 @@ def tensor_specs(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """Writes tensors of the CPU to a file, completely and to the disk; returns its digest.
+    """Writes CPU tensors to a file, and waits until it is on the disk; returns its digest.
 
     Raises:
         OSError: it cannot be written.
     """
     path.touch()
-    mode = path.stat().st_mode  # as the user's other files; the library makes one that only the user can read
+    mode = path.stat().st_mode  # that of the user's other files; safetensors makes one that only the user can read
     try:
         save_file({name: _to_stored(tensor) for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
-        # It has no other exception for a full disk than one with the system's error number in its text.
+        # For a full disk safetensors raises no other error than this one, with the system's error number in its text.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if number is None:
             raise
@@ -124,7 +124,7 @@ def stored_specs(path: Path) -> dict[str, TensorSpec]:
 
 
 def read_tensors(paths: Iterable[Path], specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Yields those tensors of some files whose shape and dtype are given, one at a time; they may lie in the file."""
+    """Yields (name, tensor) of some files for the names in `specs`, one at a time; tensors may be memory-mapped."""
     for path in paths:
         with opened(path) as file:
             for name in sorted(specs.keys() & set(file.keys())):
@@ -154,5 +154,5 @@ def _to_stored(tensor: Tensor) -> Tensor:
 
 
 def _from_stored(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    # A copy begins where every dtype may; in the file its bytes begin anywhere.
+    # The copy is aligned for every dtype; the bytes in the file may not be.
     return tensor if spec.stored == spec else tensor.clone().view(DTYPES[spec.dtype]).reshape(spec.shape)

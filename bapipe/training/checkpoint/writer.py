@@ -55,20 +55,20 @@ from bapipe.training.checkpoint.tensor_files import (
 )
 
 AGAIN_S = 30.0
-"""How long after a failure a checkpoint is tried again: a network disk may be back by then, or a full one have room."""
+"""How long after a failure a checkpoint is written again: a network disk may be back, or a full one have space."""
 
 _MEET_S = 0.25
-"""How often ranks meet while one of them still writes."""
+"""Interval at which the ranks' threads meet, in a collective, while one of them still writes."""
 
 _SLOW_S = 600.0
-"""After how long a warning names the ranks that still write."""
+"""Time after which a warning names the ranks that still write."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank's part of a checkpoint has given, or why it failed."""
+    """The result of what a rank did for a checkpoint, or why it failed."""
 
     value: Any = None
     fault: str | None = None
@@ -80,9 +80,9 @@ class CheckpointWriter:
     `save` copies the tensors that this rank owns and returns; a thread writes them, to a file of the rank's own. The
     thread has a gloo group of its own, because the training thread uses the other groups meanwhile, and NCCL cannot
     send from the CPU. A checkpoint is written to an unfinished folder, which is renamed when all of it is on the disk:
-    a crash leaves no half checkpoint. One that cannot be written is tried once more. However long a disk takes, the
-    ranks meet meanwhile, so that none is taken for one that hangs. (Not torch.distributed.checkpoint: what it writes is
-    read by unpickling.)
+    a crash leaves no partial checkpoint. If writing fails, it is tried once more. While a slow disk is waited for, the
+    ranks' threads meet in a collective again and again, so that no rank is taken for hung.
+    (torch.distributed.checkpoint is not used, because its files are read by unpickling.)
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class CheckpointWriter:
         time the ranks have met.
 
         Raises:
-            BapipeError: the ranks have not the same folder.
+            BapipeError: the ranks do not see the same folder.
         """
         self._copy_stream = copy_stream(device)
         self._folder, self._keep, self._names, self._again_s = folder, keep, names, again_s
@@ -115,7 +115,7 @@ class CheckpointWriter:
         dist.barrier(group=self._group)
 
     def _check_common(self) -> None:
-        """Raises BapipeError unless every rank sees what rank 0 makes in the folder: a host may have one of its own."""
+        """Raises BapipeError unless every rank sees what rank 0 makes in the folder: a host may have its own folder."""
         is_first = dist.get_rank() == 0
         made = [Path(mkdtemp(prefix=UNFINISHED, dir=self._folder)).name if is_first else ""]
         dist.broadcast_object_list(made, src=0, group=self._group)
@@ -140,8 +140,9 @@ class CheckpointWriter:
     ) -> torch.cuda.Event | None:
         """Starts to write a checkpoint when the one before is done; `manifest` lacks tensors, numbers and files.
 
-        `non_persistent` are buffers that are not in the state dict. Returns the event before which a GPU must not
-        change the tensors, but those that forwards change: these are copied at once. None on a CPU, where all are.
+        `non_persistent` are buffers that are not in the state dict. Returns an event, after which a GPU may change the
+        tensors, except those in `changed_by_forwards` and `non_persistent`, which it copies first. None on a CPU, where
+        all are copied before this returns.
         """
         self.wait()
         named = {MODEL + name: tensor for name, tensor in tensors.items()}
@@ -157,7 +158,7 @@ class CheckpointWriter:
         return copy.done
 
     def check(self) -> None:
-        """Raises RunFailed if the checkpoint that was started is given up: no later one is waited for."""
+        """Raises RunFailed if writing the last checkpoint has failed; does not wait for it."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -183,7 +184,7 @@ class CheckpointWriter:
         """Writes this rank's tensors, of which `copy` are copies; `specs` are the tensors that each rank has."""
         step, own = manifest.position.step, copy.tensors
         try:
-            if self._copy_stream is not None:  # a thread begins on GPU 0, and waiting there makes a context on it
+            if self._copy_stream is not None:  # a thread starts with GPU 0, on which waiting would make a context
                 torch.cuda.set_device(self._copy_stream.device)
             copy.wait()
             all_numbers: list[dict[str, Number]] = self._gather(numbers)
@@ -204,8 +205,8 @@ class CheckpointWriter:
     def _fault_of_try(self, manifest: Manifest, own: Mapping[str, Tensor]) -> str | None:
         """Tries to write a checkpoint, of which `manifest` lacks the files and `own` are the tensors of this rank.
 
-        Returns on all ranks why it failed, None if it did not. What a try that failed has written is removed: on a full
-        disk it takes the place that the next one needs.
+        Returns, on all ranks, why it failed, None if it did not. After a failure all that was written is removed: on a
+        full disk it takes the space that the next try needs.
         """
         unfinished = unfinished_folder(self._folder, manifest.position.step)
         written = self._on_every_rank(partial(self._write_own, unfinished, own))
@@ -224,7 +225,7 @@ class CheckpointWriter:
         return self._on_every_rank(do if dist.get_rank() == 0 else lambda: None)
 
     def _on_every_rank(self, do: Callable[[], object]) -> list[_Outcome]:
-        """Returns the outcome of `do` on each rank; the ranks meet again and again until all have done it."""
+        """Runs `do`; returns its outcome on each rank, which the ranks exchange again and again until all are done."""
         own: list[_Outcome] = []
         doing = Thread(target=lambda: own.append(_outcome_of(do)), daemon=True)
         doing.start()
@@ -273,7 +274,7 @@ def _faults(outcomes: Sequence[_Outcome]) -> list[tuple[int, str]]:
 
 
 def owners_of(specs: Sequence[Mapping[str, TensorSpec]]) -> dict[str, int]:
-    """Returns the rank that writes each tensor: of those that have it, as replicas do, the one with the least to write.
+    """Returns the rank that writes each tensor: of several that have it, such as replicas, the one with least to write.
 
     `specs` are the tensors of each rank.
     """
@@ -318,7 +319,7 @@ def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
             raise BapipeError(f"{path / name} is not there as it was written: all ranks need the same disk")
     write_bytes(path / MANIFEST, encode_manifest(manifest))
     sync(path)
-    if final.exists():  # the disk was lost right after the rename, and this is the second try
+    if final.exists():  # the first try failed right after the rename, as the disk was lost
         shutil.rmtree(final)
     os.rename(path, final)
     sync(folder)
@@ -344,7 +345,7 @@ def load_tensors(
             elif name in buffers:
                 _set(buffers[name], tensor)
             else:
-                optimizer_tensors[name.removeprefix(OPTIMIZER)] = tensor.clone()  # else it stays part of the file
+                optimizer_tensors[name.removeprefix(OPTIMIZER)] = tensor.clone()  # else it may be a map of the file
     return OptimizerState(tensors=optimizer_tensors, numbers=numbers)
 
 

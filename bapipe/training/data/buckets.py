@@ -11,7 +11,7 @@ from bapipe.zoo.data.dataset import BucketShape, PipelineDataset
 
 
 def bucket_of_batch(dataset: PipelineDataset[Any], indices: Sequence[int]) -> int | None:
-    """Returns the number of the smallest bucket that fits all of some items; None for the one that is planned for."""
+    """Returns the index of the smallest bucket that fits all given items; None for the largest, the planned one."""
     num_buckets = len(dataset.bucket_shapes)
     if num_buckets == 0:
         return None
@@ -35,9 +35,8 @@ def bucketed_order(
 ) -> list[int]:
     """Returns items in an order whose mini-batches each hold items of similar sizes; the mini-batches are shuffled.
 
-    `buckets` are the items' buckets, `order` is any order of the items. The items of a bucket that do not fill a
-    mini-batch go on to the next larger bucket, so that no more items are left out than without buckets; those left
-    out come last.
+    `buckets` are the items' buckets, `order` is any order of the items. Items of a bucket that do not fill a mini-batch
+    join the next larger bucket, so that no more items are left out than without buckets; those left out come last.
     """
     batches: list[list[int]] = []
     remaining: list[int] = []

@@ -1,7 +1,7 @@
 """Mini-batches of a data set in an order drawn from a seed, from any position on; each rank loads only what it uses.
 
-`torch.utils.data.DataLoader` loads them, in worker processes if asked for. A sampler draws the order; the requests
-that it yields say all that a mini-batch depends on, so results depend neither on the number of workers nor on the
+`torch.utils.data.DataLoader` loads them, in worker processes if there are any. A sampler draws the order; the requests
+that it yields hold all that a mini-batch depends on, so results depend neither on the number of workers nor on the
 position that a run resumes from.
 """
 
@@ -38,7 +38,7 @@ PREFETCH = 2
 """Mini-batches that each worker process loads ahead."""
 
 _NO_SHARED_MEMORY = ("unable to allocate shared memory", "unable to open shared memory")
-"""In torch's errors, which are RuntimeErrors as those of shapes are."""
+"""Texts that tell torch's errors about shared memory from its other RuntimeErrors."""
 
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -75,7 +75,7 @@ class Batch:
         return replace(self, inputs=inputs, target=None if self.target is None else self.target.pin_memory())
 
     def share_memory(self) -> "Batch":
-        """Returns the batch in shared memory, in which a worker passes it on: here an error of that can be caught."""
+        """Returns the batch, moved to the shared memory by which a worker sends it: errors can be caught here."""
         for tensor in (*self.inputs, self.target):
             if tensor is not None:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class Batch:
 
 
 HELD_OUT = "held out"
-"""What `RankParts.load` is told of data to evaluate on."""
+"""The argument `data` of `RankParts.load` for data to evaluate on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,11 @@ class RankParts:
     """What a rank uses of a mini-batch.
 
     Attributes:
-        seed: of the run.
-        num_inputs: of the model.
-        places: numbers of the parts of an item, see `PipelineDataset`.
-        microbatches, microbatch_size: whose samples it uses.
-        minibatch_size: of all ranks together.
+        seed: seed of the run.
+        num_inputs: number of inputs of the model.
+        places: indices of the parts of an item that it uses, see `PipelineDataset`.
+        microbatches, microbatch_size: the micro-batches whose samples it uses, and their size.
+        minibatch_size: number of samples of all ranks together.
     """
 
     seed: int
@@ -123,10 +123,10 @@ class RankParts:
     def load(
         self, dataset: PipelineDataset[Any], indices: Sequence[int], data: str
     ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-        """Returns the inputs and the target of some items, a mini-batch of them or fewer; None for other parts.
+        """Returns the inputs and the target of up to a mini-batch of items; None for parts that this rank does not use.
 
-        Rows of micro-batches that run on other ranks are left uninitialized. What an item draws depends on the seed,
-        `data` (see `seed_item`) and its number alone; the generators are afterwards as before.
+        Rows of micro-batches that run on other ranks are left uninitialized. The random numbers that an item draws
+        depend only on the seed, `data` (see `seed_item`) and its index; generators are restored afterwards.
         """
         size, num = self.microbatch_size, len(indices)
         rows = [row for m in self.microbatches for row in range(m * size, min((m + 1) * size, num))]
@@ -137,7 +137,7 @@ class RankParts:
         return tuple(stacked.get(place) for place in range(self.num_inputs)), stacked.get(self.num_inputs)
 
     def _columns(self, dataset: PipelineDataset[Any], indices: Sequence[int], data: str) -> dict[int, list[Any]]:
-        """Returns the values of each part that the rank uses; loads no other part if the data can do so."""
+        """Returns the values of each part that the rank uses; loads no other part if the data set allows it."""
 
         def loaded(index: int, load: Callable[[], T]) -> T:
             seed_item(self.seed, data, index)
@@ -157,9 +157,9 @@ class RankParts:
 
 
 class MinibatchSampler(Sampler[BatchRequest]):
-    """Yields requests without end; each pass over the data is another permutation, without an incomplete last batch.
+    """Yields requests without end; each epoch is another permutation of the data, without an incomplete last batch.
 
-    Of data in buckets, a mini-batch has items of similar sizes, and the bucket that fits all of them.
+    If the data has buckets, a mini-batch has items of similar sizes, and the smallest bucket that fits all of them.
     """
 
     def __init__(self, dataset: PipelineDataset[Any], minibatch_size: int, seed: int, start: Position) -> None:
@@ -191,7 +191,7 @@ class MinibatchSampler(Sampler[BatchRequest]):
 
 
 class _Batches(Dataset[Batch | BapipeError]):
-    """Mini-batches by request. Errors for users are returned: DataLoader would bury their text in a stack trace."""
+    """Mini-batches by request. Errors for users are returned: DataLoader would hide their text in a stack trace."""
 
     def __init__(self, dataset: PipelineDataset[Any], parts: RankParts) -> None:
         self._dataset, self._parts = dataset, parts
@@ -231,7 +231,7 @@ def batches(
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
     """Yields mini-batches without end, from a position on. Close the iterator to end its worker processes."""
-    num_workers = num_workers if parts.places else 0  # a stage in between loads nothing
+    num_workers = num_workers if parts.places else 0  # a rank in the middle of a pipeline may load nothing
     if num_workers:
         _start_resource_tracker()
         _check_semaphores(num_workers)
@@ -254,7 +254,7 @@ def batches(
 
 
 def _start_resource_tracker() -> None:
-    """Starts Python's process that removes the semaphores of a rank that is ended; it would warn of them on stderr."""
+    """Starts Python's resource tracker, which removes semaphores of killed ranks, without its warnings on stderr."""
     before = os.environ.get("PYTHONWARNINGS")
     quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
     os.environ["PYTHONWARNINGS"] = f"{before},{quiet}" if before else quiet
@@ -271,13 +271,13 @@ def _check_semaphores(num_workers: int) -> None:
     """Raises BapipeError if there is no room for the semaphores of data workers: DataLoader would print a traceback."""
     context = multiprocessing.get_context("spawn")
     try:
-        # It has one for each worker and one for their results, each with three semaphores, and an event with five.
+        # DataLoader has a queue for each worker and one for results, of three semaphores each, and an event of five.
         _ = [context.Queue() for _ in range(num_workers + 3)]
     except OSError as error:
         if error.errno in _NOT_WRITABLE:
             raise BapipeError(
                 f"data workers cannot start, as nothing can be written to their shared memory: {error.strerror}: let "
-                "this user write to /dev/shm, or use no `data_workers`, 0"
+                "this user write to /dev/shm, or set `data_workers` to 0"
             ) from None
         if error.errno != errno.ENOSPC:
             raise
@@ -296,7 +296,7 @@ def _no_room(what: str) -> BapipeError:
 
 
 def _begin_worker(rank_pid: int, number: int) -> None:
-    """Makes a worker end with its rank, however that ends, and leaves signals to the rank."""
+    """Makes a worker end when its rank does, for whatever reason, and leaves signals to the rank."""
     end_with(rank_pid)
     ignore_signals(number)
 
@@ -311,7 +311,7 @@ def check_enough(plan: Plan, dataset: PipelineDataset[Any]) -> None:
 
 
 def warn_if_items_change(dataset: PipelineDataset[Any], num_inputs: int, seed: int) -> None:
-    """Warns if an item is another one when it is loaded again; `num_inputs` is that of the model."""
+    """Warns if the first item differs when it is loaded again; `num_inputs` is the model's number of inputs."""
     places = tuple(range(num_inputs + 1))
     parts = RankParts(
         seed=seed, num_inputs=num_inputs, places=places, microbatches=(0,), microbatch_size=1, minibatch_size=1
@@ -333,7 +333,7 @@ def _parts(dataset: PipelineDataset[Any], index: int) -> tuple[Any, ...]:
 
 
 def _loaded(index: int, load: Callable[[], T]) -> T:
-    """Returns what `load` returns; raises BapipeError with the number of the sample for whatever the data raise."""
+    """Returns what `load` returns; any error of the data set becomes a BapipeError that names the sample."""
     try:
         return load()
     except BapipeError:
@@ -343,7 +343,7 @@ def _loaded(index: int, load: Callable[[], T]) -> T:
 
 
 def _stack(rows: Sequence[int], num_samples: int, values: list[Any]) -> Tensor:
-    """Returns a tensor [num_samples, ...] with values in some rows and anything in the others."""
+    """Returns a tensor with `values` in the given rows, the others uninitialized. [num_samples, ...]"""
     try:
         batch = default_collate(values)
     except (RuntimeError, TypeError) as error:  # samples of different shapes, or of no type that can be stacked

@@ -13,7 +13,7 @@ from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 
 def samples_digest(data: PipelineDataset[Any]) -> str | None:
-    """Returns a digest of the first and the last sample; None if they are drawn anew each time, or are no tensors."""
+    """Returns a digest of the first and last sample; None if they are random, or cannot be made tensors."""
     try:
         first, second = (_digest(data, seed) for seed in (0, 1))
     except Exception:  # whatever the data set's own code raises; training says so

@@ -23,7 +23,7 @@ from bapipe.zoo.factory import factory_name
 def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> PipelineDataset[Any]:
     """Returns the data that a configuration names; `example` is what `build` returns.
 
-    A function for data is called under a seed of the run: what it draws is the same in all processes and when resumed.
+    A function that returns data is called under a seed of the run: it draws the same in all processes and when resumed.
 
     Raises:
         BapipeError: there is no such data, or its items are not like the example inputs.
@@ -34,7 +34,7 @@ def training_data(config: TrainConfig, build: ModelBuild, example: Example) -> P
         return like_example(real.module, real.tensors, real.target, real.inputs)
 
     with all_generators_restored():
-        seed_cpu_generators(derived_seed(config.seed, "data"))  # not what the factory draws
+        seed_cpu_generators(derived_seed(config.seed, "data"))  # another seed than the factory's
         dataset = open_dataset(
             config.data,
             example.data,

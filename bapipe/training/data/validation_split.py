@@ -18,13 +18,13 @@ _ITEMS_PER_HELD_OUT_ITEM = 10
 def hold_out(
     dataset: PipelineDataset[Any], seed: int, max_samples: int | None
 ) -> tuple[PipelineDataset[Any], PipelineDataset[Any]]:
-    """Returns what to train on, and at most `max_samples` items to evaluate on, drawn from the seed.
+    """Returns the data to train on, and at most `max_samples` items to evaluate on, drawn from the seed.
 
-    The latter are from the `held_out` of the data, all of them if `max_samples` is None. Data without `held_out` is
-    split: `max_samples` or a tenth of it is evaluated on, the others are trained on.
+    The latter are from the data's `held_out`, all of it if `max_samples` is None. Data without `held_out` is split:
+    `max_samples` or a tenth of it is evaluated on, the rest is trained on.
 
     Raises:
-        BapipeError: nothing would be left to train on, or `held_out` is no data set, or empty.
+        BapipeError: nothing would be left to train on, or `held_out` is no data set, or is empty.
     """
     if dataset.held_out is not None:
         validation = as_pipeline_dataset(dataset.held_out, "`held_out` of the data")

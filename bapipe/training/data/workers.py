@@ -25,17 +25,17 @@ def num_data_workers(
     num_threads: int,
     batch_bytes: int,
 ) -> int:
-    """Returns `chosen`, or by default a number that this machine has cores and shared memory for.
+    """Returns `chosen`, or by default a number of workers that this machine has cores and shared memory for.
 
-    The default is 0 for data that is fast to load, and for data that cannot be sent to workers, as of a class that is
-    defined in a notebook. Also in a torchrun job: workers import the program anew, and a script for torchrun need not
-    be safe to import.
+    The default is 0 for data that is fast to load, and for data that cannot be pickled, such as of a class defined in a
+    notebook. It is 0 under torchrun, too: workers import the main program again, and a script for torchrun need not be
+    safe to import.
 
     Args:
         on_gpu: whether the ranks train on GPUs.
         num_ranks: ranks on this machine.
-        num_threads: compute threads of each.
-        batch_bytes: of a mini-batch.
+        num_threads: compute threads of each rank.
+        batch_bytes: size of a mini-batch.
     """
     if chosen is not None:
         return chosen
@@ -49,7 +49,7 @@ def num_data_workers(
 
 
 def _free_shared_memory() -> float:
-    """Returns the bytes through which workers may pass batches; containers often have little, or let nobody write."""
+    """Returns the free bytes of shared memory for batches; containers often have little, or let nobody write to it."""
     if not _SHARED_MEMORY.is_dir():
         return math.inf
     return shutil.disk_usage(_SHARED_MEMORY).free if os.access(_SHARED_MEMORY, os.W_OK) else 0

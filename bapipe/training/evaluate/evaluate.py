@@ -29,8 +29,8 @@ class EvaluationData:
 
     Attributes:
         generation: how texts are generated; None if the model generates none.
-        max_length: of a generated text, in words, its end included.
-        seed: of what items draw.
+        max_length: maximum number of words of a generated text, including its end.
+        seed: seed of the random numbers that items draw.
     """
 
     dataset: PipelineDataset[Any]
@@ -41,7 +41,7 @@ class EvaluationData:
 
 
 def check_scores(data: EvaluationData) -> None:
-    """Raises BapipeError if a score cannot be computed, or told apart: before training, not after hours of it."""
+    """Raises BapipeError if a score cannot be computed, or has the name of another value; called before training."""
     for name in ("loss", "steps", "num_samples"):
         if name in data.metrics:
             raise BapipeError(f"a metric is named '{name}', as something else that is reported: give it another name")
@@ -67,8 +67,8 @@ def evaluate(
 ) -> Evaluation:
     """Returns loss, metrics and scores after `steps` steps, the same on every rank; all ranks call it together.
 
-    Every sample counts once, those of a last, smaller batch too. Nothing that is trained changes. `on_progress` is
-    called with the number of samples that are done.
+    Every sample counts once, also those of a last, smaller batch. The model is not changed. `on_progress` is called
+    with the number of samples that are done.
     """
     start_ns = time.perf_counter_ns()
     total, parts = len(data.dataset), RankParts.of(pipeline, plan, data.seed)
@@ -117,12 +117,12 @@ def _sums(
                 sums[i] += _of_each_sample(name, metric(output, expected), len(rows)).double().sum()
     dist.all_reduce(sums)
     # Every replica of the last stage gave all losses, but the metrics of its own samples only.
-    sums[1:of_metrics] /= sums[0].clone()  # not of the host: a GPU would be waited for
+    sums[1:of_metrics] /= sums[0].clone()  # on the device: reading it would wait for a GPU
     return sums[1:]
 
 
 def _of_each_sample(name: str, values: object, num_samples: int) -> Tensor:
-    """Returns what a metric gave; raises InvalidModel unless it is a value for each sample."""
+    """Returns what a metric gave, if it is a value for each sample; else raises InvalidModel. [samples]"""
     if isinstance(values, Tensor) and values.shape == (num_samples,):
         return values
     found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"{type(values).__name__} {values!r}"

@@ -18,7 +18,7 @@ def greedy_decode(
     shape: tuple[int, int],
     device: torch.device,
 ) -> Tensor:
-    """Returns the most likely words, one after another, as [num samples, length] = `shape`, the same on every rank.
+    """Returns the most likely words, chosen one after another, the same on every rank. [samples, length] = `shape`
 
     Each word takes a forward pass of the whole model over all words so far: nothing is cached between them. After the
     end of a text comes padding.
@@ -42,11 +42,11 @@ def greedy_decode(
 def _next_words(
     pipeline: Pipeline, inputs: Sequence[Tensor | None], position: int, num_samples: int, device: torch.device
 ) -> Tensor:
-    """Returns the most likely word at a position of each text, [num samples], on every rank."""
+    """Returns the most likely word at a position of each text, on every rank. [samples]"""
     result = pipeline.evaluate(*inputs, num_samples=num_samples, keep=lambda scores: scores[:, position].argmax(-1))
     chosen = torch.zeros(num_samples, dtype=torch.int64, device=device)
     if result is not None:
         for rows, words in zip(result.rows, result.outputs, strict=True):
             chosen[rows.start : rows.stop] = words
-    dist.all_reduce(chosen)  # each row is not zero on one rank only: its sum is a broadcast to all
+    dist.all_reduce(chosen)  # each row is nonzero on at most one rank, so the sum broadcasts it
     return chosen.cpu()

@@ -26,8 +26,8 @@ class RankGpu(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         machine: the name of the machine that the rank runs on.
-        model: as the driver names it.
-        uuid: a name that no other GPU has; None if torch does not know it.
+        model: the GPU's model, as the driver names it.
+        uuid: the GPU's unique name; None if torch does not know it.
     """
 
     machine: str

@@ -33,13 +33,13 @@ from bapipe.training.launch.worker import (
 )
 
 _SETTLE_S = 0.7
-"""How long the first failure waits for others: a rank that lost its peer often reports before the peer's end shows."""
+"""How long to wait for more failures after the first: a rank often reports a lost peer before the peer's end shows."""
 
 _NCCL_SETTLE_S = 5.0
-"""So long on CUDA: the ranks that wait for a hanging one are ended one by one by NCCL's watchdogs."""
+"""The same on CUDA: NCCL's watchdogs end the ranks that wait for a hanging one, one after another."""
 
 _NCCL_ABORT_S = 10.0
-"""How long after the timeout these watchdogs take to end the first process, at most."""
+"""How long after the timeout NCCL's watchdogs take to end the first process, at most."""
 
 _START_S = 120.0
 """How much longer a rank may be silent while it starts, because importing torch takes long."""
@@ -52,7 +52,7 @@ _NO_FACTS: Mapping[str, str] = {}
 _RECEIVE_S = 0.2
 
 _LONGEST_WAIT_S = 1.0
-"""What a round of following the ranks counts for at most: it takes longer only if this process was paused."""
+"""The most that a round of `_follow` counts for: it takes longer only if this process was paused."""
 
 _END_S = 1.0
 """How long a rank that has reported its result, or closed its pipe, may take to exit."""
@@ -107,22 +107,22 @@ def launch(
     """Runs `worker(rank, *arguments)` in a process for each of `names`; returns what each returned, in rank order.
 
     Under torchrun it joins that job and runs the worker in this process; the list then holds this rank's result alone,
-    and `on_message` sees this rank's messages alone. `kind` is `cpu` (gloo, one thread per process) or `cuda` (NCCL).
+    and `on_message` gets only this rank's messages. `kind` is `cpu` (gloo, one thread per process) or `cuda` (NCCL).
     The worker, its arguments and its result must be picklable. `on_message(index, message)` gets the workers' reports,
-    in this process. `facts` are values that must be the same in all ranks of a job, by what they are of;
-    `memory_advice` says for each rank what to do if it runs out of memory, `places` which of its host's CUDA devices a
-    rank has, by default the one of its own number; `devices` are the ranks' in the plan's cluster, with which a job
-    compares where it runs.
+    in this process. `facts` are values that must be the same in all ranks of a job, by name; `memory_advice` says for
+    each rank what to do if it runs out of memory; `places` are the ranks' CUDA devices on their hosts, by default
+    numbered as the ranks; `devices` are the ranks' devices in the plan's cluster, with which a job compares the
+    machines and GPUs that it has.
 
-    SIGTERM and SIGHUP end the ranks with this process. A worker that `stops_between_steps` is asked to do so first: it
-    looks at `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, does
-    not wait.
+    SIGTERM and SIGHUP end the ranks with this process. With `stops_between_steps` the worker is asked to stop first: it
+    checks `rank.stop_signal`, and raises `Stopped` in every rank. A second signal, or one before the first step, ends
+    the ranks at once.
 
     Raises:
         BapipeError: a worker raised it, or torchrun started another number of processes.
-        RunFailed: a rank raised, was killed, kept another one waiting for `timeout_s`, or no rank ended, reported
-            anything or told that it waits for so long; or for twice as long on CUDA and outside of Linux, where ranks
-            do not tell that they wait.
+        RunFailed: a rank raised an error, was killed, or kept another one waiting for `timeout_s`; or for that time no
+            rank ended, reported anything or was known to wait. That time is twice as long on CUDA and outside of Linux,
+            where ranks do not tell that they wait.
         KeyboardInterrupt: on Ctrl-C, when all ranks have ended.
         Stopped: the ranks were asked to stop, and have ended.
     """
@@ -161,10 +161,10 @@ def launch(
 
 
 def _cuda_environment() -> dict[str, str]:
-    """Returns what ranks on GPUs are started with, unless it is set here.
+    """Returns the environment variables for ranks on GPUs that are not set in this process.
 
-    The allocator then grows its blocks instead of leaving gaps between them; and streams have hardware queues of their
-    own, so that a receive which waits on the GPU holds up no stream but its own.
+    With them the allocator grows its blocks instead of leaving gaps between them, and streams have hardware queues of
+    their own, so that a receive which waits on the GPU holds up no stream but its own.
     """
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     names = {"PYTORCH_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}  # the latter before torch 2.10
@@ -173,7 +173,7 @@ def _cuda_environment() -> dict[str, str]:
 
 @contextmanager
 def _listening(processes: Sequence[LocalProcess]) -> Iterator[_Batches]:
-    """Receives messages in a thread: a rank whose pipe is full would wait for `on_message`, and the others for it."""
+    """Receives messages in a thread: else a rank with a full pipe would wait for `on_message`, and others for it."""
     batches, leaves = _Batches(), Event()
 
     def listen() -> None:
@@ -203,7 +203,7 @@ def _follow(
     """Returns when every rank has finished; raises when one is not going to."""
     deadline_s: float | None = None
     num_signals, last_s = 0, time.monotonic()
-    # A rank that does not tell when it begins to wait may have computed before, until others would call it hung.
+    # A rank that does not tell that it waits may have computed for almost `timeout_s` before it began to wait.
     allowed_s = job.timeout_s if can_watch_waiting(job.kind) else 2 * job.timeout_s
     silence_s = allowed_s + (_NCCL_ABORT_S if job.kind == "cuda" else _END_S)
     while any(rank.finished is None for rank in ranks):
@@ -236,7 +236,7 @@ def _ask_to_stop(ranks: Sequence[_RankState], number: int, is_first: bool) -> No
 
 
 def _count_silence(ranks: Sequence[_RankState], passed_s: float) -> None:
-    """Counts the time that ranks run without a message; ranks that are all paused are not waited for."""
+    """Adds to the time that ranks have run without a message, unless all of them are paused."""
     if not all(rank.process.is_paused() for rank in ranks if rank.finished is None):
         for rank in ranks:
             rank.silent_s += passed_s
@@ -245,7 +245,7 @@ def _count_silence(ranks: Sequence[_RankState], passed_s: float) -> None:
 def _take(
     batches: _Batches, ranks: Sequence[_RankState], job: RankJob, on_message: Callable[[int, Any], None] | None
 ) -> None:
-    """Notes the next messages, and passes on those for `on_message`, after waiting for them up to `_RECEIVE_S`."""
+    """Waits up to `_RECEIVE_S` for messages, notes them, and passes on those for `on_message`."""
     try:
         batch = batches.get(timeout=_RECEIVE_S)
     except Empty:
@@ -271,6 +271,7 @@ def _take(
 
 
 def _note_end(rank: _RankState, job: RankJob) -> None:
+    """Notes how a process ended that has closed its pipe without a report."""
     if rank.finished is not None or rank.failure is not None:
         return
     code = rank.process.exit_code(_END_S)
@@ -282,7 +283,7 @@ def _note_end(rank: _RankState, job: RankJob) -> None:
 
 
 def _error(ranks: Sequence[_RankState], job: RankJob, stop: StopRequest) -> BapipeError | Stopped:
-    """Returns the error for the user: the cause, rather than a rank that only noticed that another had gone."""
+    """Returns the error for the user: of the rank that is the cause, not of one that only lost its peer."""
     for rank in ranks:
         if rank.failure is not None and rank.failure.stopped is not None:
             number, detail = rank.failure.stopped
@@ -302,7 +303,7 @@ def _error(ranks: Sequence[_RankState], job: RankJob, stop: StopRequest) -> Bapi
     first = reported[0]
     assert first.failure is not None
     others = [rank for rank in ranks if not rank.broken and rank.finished is None]
-    # The one that hangs has not even told that it waits, for about as long as the first one has waited for it.
+    # A rank that hangs does not tell that it waits: it has been silent for about as long as the first one has waited.
     silent = [rank for rank in others if rank.silent_s > job.timeout_s / 2] or others
     if first.failure.timed_out and len(silent) == 1:
         hangs = f"{silent[0].title} hangs{silent[0].at_step}"

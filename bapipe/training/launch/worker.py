@@ -1,4 +1,4 @@
-"""What a process of a run does: it joins the process group, runs the worker, and reports how that ended.
+"""What each process of a run does: it joins the process group, runs the worker, and reports how that ended.
 
 A run is either launched here (`processes.launch`, `run_rank`), or part of a job of torchrun (`join_job`).
 """
@@ -34,8 +34,8 @@ from bapipe.training.launch.waiting import WaitLimit
 _log = logging.getLogger(__name__)
 
 _START = timedelta(days=1)
-"""How long a rank waits for the others to start: on this machine, where the parent notices one that does not, so long;
-a rank of a job at most."""
+"""Longest time that a rank waits for the others to start. On one machine the parent notices earlier if one does not; in
+a job `timeout_s` may be shorter."""
 
 Result = TypeVar("Result")
 
@@ -46,8 +46,8 @@ class Rank:
 
     Attributes:
         index, size: its rank in the process group, and the group's size.
-        name: of its device in the plan.
-        group_timeout: for process groups that the worker makes.
+        name: name of its device in the plan.
+        group_timeout: timeout for process groups that the worker makes.
     """
 
     index: int
@@ -73,7 +73,7 @@ class Rank:
         self._send(Message(message))
 
     def note_meeting(self) -> None:
-        """Notes that the threads of all ranks that write a checkpoint have just met: no rank hangs."""
+        """Notes that the ranks' threads that write a checkpoint have just met: no rank hangs."""
         self._limit.note_meeting()
         self._send(Heartbeat())
 
@@ -84,14 +84,14 @@ class RankJob:
 
     Attributes:
         worker: called with a `Rank` and `arguments`.
-        names: of the ranks' devices in the plan.
-        places: of these devices among those of their host; CUDA numbers them so.
+        names: names of the ranks' devices in the plan.
+        places: each device's index among those of its host, which is its CUDA index.
         kind: `cpu` (gloo) or `cuda` (NCCL).
         timeout_s: how long a rank may wait for another.
-        stops_between_steps: the worker looks at `rank.stop_signal`; else signals end it at once.
-        facts: values that must be the same in all ranks of a job, by what they are of.
-        memory_advice: for each rank, what to say if it runs out of memory; or none.
-        devices: of the ranks in the plan's cluster; none if they have no plan.
+        stops_between_steps: whether the worker checks `rank.stop_signal`; else signals end it at once.
+        facts: values that must be the same in all ranks of a job, by name.
+        memory_advice: for each rank, what to say if it runs out of memory; may be empty.
+        devices: the ranks' devices in the plan's cluster; empty without a plan.
     """
 
     worker: Callable[..., Any]
@@ -124,12 +124,12 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The rank waits for others, or has just met them while it writes a checkpoint: it does not hang itself."""
+    """The rank waits for others, or has just met them while it writes a checkpoint: it is not the one that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """For `on_message`."""
+    """A message of the worker for `on_message`."""
 
     value: object
 
@@ -146,11 +146,11 @@ class Failure:
     """The worker has raised an error.
 
     Attributes:
-        expected: it is a BapipeError whose text is complete without rank and step.
-        lost_peer: it only shows that another rank has gone, or is too slow.
-        timed_out: the latter.
-        stopped: how a signal made all ranks stop; its number is in there.
-        out_of_memory: there was not enough memory, of the machine or by a limit.
+        expected: whether it is a BapipeError, whose text is complete without rank and step.
+        lost_peer: whether it only shows that another rank has gone, or is too slow.
+        timed_out: whether it only shows that another rank is too slow.
+        stopped: the number of the signal that made all ranks stop, and details; None if none did.
+        out_of_memory: whether there was not enough memory, of the machine or by a limit.
     """
 
     text: str
@@ -162,7 +162,7 @@ class Failure:
 
 
 def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str, secret: bytes) -> None:
-    """Runs the worker as one rank of a group of processes on this machine, which meet in a file of their user's own.
+    """Runs the worker as one rank of a group of processes on this machine, whose rendezvous is the file `store`.
 
     Sends `Started`, what the worker sends, `Heartbeat` while it waits, and in the end `Finished` or `Failure`.
     """
@@ -170,7 +170,7 @@ def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: st
     try:
         use_loopback()
         send(Started())
-        gc.freeze()  # what importing has made lives as long as this process: no collection need look at it
+        gc.freeze()  # objects made by imports live as long as this process: no collection need visit them
         shared = dist.FileStore(store, len(job.names))
         meet(shared, index, len(job.names), _START)
         result = _work(job, index, _prepare(job, index), send, limit, store=shared, secret=secret)
@@ -240,7 +240,7 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
 
 
 def waited_too_long(timeout_s: float) -> Failure:
-    """Returns what a rank reports that another one has kept waiting."""
+    """Returns the failure that a rank reports if it has waited for another one for longer than `timeout_s`."""
     text = f"waited more than {timeout_s:g} s for another rank"
     return Failure(text=text, expected=False, lost_peer=True, timed_out=True)
 
@@ -249,9 +249,9 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
     """Runs the worker as a rank of the job of torchrun that this process is part of, `joined`; returns its result.
 
     Raises:
-        BapipeError: the job has another number of processes, or is to use a network interface that is not there.
-        RunFailed: this process cannot join, the worker raised an error, the job did not meet, or two ranks have the
-            same GPU.
+        BapipeError: the job has another number of processes, or the network interface that it is to use does not exist.
+        RunFailed: this process cannot join, the worker raised an error, not all ranks joined in time, or two ranks have
+            the same GPU.
     """
     index, size, names = joined.rank, joined.size, job.names
     if size != len(names):
@@ -280,7 +280,7 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
             wait_for_all(store, index, names, rendezvous_s, job.facts)
             _compare_gpus(job, store, index, device)
             choose_interface(outer_address(store))
-            limit = WaitLimit(job.timeout_s, job.kind)  # from here on: it lets the connections live that there are
+            limit = WaitLimit(job.timeout_s, job.kind)  # made here: it leaves connections open that exist by now
             result = _work(job, index, device, send, limit, store=store, secret=job_secret())
             dist.destroy_process_group()
             return result
@@ -294,7 +294,7 @@ def join_job(job: RankJob, joined: Job, on_message: Callable[[int, Any], None] |
 
 
 def _on_hosts(job: RankJob) -> str:
-    """Says how many processes to start on each host of the plan, in the order in which ranks are numbered."""
+    """Says how many processes to start on each host of the plan, with hosts in the order of their ranks."""
     counts = Counter(device.host for device in job.devices)
     if len(counts) <= 1:
         return f"on one host with nproc-per-node={len(job.names)} for torchrun"
@@ -325,7 +325,8 @@ def describe_failure(failure: Failure, job: RankJob, index: int, at: str, others
     if failure.out_of_memory:
         return f"{title} ran out of memory{at}: {failure.text}; {job.advice_of(index)}"
     if failure.lost_peer and others.gone:
-        return f"{_titles(others.gone, job)} ended without a word, as a process that is killed: {title} lost it{at}"
+        gone = _titles(others.gone, job)
+        return f"{gone} ended without a word, as a killed process does: {title} lost the connection to it{at}"
     if failure.timed_out:
         one_of = "one of " if len(others.silent) > 1 else ""
         which = one_of + _titles(others.silent, job) if others.silent else "that one"
