@@ -97,8 +97,8 @@ def _faults(
         slow = trains_on.type == "cuda" and device.type == "cpu"
         if slow and (pass_s := _pass_s(parts, plan, inputs)) > _MAX_PASS_S:
             _log.warning(
-                "the stages are not compared with the model again, as when it was profiled: a forward and backward on "
-                "this machine's CPU takes %.0f s",
+                "the stages are not compared with the model again, which was compared when it was profiled: a forward "
+                "and backward on this machine's CPU takes %.0f s",
                 pass_s,
             )
             return None, None

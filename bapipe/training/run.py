@@ -47,15 +47,16 @@ def run(
         config: how to train; or give its options as keywords: `bapipe.run(plan, steps=100, data="mnist")`. With
             `resume`, options that are not given are those of the checkpoint's run.
         profiles: what to plan with if devices are lost; by default those that the plan was made from.
-        on_step: called with a report after every step. The ranks do not wait for it; under torchrun, where it is
-            called in rank 0 only, the others do, for up to `timeout_s`.
+        on_step: called with a report of every step. The ranks do not wait for it; under torchrun, where it is called
+            only in rank 0, the others do, for up to `timeout_s`.
         on_evaluation: called with the number of held-out samples done, their total, and the evaluation when all are
             done, else None; under torchrun in rank 0 only.
         on_replan: called with the reason and the new plan.
 
     Raises:
         BapipeError: the plan does not fit the model, the machine or the data.
-        RunFailed: a rank died.
+        RunFailed: a rank failed, was killed, or kept another one waiting for `timeout_s`; a loss or weights are not
+            finite; or a checkpoint cannot be written.
         Stopped: SIGTERM or SIGHUP asked the run to end, and all ranks have ended.
     """
     check_not_imported()

@@ -168,9 +168,8 @@ class TrainConfig:
         `settings` are those of the plan's profile, whose optimizer is the default.
         """
         name, profiled = (self.optimizer or settings.optimizer).lower(), OPTIMIZERS.get(settings.optimizer)
-        is_same_class = (
-            profiled is not None and name == profiled.torch_class.lower()
-        )  # `sgd` is also that with momentum
+        # `sgd` is also the class of SGD with momentum.
+        is_same_class = profiled is not None and name == profiled.torch_class.lower()
         rule = profiled if is_same_class else OPTIMIZERS.get(name)
         if rule is None:
             return name, dict(self.optimizer_arguments)

@@ -113,7 +113,7 @@ def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
 
 
 def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> CheckpointWriter | None:
-    """Returns what writes the checkpoints, if there is a folder for them; damaged newer ones are set aside."""
+    """Returns the writer of checkpoints, None without a folder for them; sets damaged newer checkpoints aside."""
     config = job.config
     if config.checkpoint is None:
         return None
@@ -256,7 +256,7 @@ def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stoppe
 
 
 def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) -> EvaluationData:
-    """Returns what evaluating the example's model on a data set needs."""
+    """Returns the data set with what else is needed to evaluate the example's model on it."""
     generation = example.generation
     length = 0 if generation is None else example.tensors[generation.input_index].shape[1]
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length, seed=seed)

@@ -20,10 +20,10 @@ class StepReport:
         step_ns: time of the slowest rank.
         data_ns: time before the step in which the ranks waited for its samples; not part of `step_ns`.
         bubble: share of the step that ranks were idle; of steps that are reported together, that of the last one.
-        learning_rate: of the update.
+        learning_rate: learning rate of the update.
         as_planned: whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
-        peak_bytes: per device, the peak memory of its stages so far; None if the system does not tell.
+        peak_bytes: per device, the peak memory of its stages so far; None if the system does not report it.
     """
 
     step: int
@@ -64,8 +64,8 @@ class TrainResult:
         data_ns: per step, the time before it in which the ranks waited for its samples.
         as_planned: per step, whether the samples have the sizes that the plan is for; else they are smaller.
         devices: names of the plan's devices that ran, in rank order.
-        peak_bytes: per device, the peak memory of its stages; None if the system does not tell.
-        timeline: of the last step.
+        peak_bytes: per device, the peak memory of its stages; None if the system does not report it.
+        timeline: measured timeline of the last step.
         order: per device, the actions of the last step in the order in which they ran.
         evaluations: in order.
     """

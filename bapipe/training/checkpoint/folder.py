@@ -58,8 +58,8 @@ def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     If newer ones are damaged, `tell` logs a line that says so.
 
     Raises:
-        BapipeError: all are damaged, one cannot be read before a whole one is found, or the newest that is whole is of
-            an older version of bapipe.
+        BapipeError: all are damaged, or one that is newer than any whole one cannot be read or is of an older version
+            of bapipe.
     """
     damages: list[DamagedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):

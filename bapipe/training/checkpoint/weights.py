@@ -12,7 +12,7 @@ from bapipe.tracing.model import persistent_state
 from bapipe.training.checkpoint.tensor_files import file_digest, opened
 
 _NUM_SHOWN = 3
-"""Names that an error lists."""
+"""Most names that an error lists."""
 
 
 def check_weights(path: Path, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ def check_weights(path: Path, module: nn.Module) -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """Returns a digest of all that a file holds.
+    """Returns a digest of the content of a file.
 
     Raises:
         BapipeError: it cannot be read.
@@ -60,7 +60,7 @@ def weights_digest(path: Path) -> str:
 
 
 def load_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Sets tensors, given by their names, in place; reads only these of the file."""
+    """Sets the given tensors, in place, to those of the same names in a file; reads no others."""
     with opened(path) as file, torch.no_grad():
         there = set(file.keys())
         for name, tensor in tensors.items():

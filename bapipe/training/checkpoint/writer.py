@@ -166,7 +166,7 @@ class CheckpointWriter:
         """Waits until the checkpoint that was started is on the disk.
 
         Raises:
-            RunFailed: it could not be written, at a second try either.
+            RunFailed: it could not be written, not even at the second try.
         """
         if self._thread is not None:
             self._thread.join()

@@ -61,7 +61,7 @@ class Batch:
 
     Attributes:
         after: the position of training after this mini-batch.
-        bucket: number of the bucket that its items are cropped to; None for the shapes of the plan.
+        bucket: index of the bucket that its items are cropped to; None for the shapes of the plan.
     """
 
     inputs: tuple[Tensor | None, ...]

@@ -1,4 +1,4 @@
-"""A digest of samples, by which ranks and runs that resume can tell that they have the same data."""
+"""A digest of samples, by which ranks, and runs that resume, check that they have the same data."""
 
 import hashlib
 from typing import Any
@@ -16,7 +16,7 @@ def samples_digest(data: PipelineDataset[Any]) -> str | None:
     """Returns a digest of the first and last sample; None if they are random, or cannot be made tensors."""
     try:
         first, second = (_digest(data, seed) for seed in (0, 1))
-    except Exception:  # whatever the data set's own code raises; training says so
+    except Exception:  # whatever the data set's own code raises; training will report it
         return None
     return first if first == second else None
 

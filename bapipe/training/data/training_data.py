@@ -1,4 +1,4 @@
-"""The data that a run is to train on: opened, and its items checked against the model's example inputs."""
+"""Opens the data that a run is to train on, and checks its items against the model's example inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -65,7 +65,7 @@ class _RankState:
     Attributes:
         step: the last step that it has started.
         killed_by: the signal that killed its process.
-        vanished: its process ended without a report.
+        vanished: whether its process ended without a report.
         silent_s: how long it has run without sending a message; less than 0 while it may still start.
     """
 

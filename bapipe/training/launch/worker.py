@@ -112,38 +112,38 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The process has started."""
+    """Sent when the process has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStarted:
-    """The rank has begun a step."""
+    """Sent when the rank begins a step."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The rank waits for others, or has just met them while it writes a checkpoint: it is not the one that hangs."""
+    """Sent while the rank waits for others, or when it has met them to write a checkpoint: it does not hang."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of the worker for `on_message`."""
+    """Sent by the worker, for `on_message`."""
 
     value: object
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker has returned."""
+    """Sent when the worker has returned."""
 
     result: object
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has raised an error.
+    """Sent when the worker has raised an error.
 
     Attributes:
         expected: whether it is a BapipeError, whose text is complete without rank and step.
@@ -230,7 +230,7 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
     if is_out_of_memory(root_cause(error)):
         text = str(error) if isinstance(error, LayerFailed) else one_line(error)
         return Failure(text=text, expected=False, out_of_memory=True)
-    if isinstance(error, LayerFailed):  # also while it waits for what another rank sends
+    if isinstance(error, LayerFailed):  # also raised if the layer waited for what another rank sends
         return Failure(text=str(error), expected=False, lost_peer=is_lost_peer(root_cause(error)))
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
