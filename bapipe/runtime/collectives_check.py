@@ -42,8 +42,9 @@ def loss_checked(layout: ProcessLayout, stage: int) -> AbstractContextManager[ob
         layout,
         stage,
         -1,
-        "the loss communicates, such as by `dist.all_reduce`, with processes that run other stages and do not compute "
-        "it: leave that out, because processes of a pipeline do not split the mini-batch as in data parallelism",
+        "the loss communicates with processes that run other stages and do not compute it, such as by "
+        "`dist.all_reduce`: leave that out, because processes of a pipeline do not split the mini-batch as in data "
+        "parallelism",
     )
 
 

@@ -365,5 +365,5 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     """It would step all of them once for each stage of its rank."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     stages: dict[int, nn.Module] = {0: module[0], 1: module[1]}
-    with pytest.raises(BapipeError, match=r"has 2 parameters of other stages, such as one of shape \(2, 3\): each"):
+    with pytest.raises(BapipeError, match=r"with 2 parameters of other stages, such as one of shape \(2, 3\): each"):
         StageOptimizers(stages, lambda _: optim.SGD(module.parameters(), lr=0.1), CpuClock())
