@@ -14,6 +14,7 @@ from bapipe.equivalence.target_weights import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
@@ -121,11 +122,12 @@ class ForwardExecutor:
         microbatch_size: int,
         loss: nn.Module,
         sum_over_replicas: Callable[[Tensor], Tensor],
+        rng: PerOperatorRng,
     ) -> None:
         """`modules` are the modules of this rank's stages, by stage.
 
         `loss` takes the tuple that the last stage returns, and runs in evaluation mode, too; `sum_over_replicas` sums a
-        tensor over the replicas of the last stage.
+        tensor over the replicas of the last stage; `rng` seeds the operators of `modules` that draw random numbers.
 
         Raises:
             InvalidModel: a stage uses a parameter or buffer without a value.
@@ -134,7 +136,7 @@ class ForwardExecutor:
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
         self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
-        self._modules = modules
+        self._modules, self._rng = modules, rng
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_meta:
@@ -147,15 +149,19 @@ class ForwardExecutor:
         target: Tensor | None,
         num_samples: int,
         keep: Callable[[Any], Any],
+        step: int,
+        num_before: int,
     ) -> ForwardResult | None:
         """Returns the losses and what `keep` makes of each output on ranks of the last stage, None on others.
 
-        All ranks of the group call it together. `loaded` are the model inputs that this rank needs, by name.
+        All ranks of the group call it together. `loaded` are the model inputs that this rank needs, by name. Random
+        numbers depend on `step`, that of training, and on `num_before`, the micro-batches evaluated before at that
+        step, but not on the rank.
 
         Raises:
             InvalidModel: a forward changes a parameter.
         """
-        device = self._layout.device
+        device, self._rng.step = self._layout.device, step
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
         sums = torch.zeros(len(LossSums._fields), dtype=torch.float64, device=device)
         kept: dict[int, Any] = {}
@@ -165,9 +171,10 @@ class ForwardExecutor:
             _unchanged([*self._modules.values(), self._loss]),
             all_generators_restored(device),
         ):
-            for m, output in self._results(loaded, rows):
+            for m, output in self._results(loaded, rows, num_before):
                 samples = rows[m]
                 if target is not None:
+                    self._rng.enter_loss()
                     sums += self._loss_sums(output, target[samples.start : samples.stop])
                 kept[m] = keep(self._parts.model.result.rebuild(output))
         if self._schedule.num_stages - 1 not in self._modules:
@@ -188,7 +195,9 @@ class ForwardExecutor:
         flags = (torch.full_like(loss, float(flag)) for flag in (is_mean, is_other))
         return torch.stack([by_weight, zero if weight is None else weight, loss * num, num, *flags])
 
-    def _results(self, loaded: Mapping[str, Tensor], rows: Sequence[range]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def _results(
+        self, loaded: Mapping[str, Tensor], rows: Sequence[range], num_before: int
+    ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Runs this rank's forwards and transfers; yields (micro-batch, output) of the last stage."""
         width = len(self._schedule.order)
         transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
@@ -202,6 +211,7 @@ class ForwardExecutor:
                     transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
             else:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
+                self._rng.enter(action._replace(microbatch=num_before + m))
                 outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
                 if stage + 1 < self._schedule.num_stages:
                     transfers.outputs[stage, m] = outputs

@@ -230,6 +230,7 @@ class Pipeline:
         self._copy_stream = copy_stream(self._device)
         self._kept_until: object | None = None
         self._written_by_forwards = frozenset[str]()  # names of parameters
+        self._num_evaluated = 0  # micro-batches since the last step
 
     @property
     def rank(self) -> int:
@@ -338,6 +339,7 @@ class Pipeline:
         self._written_by_forwards |= {name for name, count in self._versions().items() if count != writes[name]}
         self._shared_buffers.finish()
         self._rng.step += 1
+        self._num_evaluated = 0
         self._update()
         if loss is None:
             return None
@@ -390,6 +392,7 @@ class Pipeline:
 
         `num_samples` is the number of samples, the same on every rank, by default the plan's mini-batch. Without a
         target no loss is computed. `keep` gets the model's output of each micro-batch and returns what to keep of it.
+        What the model draws depends on the seed, the step and the micro-batches evaluated since that, not on the plan.
         Returns the result on ranks of the last stage, None on others. Parameters, buffers, attributes, random
         generators and the training mode stay as they are; a loss that is a module is in evaluation mode, too, and keeps
         its state.
@@ -417,7 +420,8 @@ class Pipeline:
         loaded = expected.load(by_name(inputs, self.input_names), num)
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
         with tf32(self._plan.compute_settings.tf32):
-            return self._forward_executor.run(loaded, target, num, keep)
+            num_before, self._num_evaluated = self._num_evaluated, self._num_evaluated + -(-num // self.microbatch_size)
+            return self._forward_executor.run(loaded, target, num, keep, self._rng.step, num_before)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by name in the original module; tied ones by all of their names.
@@ -456,7 +460,7 @@ class Pipeline:
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise BapipeError(f"`step` is {step!r}: want a whole number of at least 0")
-        self._rng.step = step
+        self._rng.step, self._num_evaluated = step, 0
 
     def counted_parameters(self) -> tuple[nn.Parameter, ...]:
         """Returns parameters for sums over all ranks: each of the model is counted by one of the ranks that have it."""

@@ -29,6 +29,10 @@ class PerOperatorRng:
         self.step = 0
         self.microbatch = 0
 
+    def for_evaluation(self) -> "PerOperatorRng":
+        """Returns one that draws other numbers, whose micro-batches are counted over all of an evaluation."""
+        return PerOperatorRng(derived_seed(self._seed, "evaluation"), self._device)
+
     def enter(self, action: Action) -> None:
         """Begins an action, and seeds all generators for code that draws in its backward, such as a hook."""
         self.microbatch = action.microbatch

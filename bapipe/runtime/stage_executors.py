@@ -92,7 +92,8 @@ class ExecutorFactory:
 
     def evaluation(self, parts: Split) -> ForwardExecutor:
         """Returns the executor of forwards in evaluation mode, of a model that was traced and cut in that mode."""
-        modules = {s: stage_module(parts, s, self.layout.device) for s in self.modules}
+        rng = self.rng.for_evaluation()
+        modules = {s: stage_module(parts, s, self.layout.device, rng) for s in self.modules}
         last = self.replicas.get(len(self.plan.stages) - 1)
         return ForwardExecutor(
             self.layout,
@@ -102,6 +103,7 @@ class ExecutorFactory:
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
             sum_over_replicas=last.total if last is not None else lambda part: part,
+            rng=rng,
         )
 
     def _local_stage(self, index: int, parts: Split) -> LocalStage:

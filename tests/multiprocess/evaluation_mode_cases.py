@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.formats.plan import Plan
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing.layers import trace
 from bapipe.training.launch.worker import Rank
@@ -132,6 +133,38 @@ def _pairs(
         assert len(got) == len(rows)
         return [(got, want[rows.start : rows.stop])]
     return [pair for g, w in zip(got, want, strict=True) for pair in _pairs(g, w, rows)]
+
+
+class Drawing(nn.Module):
+    """Draws in two layers, in evaluation mode, too: of zeros it gives the difference of what they draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x) + torch.rand_like(x)
+        second = self.b(x) - torch.rand_like(x)
+        return first + second
+
+
+def drawn(rank: Rank | None, plans: Sequence[Plan]) -> list[dict[int, list[list[float]]]]:
+    """Returns the outputs of two evaluations by each plan, by the row in both; of ranks of the last stage."""
+    found: list[dict[int, list[list[float]]]] = []
+    x, target = torch.zeros(SIZE * NUM, 5), torch.zeros(SIZE * NUM, dtype=torch.int64)
+    for plan in plans:
+        pipeline = Pipeline(Drawing(), plan, loss=loss, inputs=[x], evaluates=True)
+        pipeline.step(x, target=target)
+        results = [pipeline.evaluate(x), pipeline.evaluate(x)]
+        found.append(
+            {
+                number * len(x) + rows.start: output.tolist()
+                for number, result in enumerate(results)
+                if result is not None
+                for output, rows in zip(result.outputs, result.rows, strict=True)
+            }
+        )
+    return found
 
 
 class Branching(nn.Module):

@@ -14,8 +14,20 @@ from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules.table import Schedule
 from bapipe.tracing.layers import trace
 from bapipe.training.launch.processes import launch
-from tests.multiprocess.evaluation_mode_cases import Case, Dropping, Looking, Outcome, Passing, refused, run_cases
-from tests.multiprocess.runtime_cases import loss, make_plan
+from tests.multiprocess.evaluation_mode_cases import (
+    NUM,
+    SIZE,
+    Case,
+    Drawing,
+    Dropping,
+    Looking,
+    Outcome,
+    Passing,
+    drawn,
+    refused,
+    run_cases,
+)
+from tests.multiprocess.runtime_cases import loss, make_plan, named_order, random_order
 
 EVERY = tuple((start, start + 3) for start in range(0, 15, 3))
 
@@ -51,6 +63,19 @@ def test_evaluation_equals_the_whole_model(item: Case, outcomes: dict[str, list[
     seen = sorted(rows for outcome in knowing for rows in outcome.rows)
     want = [(start, min(stop, item.num_samples)) for start, stop in EVERY if start < item.num_samples]
     assert seen == want
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_drawn_in_evaluation_depends_on_neither_ranks_nor_cuts() -> None:
+    layers = [layer.name for layer in trace(Drawing(), [torch.zeros(2, 5)]).layers]
+    (one,) = drawn(None, [make_plan(layers, (), (0,), named_order("1f1b", 1, NUM), SIZE, NUM)])
+    plans = (
+        make_plan(layers, (), ((0, 1),), random_order(3, ((0, 1),), NUM, 0.0), SIZE, NUM),
+        make_plan(layers, (layers.index("b"),), (0, 1), named_order("1f1b", 2, NUM), SIZE, NUM),
+    )
+    for ranks in zip(*launch(drawn, ["cpu0", "cpu1"], plans, timeout_s=60), strict=True):
+        assert {row: output for rank in ranks for row, output in rank.items()} == one
+    assert len({value for output in one.values() for sample in output for value in sample}) > 0.99 * 2 * SIZE * NUM * 5
 
 
 @pytest.mark.usefixtures("alone")
