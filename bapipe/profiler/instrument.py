@@ -14,7 +14,7 @@ from bapipe.printable import shortened
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
-from bapipe.tracing.extract import GradMode
+from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
 
 
@@ -266,4 +266,4 @@ def _instrument(
         copy[node] = graph.node_copy(node, copy.__getitem__)
         if layer is not None and node in name_of:
             graph.call_function(record, (layer, name_of[node], copy[node]))
-    return fx.GraphModule(model.module, graph)
+    return ModesModule(model.module, graph)

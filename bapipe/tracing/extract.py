@@ -1,6 +1,10 @@
 """Extracts some layers of a traced model as a module."""
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,8 +49,9 @@ def extract(
 class GradMode:
     """Adds operators to a graph that set gradients and autocast as they were when the model was traced.
 
-    What was traced on a CPU and runs on a GPU sets autocast for the GPU: code that turns it off does so for the device
-    of its tensors.
+    The graph is to be that of a `ModesModule`: where an operator raises, the graph does not reach its own end, at which
+    it leaves the modes. What was traced on a CPU and runs on a GPU sets autocast for the GPU: code that turns it off
+    does so for the device of its tensors.
     """
 
     def __init__(self, graph: fx.Graph, device: torch.device | None = None) -> None:
@@ -85,14 +90,59 @@ class GradMode:
             self._autocast = mode, self._graph.call_function(_enter_autocast, arguments)
 
 
+class _Entered(threading.local):
+    """The contexts of autocast that graphs have entered in this thread and not left yet."""
+
+    def __init__(self) -> None:
+        self.contexts: list[torch.autocast] = []
+
+
+_entered = _Entered()
+
+
 def _enter_autocast(device_type: str, dtype: torch.dtype, enabled: bool) -> torch.autocast:
     context = torch.autocast(device_type, dtype, enabled)
     context.__enter__()  # type: ignore[no-untyped-call]
+    _entered.contexts.append(context)
     return context
 
 
 def _leave_autocast(context: torch.autocast) -> None:
+    _entered.contexts.remove(context)
     context.__exit__(None, None, None)
+
+
+@contextmanager
+def _modes_left() -> Iterator[None]:
+    """Leaves the modes that a graph enters in this context, also if it raises.
+
+    torch counts how deeply contexts of autocast are nested, and keeps what they have cast until the outermost is left.
+    If one were never left, each later one in the process would compute with the weights of the first.
+    """
+    has_gradients, num_before = torch.is_grad_enabled(), len(_entered.contexts)
+    try:
+        yield
+    finally:
+        while len(_entered.contexts) > num_before:
+            _leave_autocast(_entered.contexts[-1])
+        if torch.is_grad_enabled() != has_gradients:
+            torch.set_grad_enabled(has_gradients)
+
+
+class ModesModule(fx.GraphModule):
+    """A module of a graph with the operators of `GradMode`, whose forward leaves its modes also by an error."""
+
+    def recompile(self) -> Any:
+        code = super().recompile()  # which sets the class's forward; the class is this module's own
+        generated = type(self).forward
+
+        @wraps(generated)
+        def forward(module: ModesModule, *args: Any, **kwargs: Any) -> Any:
+            with _modes_left():
+                return generated(module, *args, **kwargs)
+
+        type(self).forward = forward
+        return code
 
 
 class _Extraction:
@@ -129,7 +179,7 @@ class _Extraction:
         self._gradients.leave()
         self._graph.output(results)
         self._graph.lint()
-        return fx.GraphModule(model.module, self._graph)
+        return ModesModule(model.module, self._graph)
 
     def _add(self, node: fx.Node) -> fx.Node:
         for source in node.all_input_nodes:

@@ -5,11 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
+from bapipe.errors import InvalidModel
+from bapipe.profiler.instrument import InstrumentedModel, TrainingPass
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_everywhere, autocast_modes
 from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import trace
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.stages import cut_into_stages
 
 BFLOAT16 = torch.bfloat16
 
@@ -63,6 +67,71 @@ def test_on_a_gpu_autocast_is_turned_off_for_the_gpu(device: str | None, kind: s
     entered = [node.args for node in graph.nodes if getattr(node.target, "__name__", "") == "_enter_autocast"]
     assert entered
     assert all(args == (kind, BFLOAT16, False) for args in entered)
+
+
+class Picked(nn.Module):
+    """A layer whose code reads values, which tensors without values do not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.sum(1) > -1e9).nonzero().flatten()
+        return torch.zeros_like(x).index_add(0, rows, x[rows])
+
+
+class PickedInFloat32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.picked, self.second = nn.Linear(4, 4), Picked(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            y = self.picked(y.float())
+        output: Tensor = self.second(y)
+        return output
+
+
+def nesting() -> int:
+    """Returns in how many contexts of torch.autocast this is."""
+    depth: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def test_a_graph_that_raises_leaves_its_modes() -> None:
+    """Else every later autocast of the process computes with the weights that the first one has cast."""
+    model = trace(PickedInFloat32(), (torch.randn(3, 4),), autocast=BFLOAT16)
+    with torch.autocast("cpu", BFLOAT16):
+        with pytest.raises(RuntimeError):
+            whole(model)(torch.randn(3, 5))
+        assert nesting() == 1
+        assert torch.is_autocast_enabled("cpu")
+        with pytest.raises(RuntimeError):  # inside of the layer, without gradients and autocast
+            whole(model).to("meta")(torch.randn(3, 4, device="meta"))
+        assert (nesting(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()) == (1, True, True)
+    assert nesting() == 0
+
+
+def test_code_that_reads_values_under_autocast_is_cut_into_stages() -> None:
+    """Its shapes are found by a pass without values, which raises, and then by one with values."""
+    x = torch.randn(4, 4)
+    model = trace(PickedInFloat32(), (x,), autocast=BFLOAT16)
+    names = [layer.name for layer in model.layers]
+    stages = {name: int(name == "second") for name in names}
+    parts = cut_into_stages(model, stages, (x,), 2, Autocast("cpu", BFLOAT16, True))
+    assert nesting() == 0
+    assert [parts.examples[name].dtype for name in parts.stages[0].outputs] == [torch.float32]
+
+
+def test_a_training_pass_that_raises_leaves_its_modes() -> None:
+    x = torch.randn(4, 4)
+    model = trace(PickedInFloat32(), (x,), autocast=BFLOAT16)
+    training_pass = TrainingPass(model=model, loss=mse_loss, inputs=(x,), target=x, autocast=BFLOAT16)
+    instrumented = InstrumentedModel(training_pass=training_pass, enter=lambda layer: None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Picked, "forward", lambda self, x: x @ x.new_ones(3, 3))
+        with pytest.raises(InvalidModel, match=r"^layer 'picked' failed in its forward"):
+            instrumented.forward()
+    assert (nesting(), torch.is_grad_enabled()) == (0, True)
 
 
 def test_autocast_is_on_for_every_device_and_then_as_before() -> None:
