@@ -4,7 +4,6 @@ The index is read by `old_index`, the tensors by torch's loader for weights alon
 """
 
 import io
-import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,13 @@ from bapipe.formats.files import read_limited
 from bapipe.formats.strict_json import decode_fields
 from bapipe.runtime.grad_scaler import GradScalerState
 from bapipe.torch_device import environment
-from bapipe.training.checkpoint.folder import checkpoint_folder, list_checkpoints, only_writer, unfinished_folder
+from bapipe.training.checkpoint.folder import (
+    checkpoint_folder,
+    list_checkpoints,
+    make_unfinished,
+    only_writer,
+    unfinished_folder,
+)
 from bapipe.training.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -97,8 +102,7 @@ def _convert(path: Path) -> None:
         raise BapipeError(f"{path} is damaged: its files hold other tensors than {MANIFEST} says")
     unfinished = unfinished_folder(path.parent, manifest.position.step)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
+        make_unfinished(path.parent, manifest.position.step)
         digest = write_tensors(unfinished / file_name(0), tensors)
         path.rename(path.with_name(f"old-{path.name}"))
         finish_checkpoint(

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,13 +88,33 @@ def set_damaged_aside(folder: Path, step: int) -> None:
     for path in list_checkpoints(folder):
         if _step(path) > step:
             aside = folder / f"{_DAMAGED}{path.name}"
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             path.rename(aside)
 
 
 def remove_old_checkpoints(folder: Path, keep: int) -> None:
     """Removes all finished checkpoints but the newest `keep`, and unfinished ones of earlier runs."""
     for path in (*list_checkpoints(folder)[:-keep], *folder.glob(f"{UNFINISHED}*")):
+        remove(path)
+
+
+def make_unfinished(folder: Path, step: int) -> None:
+    """Makes the empty folder in which the checkpoint after some steps is written, in place of what has its name.
+
+    Raises:
+        OSError: it cannot be made, or what has its name cannot be removed.
+    """
+    path = unfinished_folder(folder, step)
+    remove(path)
+    path.mkdir()  # fails for what is left there: a link in it could lead what is written elsewhere
+
+
+def remove(path: Path) -> None:
+    """Removes a folder as far as possible; of a link to one only the link."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -123,13 +144,20 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Returns the descriptor of the locked file, which names this process to others that find it locked."""
+    """Returns the descriptor of the locked file, which names this process to others that find it locked.
+
+    The folder may be a stranger's, with a link in place of the file: what it points to would be overwritten.
+    """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if path.is_symlink():
+            raise BapipeError(f"{path} is a link, where bapipe makes a file: remove it if you trust the folder")
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise BapipeError(f"{path} is no regular file: remove it if you trust the folder")
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The run before may have removed the file between the two calls: then its lock protects nothing.
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            if _is_file(path, handle):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return handle
@@ -137,6 +165,14 @@ def _locked(path: Path) -> int:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _is_file(path: Path, handle: int) -> bool:
+    """Returns whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path) -> str:

@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,6 +29,8 @@ from bapipe.torch_device import CPU
 from bapipe.training.checkpoint.folder import (
     UNFINISHED,
     checkpoint_folder,
+    make_unfinished,
+    remove,
     remove_old_checkpoints,
     unfinished_folder,
 )
@@ -208,18 +209,19 @@ class CheckpointWriter:
         Returns, on all ranks, why it failed, None if it did not. After a failure all that was written is removed: on a
         full disk it takes the space that the next try needs.
         """
-        unfinished = unfinished_folder(self._folder, manifest.position.step)
-        written = self._on_every_rank(partial(self._write_own, unfinished, own))
-        faults = _faults(written)
+        step = manifest.position.step
+        unfinished = unfinished_folder(self._folder, step)
+        faults = _faults(self._on_first_rank(partial(make_unfinished, self._folder, step)))
+        if not faults:
+            written = self._on_every_rank(partial(self._write_own, unfinished, own))
+            faults = _faults(written)
         if not faults:
             faults = _faults(self._on_first_rank(partial(self._finish, manifest, [each.value for each in written])))
         if not faults:
             return None
-        self._on_first_rank(partial(shutil.rmtree, unfinished, ignore_errors=True))
+        self._on_first_rank(partial(remove, unfinished))
         rank, cause = faults[0]
-        return (
-            f"{self._title(rank)} could not write the checkpoint of {counted(manifest.position.step, 'step')}: {cause}"
-        )
+        return f"{self._title(rank)} could not write the checkpoint of {counted(step, 'step')}: {cause}"
 
     def _on_first_rank(self, do: Callable[[], object]) -> list[_Outcome]:
         return self._on_every_rank(do if dist.get_rank() == 0 else lambda: None)
@@ -251,7 +253,7 @@ class CheckpointWriter:
 
     def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | None:
         """Returns the digest of this rank's file, None if it has no tensors."""
-        path.mkdir(exist_ok=True)
+        path.mkdir(exist_ok=True)  # on a network disk rank 0's folder may not show here yet
         return write_tensors(path / file_name(dist.get_rank()), tensors) if tensors else None
 
     def _finish(self, manifest: Manifest, files: Sequence[FileDigest | None]) -> None:
@@ -319,8 +321,7 @@ def finish_checkpoint(folder: Path, manifest: Manifest) -> None:
             raise BapipeError(f"{path / name} is not there as it was written: all ranks need the same disk")
     write_bytes(path / MANIFEST, encode_manifest(manifest))
     sync(path)
-    if final.exists():  # the first try failed right after the rename, as the disk was lost
-        shutil.rmtree(final)
+    remove(final)  # there if the first try failed right after the rename, as the disk was lost
     os.rename(path, final)
     sync(folder)
 

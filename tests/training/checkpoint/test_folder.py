@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from bapipe.errors import BapipeError
+from bapipe.training.checkpoint.convert import convert
 from bapipe.training.checkpoint.export import export
-from bapipe.training.checkpoint.folder import list_checkpoints, newest_checkpoint, only_writer, set_damaged_aside
+from bapipe.training.checkpoint.folder import (
+    list_checkpoints,
+    make_unfinished,
+    newest_checkpoint,
+    only_writer,
+    set_damaged_aside,
+)
 from bapipe.training.checkpoint.manifest import MANIFEST, checkpoint_name, is_old
 from bapipe.training.checkpoint.tensor_files import TensorSpec
 from bapipe.training.checkpoint.writer import full_state_dict, owners_of
@@ -154,6 +161,50 @@ def test_what_a_killed_run_left_unfinished_is_cleared(kept: Path) -> None:
     go(kept, 8, keep=2)
     assert sorted(path.name for path in kept.iterdir()) == ["step-000000006", "step-000000008", "step-notes"]
     assert [path.name for path in list_checkpoints(kept)] == ["step-000000006", "step-000000008"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_lock_that_is_a_link_is_refused_and_not_followed(tmp_path: Path, there: bool) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "from-a-stranger"
+    if there:
+        victim.write_text("precious")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(BapipeError, match=r"\.lock is a link, where bapipe makes a file"):
+        convert(folder)
+    assert (folder / ".lock").is_symlink()
+    assert (victim.read_text() == "precious") if there else not victim.exists()
+
+
+def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(BapipeError, match="no regular file"), only_writer(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", [".unfinished-8", "step-000000001", "step-000000008"])
+def test_links_in_the_folder_are_replaced_and_what_they_point_to_stays(kept: Path, tmp_path: Path, name: str) -> None:
+    """The run writes the checkpoint of 8 steps, and removes that of 1 step, older than those it keeps."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in (MANIFEST, "rank-0.safetensors", "rank-1.safetensors"):
+        (elsewhere / file).write_text("precious")
+    (kept / name).symlink_to(elsewhere)
+    go(kept, 8)
+    assert [file.read_text() for file in elsewhere.iterdir()] == ["precious"] * 3
+    assert not (kept / name).is_symlink()
+    newest = newest_checkpoint(kept)
+    assert newest is not None
+    assert newest.manifest.position.step == 8
+
+
+def test_an_unfinished_folder_that_cannot_be_cleared_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".unfinished-8").mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+    with pytest.raises(FileExistsError):
+        make_unfinished(tmp_path, 8)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
