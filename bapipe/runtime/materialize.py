@@ -1,5 +1,6 @@
 """Gives the layers of some stages storage and initial values, and moves all others to the meta device."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from bapipe.errors import InvalidModel
 from bapipe.runtime.other_ranks import is_on_another_rank, mark_as_on_another_rank
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private.modules import reset_method, without_weak_references
-from bapipe.torch_private.tensors import give_storage
+from bapipe.torch_private.tensors import give_storage, version
 from bapipe.tracing.model import layer_states, unused_state
 from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.tracing.python_state import values_restored
@@ -102,6 +103,7 @@ def _initialize_layer(
     unset = {name: tensor for name, tensor in state.items() if tensor.is_meta}
     for tensor in unset.values():
         _swap(tensor, _filled_with_marker(tensor))
+    filled = {name: version(tensor) for name, tensor in unset.items()}
     written = {id(tensor) for tensor in unset.values()}
     with all_generators_restored(), torch.no_grad():
         seed_cpu_generators(derived_seed(seed, layer))
@@ -111,7 +113,7 @@ def _initialize_layer(
             with values_restored(known):
                 reset_layer(module, initialize)
     for name, tensor in unset.items():
-        if _is_unset(tensor):
+        if _is_unset(tensor, filled[name]):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise InvalidModel(
                 f"{kind} '{name}' is on the meta device and neither the layer's reset_parameters() nor the model's "
@@ -145,25 +147,31 @@ def _may_be_reset(module: nn.Module, initialize: Callable[[nn.Module], None] | N
 
 
 def _filled_with_marker(tensor: Tensor) -> Tensor:
-    real = torch.empty_like(tensor, device="cpu")
-    if real.is_floating_point() or real.is_complex():
-        return real.fill_(float("nan"))
-    return real.fill_(_UNSET if real.dtype == torch.int64 else 77)
+    return torch.empty_like(tensor, device="cpu").fill_(_marker(tensor.dtype))
 
 
-def _is_unset(tensor: Tensor) -> bool:
+def _marker(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    if dtype == torch.int64:
+        return _UNSET
+    return True if dtype == torch.bool else 77
+
+
+def _is_unset(tensor: Tensor, filled: int) -> bool:
+    """Returns whether a tensor was never set; `filled` is its count of writes when it got the marker.
+
+    Any value of a bool or a small integer may be a real one. Of those that hold the marker, what nothing has written to
+    was never set. The count alone does not tell, as it leaves out writes through `tensor.data`.
+    """
     if tensor.numel() == 0:
         return False
     first = tensor.detach().reshape(-1)[0]
-    return bool(first.isnan()) or bool(first == _UNSET if tensor.dtype == torch.int64 else _is_small_marker(first))
-
-
-def _is_small_marker(value: Tensor) -> bool:
-    return (
-        not value.is_floating_point()
-        and not value.is_complex()
-        and bool(value == (True if value.dtype == torch.bool else 77))
-    )
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(first.isnan())
+    if first.item() != _marker(tensor.dtype):
+        return False
+    return tensor.dtype == torch.int64 or version(tensor) == filled
 
 
 def _swap(tensor: Tensor, value: Tensor) -> None:

@@ -414,6 +414,41 @@ def test_a_constant_that_nothing_sets_is_refused() -> None:
         _materialize(_split(module, (1,), torch.zeros(1, 4)), (0,))
 
 
+class Masked(nn.Module):
+    """Has a mask with as many values as features, which its reset sets to the given ones, if any."""
+
+    mask: Tensor
+
+    def __init__(self, dtype: torch.dtype, values: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(2, dtype=dtype))
+        self._values = values
+
+    def reset_parameters(self) -> None:
+        if self._values:
+            self.mask.copy_(torch.tensor(self._values))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(torch.bool, 1), (torch.int8, 77), (torch.int32, 77)])
+def test_a_reset_may_set_a_constant_to_any_value(dtype: torch.dtype, first: int) -> None:
+    """As a causal mask, which begins with True."""
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), Masked(dtype, (first, 0)))
+    _materialize(_split(module, (1,), torch.zeros(1, 2)), (1,))
+    assert module.get_buffer("1.mask").tolist() == [first, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.float32])
+def test_a_constant_that_a_reset_leaves_out_is_refused(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), Masked(dtype, ()))
+    with pytest.raises(InvalidModel, match=r"^buffer '1\.mask' is on the meta device and neither the layer's reset_"):
+        _materialize(_split(module, (1,), torch.zeros(1, 2)), (1,))
+
+
 def test_the_loss_stays_on_the_last_stage() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plan = _plan(model, (1,))
