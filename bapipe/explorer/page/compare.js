@@ -1,18 +1,18 @@
 // The plans that were tried, and two of them side by side.
 "use strict";
 explorer.triedTable = (root, tried, now, actions) => {
-  const { make, ms, mib, percent } = explorer, listed = tried.filter((entry) => entry.name), first = listed[0] && listed[0].figures && listed[0].figures.step;
-  const fastest = Math.min(...listed.filter((entry) => entry.figures && entry.figures.fits).map((entry) => entry.figures.step));
+  const { make, ms, mib, number, percent } = explorer, listed = tried.filter((entry) => entry.name), first = listed[0] && listed[0].figures && listed[0].figures.rate;
+  const fastest = Math.max(...listed.filter((entry) => entry.figures && entry.figures.fits).map((entry) => entry.figures.rate)); // mini-batches may differ
   const rows = listed.map((entry) => {
     const index = tried.indexOf(entry), figures = entry.figures || {};
     const go = make("button", { type: "button", ariaCurrent: index === now ? "true" : "false", onclick: () => actions.show(index) }, entry.name);
     const mark = make("input", { type: "checkbox", checked: !!entry.marked, ariaLabel: `compare ${entry.name}`, onchange: () => actions.mark(index, mark.checked) });
-    const against = first && figures.step && figures.step !== first ? explorer.signed(percent(figures.step / first - 1), figures.step - first) : "";
-    const fits = figures.fits ? (figures.step === fastest ? "fastest" : "") : { cell: "does not fit", className: "alarm" };
-    const shown = !entry.figures ? ["", "", "", "", "not simulated yet"] : figures.error ? ["", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), against, mib(figures.peak), explorer.percentUp(figures.gap), fits];
+    const against = first && figures.rate && figures.rate !== first ? explorer.signed(percent(first / figures.rate - 1), first - figures.rate) : "";
+    const fits = figures.fits ? (figures.rate === fastest ? "fastest" : "") : { cell: "does not fit", className: "alarm" };
+    const shown = !entry.figures ? ["", "", "", "", "", "not simulated yet"] : figures.error ? ["", "", "", "", "", { cell: figures.error, className: "name alarm", title: figures.error }] : [ms(figures.step), number(figures.rate), against, mib(figures.peak), explorer.percentUp(figures.gap), fits];
     return { now: index === now, cells: [{ cell: mark }, { cell: go, className: "name", title: entry.name }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...shown] };
   });
-  explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "against the first>", "peak>", "above the bound>", "remark"], rows),
+  explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "samples/s>", "time a sample against the first>", "peak>", "above the bound>", "remark"], rows),
     make("p", { className: "why" }, "Mark two plans to see them side by side."));
 };
 

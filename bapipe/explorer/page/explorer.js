@@ -28,7 +28,7 @@ explorer.begin = async () => {
   const figuresOf = (one) => {
     if (one.error) return { error: one.error };
     const used = one.ranks.filter((_, rank) => one.timeline.spans[rank].start.length), peak = Math.max(0, ...used.map((rank) => rank.peak));
-    return { step: one.step, peak, full: Math.max(0, ...used.map((rank) => rank.peak / Math.max(rank.limit, 1))), gap: one.bound.ns ? one.step / one.bound.ns - 1 : 0, fits: used.every((rank) => rank.peak <= rank.limit) };
+    return { step: one.step, rate: one.rate, peak, full: Math.max(0, ...used.map((rank) => rank.peak / Math.max(rank.limit, 1))), gap: one.bound.ns ? one.step / one.bound.ns - 1 : 0, fits: used.every((rank) => rank.peak <= rank.limit) };
   };
 
   // One request at a time; while it is under way only the newest wish is kept. Plans whose wish was dropped are simulated
