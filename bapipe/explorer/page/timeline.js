@@ -57,15 +57,20 @@ explorer.Timeline = class {
       this.rows = this.rows.flatMap((row) => [row, { ...row, lane: row.lane + 2, isMeasured: true, spans: took(row) }]);
     }
     this.rowOf = new Map();
-    this.rows.forEach((row, index) => row.ranks.forEach((rank) => this.rowOf.has(rank) || this.rowOf.set(rank, index)));
+    this.measuredRowOf = new Map();
+    this.rows.forEach((row, index) => {
+      const of = row.isMeasured ? this.measuredRowOf : this.rowOf;
+      row.ranks.forEach((rank) => of.has(rank) || of.set(rank, index));
+    });
     this.firstStage = this.rows.map((row) => row.spans.stage.reduce((a, b) => Math.min(a, b), Infinity));
     this.hasSeveral = this.rows.map((row, index) => row.spans.stage.some((stage) => stage !== this.firstStage[index]));
     this.took = this.measured && new Map(explorer.differences(answer.timeline, this.measured).map((one) => [`${one.rank} ${one.name}`, one]));
     const phases = new Set(this.rows.flatMap((row) => [...new Set(row.spans.phase)]));
+    const drawn = both ? [timeline, this.measured] : [timeline];
     this.keys.replaceChildren(
       ...Object.keys(explorer.PHASES).filter((p) => phases.has(p)).map((p) => explorer.key(p, explorer.PHASES[p])),
-      ...(timeline.updates.start.length ? [explorer.key("update", "update")] : []),
-      ...(timeline.syncs.start.length ? [explorer.key("sync", "all-reduce")] : []),
+      ...(drawn.some((one) => one.updates.start.length) ? [explorer.key("update", "update")] : []),
+      ...(drawn.some((one) => one.syncs.start.length) ? [explorer.key("sync", "all-reduce")] : []),
       ...(answer.path ? [explorer.key("path", "critical path")] : []));
     this.shares.textContent = !answer.path ? "\u00a0" : `Critical path: ${answer.path.shares.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
     this.canvas.setAttribute("aria-label", `Timeline of ${answer.ranks.length} devices over ${explorer.ms(timeline.length)}. ${this.shares.textContent} Plus and minus zoom, the arrow keys move, 0 shows the whole step. The actions are in the table below.`);
@@ -91,7 +96,9 @@ explorer.Timeline = class {
     this.isSummed = false;
     if (!rows.some((row) => row.isMeasured)) this.drawTransfers(context, x, colours);
     rows.forEach((row, index) => this.drawRow(context, row, index, x, width, colours));
-    this.drawRest(context, x, colours);
+    this.drawEnds(context, this.timeline, this.rowOf, x, colours);
+    if (this.measuredRowOf.size) this.drawEnds(context, this.measured, this.measuredRowOf, x, colours);
+    this.drawPath(context, x, colours);
     context.restore();
     const shown = rowHeight >= 11 ? 1 : Math.ceil(11 / rowHeight);
     rows.forEach((row, index) => {
@@ -106,7 +113,7 @@ explorer.Timeline = class {
     this.note.hidden = !this.isSummed;
   }
   drawRow(context, row, index, x, width, colours) {
-    const { spans } = row, { rowHeight, axis } = this, top = index * rowHeight, thick = rowHeight - (rowHeight > 12 ? 3 : 1);
+    const { spans } = row, { rowHeight, axis, thickness: thick } = this, top = index * rowHeight;
     const first = explorer.firstEndingAfter(spans.end, axis.from), end = explorer.firstEndingAfter(spans.start, axis.to);
     if ((end - first) * 2.5 > width - explorer.MARGIN) return this.drawSums(context, row, first, end, top, thick, width, colours);
     for (let i = first; i < end; i++) {
@@ -171,18 +178,23 @@ explorer.Timeline = class {
     }
     context.stroke();
   }
-  // Updates, all-reduces and the critical path, on top of the actions.
-  drawRest(context, x, colours) {
-    const { rowHeight, answer } = this, { updates, syncs } = this.timeline, visible = (column, i) => this.isVisible(column, i);
-    const thick = rowHeight - (rowHeight > 12 ? 3 : 1), isFirst = (rank) => this.rowOf.has(rank) && this.rows[this.rowOf.get(rank)].ranks[0] === rank;
+  get thickness() {
+    return this.rowHeight - (this.rowHeight > 12 ? 3 : 1);
+  }
+  // Updates and all-reduces, on top of the actions: those of a timeline, in the rows of its ranks.
+  drawEnds(context, { updates, syncs }, rowOf, x, colours) {
+    const { rowHeight, thickness } = this, visible = (column, i) => this.isVisible(column, i);
+    const isFirst = (rank) => rowOf.has(rank) && this.rows[rowOf.get(rank)].ranks[0] === rank;
     context.fillStyle = colours.update;
-    updates.start.forEach((start, i) => isFirst(updates.rank[i]) && visible(updates, i) && context.fillRect(x(start), this.rowOf.get(updates.rank[i]) * rowHeight, Math.max(x(updates.end[i]) - x(start), 0.5), thick));
+    updates.start.forEach((start, i) => isFirst(updates.rank[i]) && visible(updates, i) && context.fillRect(x(start), rowOf.get(updates.rank[i]) * rowHeight, Math.max(x(updates.end[i]) - x(start), 0.5), thickness));
     context.fillStyle = colours.sync;
-    syncs.start.forEach((start, i) => visible(syncs, i) && (this.stageRanks[syncs.stage[i]] || []).forEach((rank) => isFirst(rank) && context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 4, Math.max(x(syncs.end[i]) - x(start), 0.5), 4)));
-    if (this.path.checked && answer.path && this.timeline === answer.timeline) {
-      context.fillStyle = colours.path;
-      for (const [rank, start, end] of answer.path.events) if (this.rowOf.has(rank)) context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thick - 1, Math.max(x(end) - x(start), 1), 2.5);
-    }
+    syncs.start.forEach((start, i) => visible(syncs, i) && (this.stageRanks[syncs.stage[i]] || []).forEach((rank) => isFirst(rank) && context.fillRect(x(start), rowOf.get(rank) * rowHeight + thickness - 4, Math.max(x(syncs.end[i]) - x(start), 0.5), 4)));
+  }
+  drawPath(context, x, colours) {
+    const { rowHeight, thickness, answer } = this;
+    if (!this.path.checked || !answer.path || this.timeline !== answer.timeline) return;
+    context.fillStyle = colours.path;
+    for (const [rank, start, end] of answer.path.events) if (this.rowOf.has(rank)) context.fillRect(x(start), this.rowOf.get(rank) * rowHeight + thickness - 1, Math.max(x(end) - x(start), 1), 2.5);
   }
   describe(event) {
     const row = this.rows && this.rows[Math.floor((event.offsetY - explorer.TOP) / this.rowHeight)];
