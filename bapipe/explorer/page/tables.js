@@ -110,6 +110,11 @@ explorer.LayerTable = class {
 
 // The actions whose measured time differs most from the predicted one.
 explorer.WORST = 10;
+// What it tells that nine of ten actions took at least `low` times as long as predicted, and nine of ten at most `high` times.
+explorer.hintOf = (low, high) => {
+  if (low <= 1.3) return "";
+  return ` ${high <= 1.5 * low ? "Most actions were slower by much the same" : "Nine of ten actions were slower, by very different factors"}: this machine was busy, or the profile is of another one.`;
+};
 explorer.differenceTable = (root, answer, index = 0) => {
   const measured = answer.measured[index], { make, ms } = explorer;
   const all = explorer.differences(answer.timeline, measured.timeline), ratio = (one) => one.measured / Math.max(one.predicted, 1);
@@ -117,7 +122,6 @@ explorer.differenceTable = (root, answer, index = 0) => {
   const worst = [...all].sort((a, b) => Math.abs(b.measured - b.predicted) - Math.abs(a.measured - a.predicted)).slice(0, explorer.WORST);
   const rows = worst.map((one) => ({ cells: [one.name, answer.ranks[one.rank].device, explorer.PHASES[one.name.match(/[FBIW]/)[0]], ms(one.predicted), ms(one.measured), explorer.signed(ms(one.measured - one.predicted), one.measured - one.predicted), ratio(one).toFixed(2), explorer.signed(ms(one.began - one.start), one.began - one.start)] }));
   const words = `${measured.title}: the step took ${ms(measured.timeline.length)}, predicted ${ms(answer.step)} (${(measured.timeline.length / Math.max(answer.step, 1)).toFixed(2)} times as long). The median action took ${middle.toFixed(2)} times as long as predicted, eight of ten between ${low.toFixed(2)} and ${high.toFixed(2)}.`;
-  const hint = low > 1.3 ? " All actions were slower by much the same: this machine was busy, or the profile is of another one." : "";
   root.replaceChildren(...explorer.table(`The ${rows.length} largest differences of ${all.length} actions`, ["action", "device", "phase", "predicted>", "measured>", "difference>", "times>", "began later by>"], rows));
-  root.firstChild.after(make("p", {}, words + hint));
+  root.firstChild.after(make("p", {}, words + explorer.hintOf(low, high)));
 };
