@@ -1,5 +1,6 @@
 """The page in a real browser: cuts that are dragged, the planner, undo, exports, and names that hold markup."""
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.explorer.document import standalone_page
+from bapipe.explorer.pages import plan_page
 from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import decode
@@ -187,6 +189,12 @@ def test_changes_are_named_by_what_they_do(tmp_path: Path) -> None:
             )
             tried.append(f"{len(tried) + 1}: {name}")
             browser.wait(f"{names}.length === {1 + len(tried)}")
+            said = f"{label}: {value} is no whole number from 1 to "
+            if not name.startswith("memory"):  # another number than the one that was typed is taken: a line says so
+                browser.wait(f"document.getElementById('progress').textContent.startsWith({json.dumps(said)})")
+                assert browser.value("document.getElementById('progress').textContent").endswith(
+                    f"; {name.split()[0]} was taken"
+                )
         assert browser.value(names)[1:] == tried
         # A gap is what something is at most. Plans are compared by the time of a sample: mini-batches may differ.
         figures = [{"step": ns, "rate": rate, "peak": 1, "gap": 0.00041, "fits": True} for ns, rate in ((9, 2), (5, 1))]
@@ -298,4 +306,33 @@ def test_the_saved_page_works_without_a_server(tmp_path: Path) -> None:
         browser.value("document.querySelector('#whatif tbody button').click()")
         assert browser.value(SHOWN_STEP) == session.plan(faster).prediction.step_ns
         assert browser.value("document.querySelectorAll('img, b').length") == 0
+        assert browser.problems == []
+
+
+def test_predicted_and_measured_rows_have_updates_and_all_reduces(tmp_path: Path) -> None:
+    profile = replace(PLAIN, layers=tuple(replace(layer, update_ns=10**6) for layer in PLAIN.layers))
+    places = [["d0", "d1"], ["d2"]]
+    plan = bapipe.make(profile, devices(3, bytes_per_s=10**6), cuts=[4], devices=places, minibatch_size=12)
+    step = simulate(plan, {"a": profile})
+    later = [span._replace(end_ns=span.end_ns + 1) if i == 0 else span for i, span in enumerate(step.spans)]
+    measured = dataclasses.replace(step, spans=tuple(later))
+    page = tmp_path / "page.html"
+    page.write_bytes(plan_page(plan, {"a": profile}, [("measured", measured)]))
+    with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        drawn = browser.value(
+            "(async () => { const data = document.getElementById('data').textContent, "
+            "{ answer } = (await explorer.unpack(data)).tried[0], axis = new explorer.Axis(() => {}), "
+            "place = document.body.appendChild(document.createElement('div')), view = new explorer.Timeline(place, axis); "
+            "axis.setStep(answer.timeline.length); view.canvas.saves = true; view.update(answer, [[0, 1], [2]]); "
+            "const row = (rect) => Math.floor(rect.y.baseVal.value / view.rowHeight); "
+            "const at = (fill) => [...view.canvas.drawn.root.querySelectorAll(`rect[fill='${fill}']`)].map(row).sort(); "
+            "return [view.source.value, at(explorer.colour('update')), at('url(#sync)')] })()"
+        )
+        # A measured row below each predicted one; the first stage has two replicas, which exchange their gradients.
+        assert drawn == ["both0", [0, 1, 2, 3, 4, 5], [0, 1, 2, 3]]
+        # "By much the same" only where the factors of most actions are alike.
+        assert browser.value("explorer.hintOf(1.2, 4)") == ""
+        assert "by much the same" in browser.value("explorer.hintOf(1.33, 1.5)")
+        assert "by very different factors" in browser.value("explorer.hintOf(1.33, 4.06)")
         assert browser.problems == []

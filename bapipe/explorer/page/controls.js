@@ -2,7 +2,7 @@
 "use strict";
 explorer.Controls = class {
   // `page` has: model, state(), change(changes, name), restage(changes, numStages, name), setMinibatch(value), undo, redo,
-  // best, download(kind), judged(state) (a promise).
+  // best, download(kind), judged(state) (a promise), progress(text).
   constructor(page) {
     const { make, number } = explorer, at = (id) => document.getElementById(id);
     this.page = page;
@@ -13,27 +13,37 @@ explorer.Controls = class {
     const input = (name, attributes, changed) => (this[name] = make("input", { ...attributes, onchange: (event) => changed(event.target.value) }));
     const choice = (name, values, changed) => (this[name] = make("select", { onchange: (event) => changed(event.target.value) }, ...values.map(([value, text]) => make("option", { value }, text))));
     const log = { type: "range", min: -6, max: 6, step: 0.25 }, text = (name, words) => (this[name] = make("span", {}, words));
-    const whole = (value, most = 1e9) => Math.min(most, Math.max(1, Math.round(Number(value) || 1)));
+    // A field of a whole number. If another one is taken than was typed, it is put into the field, and a line says so.
+    const whole = (name, most, words, changed) => input(name, { type: "number", min: 1, max: most }, async (typed) => {
+      const value = Math.min(most, Math.max(1, Math.round(Number(typed) || 1)));
+      this[name].value = value;
+      await changed(value);
+      if (Number(typed) !== value) page.progress(`${words}: ${typed || "what was typed"} is no whole number from 1 to ${number(most)}; ${value} was taken`);
+    });
     at("toolbar").append(
       button("undo", "undo", page.undo), button("redo", "redo", page.redo),
       button("best", "best", page.best, "main"),
       labelled("searches", choice("searched", [["usual", "1f1b, gpipe"], ["this", "this schedule"], ["all", "all schedules"]], () => {})),
-      labelled("for at most, s", input("seconds", { type: "number", min: 1, value: 20 }, () => {})),
+      labelled("for at most, s", whole("seconds", 1e6, "seconds", () => {})),
       make("span", { className: "saves" }, "save ", button("plan", "plan.json", page.download("plan")), button("cluster", "cluster.json", page.download("cluster")), button("html", "page", page.download("html"))));
+    this.seconds.value = 20;
     at("controls").addEventListener("submit", (event) => event.preventDefault());
     at("controls").append(
       group("plan",
         labelled("schedule", choice("schedule", model.schedules.concat(model.schedules.includes(page.state().schedule) ? [] : [page.state().schedule]).map((name) => [name, name]), (schedule) => this.setSchedule(schedule))),
-        labelled("stages", input("stages", { type: "number", min: 1 }, (value) => page.restage({}, whole(value), `${whole(value)} stages`))),
+        labelled("stages", whole("stages", 1e9, "stages", (value) => page.restage({}, value, `${value} stages`))),
         labelled("micro-batch", choice("microbatch", [], (value) => page.change({ microbatch_size: Number(value) }, `micro-batches of ${value}`))),
-        labelled("mini-batch", input("minibatch", { type: "number", min: 1 }, page.setMinibatch))),
+        labelled("mini-batch", whole("minibatch", 1e9, "mini-batch", page.setMinibatch))),
       group("cluster",
-        labelled("devices", input("devices", { type: "number", min: 1, max: 256 }, (value) => page.restage({ num_devices: whole(value, 256) }, null, `${whole(value, 256)} devices`))),
+        labelled("devices", whole("devices", 256, "devices", (value) => page.restage({ num_devices: value }, null, `${value} devices`))),
         labelled(text("bandwidthText", "bandwidth"), input("bandwidth", { ...log }, (value) => page.change({ bandwidth: 2 ** Number(value) }, `bandwidth × ${number(2 ** value)}`))),
         labelled(text("latencyText", "latency"), input("latency", { ...log }, (value) => page.change({ latency: 2 ** Number(value) }, `latency × ${number(2 ** value)}`))),
         labelled("device", choice("slow", [], () => this.draw())),
         labelled(text("speedText", "its speed"), input("speed", { ...log, min: -3, max: 3 }, (value) => this.setSpeed(Number(value)))),
-        labelled("memory, MiB", input("memory", { type: "number", min: 1, placeholder: "as given" }, (value) => page.change({ memory_bytes: value > 0 ? Math.max(1, Math.round(Number(value) * 2 ** 20)) : null }, value > 0 ? `${value} MiB` : "memory as given")))));
+        labelled("memory, MiB", input("memory", { type: "number", min: 1, placeholder: "as given" }, (value) => {
+          if (!(value > 0)) this.memory.value = "";
+          return page.change({ memory_bytes: value > 0 ? Math.max(1, Math.round(Number(value) * 2 ** 20)) : null }, value > 0 ? `${value} MiB` : "memory as given");
+        }))));
     document.addEventListener("keydown", (event) => {
       if (!(event.ctrlKey || event.metaKey) || event.target.matches("input")) return;
       const key = event.key.toLowerCase();

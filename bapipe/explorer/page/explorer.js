@@ -153,8 +153,8 @@ explorer.begin = async () => {
     complain(found.error);
     return controls.draw();
   };
-  const setMinibatch = async (value) => {
-    const size = Math.max(1, Math.round(Number(value) || 1)), found = await ask("sizes", { state: { ...state, minibatch_size: size } });
+  const setMinibatch = async (size) => {
+    const found = await ask("sizes", { state: { ...state, minibatch_size: size } });
     if (!Array.isArray(found)) return complain(found.error);
     sizes = found;
     const nearest = found.reduce((best, one) => (Math.abs(one - state.microbatch_size) < Math.abs(best - state.microbatch_size) ? one : best));
@@ -240,7 +240,7 @@ explorer.begin = async () => {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   views.tabs.show("measured", false);
   if (live) {
-    const page = { model, state: () => state, change, restage, setMinibatch, undo, redo, download, best: () => (views.analyses.running === "best" ? ask("stop") : views.analyses.computeBest()), judged: (one) => ask("judge", { state: one, detailed: false }) };
+    const page = { model, state: () => state, change, restage, setMinibatch, undo, redo, download, progress, best: () => (views.analyses.running === "best" ? ask("stop") : views.analyses.computeBest()), judged: (one) => ask("judge", { state: one, detailed: false }) };
     controls = new explorer.Controls(page);
     views.analyses.buttons.set("best", [controls.best, "best"]);
     const found = await ask("sizes", { state });
