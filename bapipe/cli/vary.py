@@ -153,7 +153,9 @@ def _show_remarks(names: Sequence[str], points: Sequence[Point], session: Sessio
 def _write_cells(names: Sequence[str], points: Sequence[Point], layout: str) -> None:
     """Prints the points as CSV, or as a table in Markdown, with the units of the columns' names."""
     rows = [point.row for point in points]
-    columns = [*names, *dict.fromkeys(column for row in rows for column in row if column not in names)]
+    # The figures of plans first, whichever point has none.
+    rows_of_plans_first = sorted(rows, key=lambda row: "why_not" in row)
+    columns = list(dict.fromkeys([*names, *(column for row in rows_of_plans_first for column in row)]))
     if layout == "csv":
         writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
         writer.writeheader()

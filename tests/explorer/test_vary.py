@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 import bapipe
-from bapipe.cli.vary import parse_axis, show_points
+from bapipe.cli.vary import _write_cells, parse_axis, show_points
 from bapipe.errors import BapipeError
 from bapipe.explorer import sweep_processes
+from bapipe.explorer import vary as sweep
 from bapipe.explorer.session import Session
 from bapipe.explorer.sweep_processes import plan_chains
 from bapipe.explorer.vary import Axis, SweepInterrupted, neighbours, vary
@@ -368,3 +369,20 @@ def test_what_is_wrong_with_a_value_of_an_axis_is_said(text: str, fault: str) ->
     with pytest.raises(BapipeError) as refused:
         parse_axis(text)
     assert str(refused.value).startswith(f"--vary {text}: {fault}: want values such as {text.partition('=')[0]}=")
+
+
+def test_the_order_of_columns_does_not_depend_on_the_point_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = bapipe.plan(chain([1, 1]), devices(2), minibatch_size=4)
+    fits, none = (
+        sweep.Point(values={"memory": 2}, plan=found),
+        sweep.Point(values={"memory": 1}, plan=None, why_not="too large"),
+    )
+    heads = []
+    for points in ([fits, none], [none, fits]):
+        _write_cells(["memory"], points, "csv")
+        heads.append(capsys.readouterr().out.splitlines()[0])
+    assert heads[0] == heads[1]
+    assert heads[0].startswith("memory,step_ns,")
+    assert heads[0].endswith(",why_not")
