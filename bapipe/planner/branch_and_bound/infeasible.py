@@ -20,8 +20,6 @@ from bapipe.planner.stages.intervals import INF, IntArray
 from bapipe.planner.stages.placements import StagePlacement, in_postorder
 from bapipe.printable import and_others
 
-TRY = "Try more devices, smaller micro-batches, or a smaller mini-batch"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosestLayout:
@@ -188,7 +186,7 @@ def infeasible_error(
         f"{problem.schedule} with {num_stages} {'stage' if num_stages == 1 else 'stages'} and micro-batches of "
         f"{problem.microbatch_size}: "
         f"{'; '.join(_device_texts(problem, layout, shortfall, names))}. "
-        f"{_advice(profiles, cluster, options, shortfall, deadline)}",
+        f"{_advice(profiles, cluster, options, shortfall, deadline, problem.microbatch_size)}",
         is_proven=is_proof and not tried and not has_unlike_cuts,
     )
 
@@ -247,6 +245,7 @@ def _advice(
     options: PlanOptions,
     shortfall: Mapping[int, int],
     deadline: Deadline,
+    microbatch_size: int,
 ) -> str:
     """Returns how lifting each restriction of the options by itself would help, as far as time allows."""
     changes = {}
@@ -268,7 +267,12 @@ def _advice(
         if short < max(shortfall.values()):
             effects.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
     text = f"{'; '.join(effects)}. " if effects else ""
-    return f"{text[:1].upper()}{text[1:]}{_too_large_layer(profiles, cluster, options) or TRY}"
+    return f"{text[:1].upper()}{text[1:]}{_too_large_layer(profiles, cluster, options) or _try(microbatch_size)}"
+
+
+def _try(microbatch_size: int) -> str:
+    smaller = "smaller micro-batches, " if microbatch_size > 1 else "devices with more memory, "
+    return f"Try more devices, {smaller}or a smaller mini-batch"
 
 
 def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:

@@ -102,7 +102,7 @@ def test_the_error_that_nothing_fits_names_remedies() -> None:
         "no plan fits in memory; the closest is gpipe with 1 stage and micro-batches of 1: d0 needs 1,600 bytes for "
         "'l0' to 'l3' and has 500 (1,100 bytes short). With recomputation it would fit; with stages on several "
         "devices 300 bytes would be lacking; with another number of stages 304 bytes would be lacking. Try more "
-        "devices, smaller micro-batches, or a smaller mini-batch"
+        "devices, devices with more memory, or a smaller mini-batch"
     )
 
 
