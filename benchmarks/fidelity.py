@@ -128,8 +128,8 @@ def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[di
 
 def figures(example: Example, profile: ModelProfile, size: int, device: torch.device) -> dict[str, Any]:
     layers = profile.at(size)
-    whole = sum(m.forward_ns + m.whole_backward_ns for m in layers)
-    shares = [(m.forward_ns + m.whole_backward_ns) / whole for m in layers]
+    whole = sum(m.forward_backward_ns for m in layers)
+    shares = [m.forward_backward_ns / whole for m in layers]
     batch = tuple(
         x[torch.arange(size) % len(x)].contiguous().to(device) for x in (*example.tensors, example.target)
     )  # fmt: skip

@@ -59,6 +59,21 @@ class LayerMeasurement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.input_grad_ns + self.weight_grad_ns if self.backward_ns is msgspec.UNSET else self.backward_ns
 
     @property
+    def forward_backward_ns(self) -> int:
+        """The time of F and B."""
+        return self.forward_ns + self.whole_backward_ns
+
+    @property
+    def min_backward_ns(self) -> int:
+        """The shorter of B, and I and W: no schedule has less. Lower bounds count it."""
+        return min(self.whole_backward_ns, self.input_grad_ns + self.weight_grad_ns)
+
+    @property
+    def min_input_grad_ns(self) -> int:
+        """The shorter of B and I: no schedule sends gradients back earlier. Lower bounds count it."""
+        return min(self.whole_backward_ns, self.input_grad_ns)
+
+    @property
     def left_by_input_grad_bytes(self) -> int:
         """The bytes that I produces for W, 0 if the profile does not record them."""
         return 0 if self.gradient_stash_bytes is msgspec.UNSET else self.gradient_stash_bytes

@@ -326,7 +326,7 @@ def _balanced_cuts(
     index, num_uses = cluster.index, [name for group in groups for name in group]
     shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in group) for group in groups]
     profile = profiles[cluster.devices[index[groups[0][0]]].kind]
-    work_ns = [0, *accumulate(m.forward_ns + m.whole_backward_ns for m in profile.at(size))]
+    work_ns = [0, *accumulate(m.forward_backward_ns for m in profile.at(size))]
     legal = legal_cuts(profile)
     if len(groups) - 1 > len(legal):
         raise BapipeError(f"{len(groups)} stages: the model allows {len(legal) + 1} at most; take fewer")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.formats.layer_profile import LayerProfile
-from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 
 MAX_LANES = 64
@@ -63,7 +62,7 @@ def layer_rows(profile: ModelProfile) -> tuple[LayerRow, ...]:
                 layer=layer,
                 rails=_rails(lanes_before, lanes, set(layer.inputs)) + "…" * has_others,
                 lanes=tuple(lanes),
-                forward_backward_ns=_forward_backward_ns(m),
+                forward_backward_ns=m.forward_backward_ns,
                 cut_bytes=cut_bytes,
                 num_tensors=len(num_bytes),
             )
@@ -104,7 +103,3 @@ def _rails(before: Sequence[str | None], after: Sequence[str | None], used: set[
         else:
             marks.append("●")
     return "".join(marks).rstrip()
-
-
-def _forward_backward_ns(m: LayerMeasurement) -> int:
-    return m.forward_ns + m.whole_backward_ns

@@ -33,7 +33,7 @@ class LayerChange:
     @property
     def added_ns(self) -> int:
         """Time of F + B after, minus before."""
-        return _forward_backward_ns(self.after) - _forward_backward_ns(self.before)
+        return self.after.forward_backward_ns - self.before.forward_backward_ns
 
     @property
     def added_bytes(self) -> tuple[int, int, int]:
@@ -61,14 +61,10 @@ def layer_changes(before: ModelProfile, after: ModelProfile, microbatch_size: in
     return tuple(sorted(changes, key=lambda change: -abs(change.added_ns)))
 
 
-def _forward_backward_ns(layer: LayerMeasurement) -> int:
-    return layer.forward_ns + layer.whole_backward_ns
-
-
 def _is_significant(a: LayerMeasurement, b: LayerMeasurement) -> bool:
     spreads = (MIN_CHANGE / 2 if m.spread is msgspec.UNSET else m.spread for m in (a, b))
-    uncertainty_ns = sum(_forward_backward_ns(m) * spread for m, spread in zip((a, b), spreads, strict=True))
-    return abs(_forward_backward_ns(b) - _forward_backward_ns(a)) > uncertainty_ns
+    uncertainty_ns = sum(m.forward_backward_ns * spread for m, spread in zip((a, b), spreads, strict=True))
+    return abs(b.forward_backward_ns - a.forward_backward_ns) > uncertainty_ns
 
 
 def render_profile_diff(before: ModelProfile, after: ModelProfile) -> Iterator[Table | str]:
@@ -102,8 +98,8 @@ def _setting_changes(before: ModelProfile, after: ModelProfile) -> Iterator[tupl
 
 
 def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table | str]:
-    total_before_ns = sum(_forward_backward_ns(change.before) for change in changes)
-    total_after_ns = sum(_forward_backward_ns(change.after) for change in changes)
+    total_before_ns = sum(change.before.forward_backward_ns for change in changes)
+    total_after_ns = sum(change.after.forward_backward_ns for change in changes)
     relative = f" ({percent_change(total_after_ns / total_before_ns - 1)})" if total_before_ns else ""
     shown = [change for change in changes if change.is_significant or any(change.added_bytes)]
     yield (
@@ -115,7 +111,7 @@ def _render_size(changes: tuple[LayerChange, ...], size: int) -> Iterator[Table 
     heads = "F + B ms>", "then>", "change>", "± %>", "stash>", "work>", "output>"
     table = empty_table(f"changes at {size}, the largest first; sizes in MiB", "layer", *heads)
     for change in shown:
-        before_ns, after_ns = _forward_backward_ns(change.before), _forward_backward_ns(change.after)
+        before_ns, after_ns = change.before.forward_backward_ns, change.after.forward_backward_ns
         spreads = [m.spread for m in (change.before, change.after) if m.spread is not msgspec.UNSET]
         add_row(
             table,

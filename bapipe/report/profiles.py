@@ -84,7 +84,7 @@ def _limit_words(profile: ModelProfile) -> str:
     limit: int | None = None  # the smallest size from which on all are limited by the device
     for size in reversed(profile.microbatch_sizes):
         layers = profile.at(size)
-        device_ns = sum(m.forward_ns + m.whole_backward_ns for m in layers)
+        device_ns = sum(m.forward_backward_ns for m in layers)
         if device_ns < sum(m.host.forward_ns + m.host.backward_ns for m in layers if m.host is not msgspec.UNSET):
             break
         limit = size

@@ -111,7 +111,7 @@ class Challenger:
     def _ns_on(self, rank: int) -> float:
         device = self.judge.cluster.devices[rank]
         measured = self.judge.profiles[device.kind].measurements[-1].layers
-        return sum(layer.forward_ns + layer.whole_backward_ns for layer in measured) / device.speed
+        return sum(layer.forward_backward_ns for layer in measured) / device.speed
 
     def _may_be(self, schedule: str, size: int, groups: Sequence[tuple[int, ...]]) -> bool:
         options = self.judge.options
@@ -129,7 +129,7 @@ class Challenger:
         rates = np.ones(num_stages)
         if schedule in SCHEDULES:
             rates = np.array([len(group) / max(self._ns_on(rank) for rank in group) for group in groups])
-        times = np.cumsum([0, *(m.forward_ns + m.whole_backward_ns for m in measured)])
+        times = np.cumsum([0, *(m.forward_backward_ns for m in measured)])
         held = np.cumsum(
             [
                 0,

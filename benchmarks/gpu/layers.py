@@ -85,7 +85,7 @@ def _whole_model(
 
 def _times(profile: ModelProfile, size: int, forward: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
     layers = profile.at(size)
-    layers_ns = sum(layer.forward_ns + layer.whole_backward_ns for layer in layers)
+    layers_ns = sum(layer.forward_backward_ns for layer in layers)
     wall_ns, device_ns = _whole_step_ns(forward, device)
     split_ns = sum(layer.input_grad_ns + layer.weight_grad_ns for layer in layers)
     return {

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.json import encode
 from msgspec.structs import replace
 
@@ -106,6 +106,21 @@ def with_host(profile: ModelProfile, host_of: dict[int, HostTimes]) -> ModelProf
         for m in profile.measurements
     ]
     return replace(profile, measurements=tuple(measurements))
+
+
+@pytest.mark.parametrize(
+    ("backward_ns", "both_ns", "least_ns", "least_input_ns"),
+    [(UNSET, 17, 7, 3), (5, 15, 5, 3), (2, 12, 2, 2), (30, 40, 7, 3)],
+)
+def test_bounds_count_the_shorter_of_b_and_its_halves(
+    backward_ns: int | UnsetType, both_ns: int, least_ns: int, least_input_ns: int
+) -> None:
+    """F takes 10, I 3 and W 4: together 7, which may be more or less than B."""
+    layer = LayerMeasurement(
+        forward_ns=10, input_grad_ns=3, weight_grad_ns=4, backward_ns=backward_ns, stash_bytes=0, output_bytes=(0,)
+    )
+    assert layer.forward_backward_ns == both_ns
+    assert (layer.min_backward_ns, layer.min_input_grad_ns) == (least_ns, least_input_ns)
 
 
 def test_times_of_the_host_are_interpolated_and_stay_where_one_size_has_none() -> None:

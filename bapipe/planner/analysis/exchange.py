@@ -35,7 +35,7 @@ def exchange_share(stage: StagePlan, profile: ModelProfile, microbatch_size: int
 def device_ns(measured: Sequence[LayerMeasurement], speed: float) -> float:
     """Returns how long F and B of layers take on a device, whose speed does not divide what members exchange."""
     exchanged_ns = sum(m.exchange_ns for m in measured)
-    computed_ns = sum(m.forward_ns + m.whole_backward_ns for m in measured) - exchanged_ns
+    computed_ns = sum(m.forward_backward_ns for m in measured) - exchanged_ns
     return computed_ns / speed + exchanged_ns
 
 

@@ -182,10 +182,7 @@ def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: i
     Each layer counts on the kind of device that is fastest for it, with B or I + W.
     """
     rows = [
-        [
-            m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns)
-            for m in scalable_times(profile, size, cluster)
-        ]
+        [m.forward_ns + m.min_backward_ns for m in scalable_times(profile, size, cluster)]
         for profile in profiles.values()
     ]
     return sum(min(times) for times in zip(*rows, strict=True))

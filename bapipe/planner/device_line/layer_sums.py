@@ -206,9 +206,4 @@ class LayerSums:
 
 def _times(layer: LayerMeasurement) -> tuple[int, ...]:
     """Returns a layer's times for bounds: forward, backward, and the part of it that earlier stages wait for."""
-    split = layer.input_grad_ns + layer.weight_grad_ns
-    return (
-        layer.forward_ns,
-        min(layer.whole_backward_ns, split),
-        min(layer.whole_backward_ns, layer.input_grad_ns),
-    )
+    return layer.forward_ns, layer.min_backward_ns, layer.min_input_grad_ns

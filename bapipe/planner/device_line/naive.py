@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapipe.formats.measurement import LayerMeasurement
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.planner.stages.equal_groups import group_sizes, halves
@@ -78,8 +77,7 @@ class _LayerSums:
         profiles = {device.kind: line.profiles[device.kind] for device in line.cluster.devices}
         times = {kind: scalable_times(profile, size, line.cluster) for kind, profile in profiles.items()}
         self.work_of = {
-            kind: prefix_sums([m.forward_ns + min(m.whole_backward_ns, _split_ns(m)) for m in of_kind])
-            for kind, of_kind in times.items()
+            kind: prefix_sums([m.forward_ns + m.min_backward_ns for m in of_kind]) for kind, of_kind in times.items()
         }
         forward = [prefix_sums([m.forward_ns for m in of_kind]) for of_kind in times.values()]
         self._forward = np.min(forward, axis=0) / max(device.speed for device in line.cluster.devices)
@@ -128,10 +126,6 @@ class _LayerSums:
         last_backward = per_microbatch.max(axis=1)  # all-reduces may run meanwhile
         synced = arrival + np.maximum(busiest, busiest - last_backward + gradients)
         return int(synced.max() * ROUNDED)
-
-
-def _split_ns(measured: LayerMeasurement) -> int:
-    return measured.input_grad_ns + measured.weight_grad_ns
 
 
 def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Iterator[NaiveShape]:

@@ -41,7 +41,7 @@ class Neighbourhood:
         num_devices = len(line.cluster.devices)
         self.most_stages = min(num_devices, len(line.cuts) - 1)
         profile = line.profiles[line.cluster.devices[0].kind]
-        work = prefix_sums([m.forward_ns + m.whole_backward_ns for m in profile.at(microbatch_size)])[line.cuts]
+        work = prefix_sums([m.forward_backward_ns for m in profile.at(microbatch_size)])[line.cuts]
         self.moves = Moves(
             num_devices=num_devices,
             num_microbatches=line.options.minibatch_size // microbatch_size,

@@ -239,8 +239,8 @@ class _KindSums:
             return prefix_sums([value(m) for m in measured])[cuts].astype(float)
 
         self.forward = sums(lambda m: m.forward_ns)
-        backward = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
-        self.critical = sums(lambda m: min(m.whole_backward_ns, m.input_grad_ns)) if splits else backward
+        backward = sums(lambda m: m.min_backward_ns)
+        self.critical = sums(lambda m: m.min_input_grad_ns) if splits else backward
         if splits and not gradient_crosses(profile)[cuts[1:-1]].all():
             self.critical = np.zeros_like(backward)  # a stage that sends no gradient back has no I
         self.work, self.trip = self.forward + backward, self.forward + self.critical

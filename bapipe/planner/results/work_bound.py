@@ -76,10 +76,9 @@ def _trip_at(
     for kind in fastest:
         measured = scalable_times(profiles[kind], size, cluster)
         if waited_for is None:
-            times.append([m.forward_ns + m.whole_backward_ns for m in measured])
+            times.append([m.forward_backward_ns for m in measured])
         else:
-            back_ns = [min(m.whole_backward_ns, m.input_grad_ns) for m in measured]
-            times.append([m.forward_ns + b * w for m, b, w in zip(measured, back_ns, waited_for, strict=True)])
+            times.append([m.forward_ns + w * m.min_input_grad_ns for m, w in zip(measured, waited_for, strict=True)])
     # A device of speed v takes at least 1/v of these times.
     speeds = [decimal(speed) for speed in fastest.values()]
     if len(times) == 1:
@@ -157,8 +156,4 @@ def _bound_at(
 def _layer_times_ns(profile: ModelProfile, cluster: Cluster, size: int, num_microbatches: int) -> list[int]:
     """Returns the work of each layer in a step on a device of speed 1: all micro-batches, and one update."""
     measured = zip(profile.layers, scalable_times(profile, size, cluster), strict=True)
-    return [
-        num_microbatches * (m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns))
-        + layer.update_ns
-        for layer, m in measured
-    ]
+    return [num_microbatches * (m.forward_ns + m.min_backward_ns) + layer.update_ns for layer, m in measured]

@@ -137,7 +137,7 @@ def ranks_fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) 
 def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
     """Returns the time of F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
     at_speed_1 = {
-        kind: sum(m.forward_ns + m.whole_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
+        kind: sum(m.forward_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))
         / profile.microbatch_sizes[-1]
         for kind, profile in profiles.items()
     }

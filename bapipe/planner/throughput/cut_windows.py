@@ -130,7 +130,7 @@ def work_of_nodes(
 ) -> list[int]:
     """Returns the least F + B of a micro-batch of each node at speed 1."""
     measured = scalable_times(profile, microbatch_size, cluster)
-    layer_ns = [m.forward_ns + min(m.whole_backward_ns, m.input_grad_ns + m.weight_grad_ns) for m in measured]
+    layer_ns = [m.forward_ns + m.min_backward_ns for m in measured]
     return [sum(layer_ns[i] for i in layers) for layers in layers_of_node]
 
 
