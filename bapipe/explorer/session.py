@@ -18,12 +18,13 @@ from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.analysis.exchange import exchange_share, fixed_exchange_words
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
-from bapipe.planner.make import balanced_decision, default_devices, exceeds_limit, legal_cuts, plan_of
+from bapipe.planner.make import balanced_decision, default_devices, exceeds_limit, plan_of
 from bapipe.planner.results.decision import Decision, decision_of, simulate_decision
 from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.table import Schedule
+from bapipe.simulator.tied_weights import legal_cuts
 from bapipe.simulator.timeline import StepColumns, Timeline
 
 Shape = tuple[str, tuple[tuple[str, ...], ...], int]
@@ -81,7 +82,7 @@ class Session:
     def _max_stages(self, schedule: str, cluster: Cluster) -> int:
         """Returns the most stages of a schedule that devices and layers allow."""
         stages_per_device = 2 if schedule in LOOPED else 1
-        num_devices = min(len(cluster.devices), (len(legal_cuts(self.profile)) + 1) // stages_per_device)
+        num_devices = min(len(cluster.devices), (len(legal_cuts(self.profile.layers)) + 1) // stages_per_device)
         return stages_per_device * max(1, num_devices)
 
     def adopt(self, plan: Plan, like: State | None = None) -> State:
@@ -259,7 +260,7 @@ class Session:
     def model(self) -> Json:
         """Returns the layers, the choices of the controls, and the state to begin with."""
         return model_json(self.profile) | {
-            "legal": legal_cuts(self.profile),
+            "legal": legal_cuts(self.profile.layers),
             "schedules": list(ALL),
             "fixedExchange": fixed_exchange_words(self.cluster.devices).replace("`", ""),
             "state": msgspec.to_builtins(self.first),

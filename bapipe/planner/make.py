@@ -30,7 +30,7 @@ from bapipe.planner.results.decision import Decision, check_devices, simulate_de
 from bapipe.planner.results.searched_space import is_of_stages
 from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import LOOPED
-from bapipe.simulator.tied_weights import inseparable_layers
+from bapipe.simulator.tied_weights import legal_cuts
 from bapipe.simulator.timeline import StepColumns, Timeline
 
 T = TypeVar("T")
@@ -327,7 +327,7 @@ def _balanced_cuts(
     shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in group) for group in groups]
     profile = profiles[cluster.devices[index[groups[0][0]]].kind]
     work_ns = [0, *accumulate(m.forward_backward_ns for m in profile.at(size))]
-    legal = legal_cuts(profile)
+    legal = legal_cuts(profile.layers)
     if len(groups) - 1 > len(legal):
         raise BapipeError(f"{len(groups)} stages: the model allows {len(legal) + 1} at most; take fewer")
     cuts: list[int] = []
@@ -337,9 +337,3 @@ def _balanced_cuts(
         target_ns = work_ns[-1] * done / sum(shares)
         cuts.append(min(legal[first:last], key=lambda cut: abs(work_ns[cut] - target_ns)))
     return tuple(cuts)
-
-
-def legal_cuts(profile: ModelProfile) -> list[int]:
-    """Returns the cuts that do not separate layers which share parameters of unknown size, ascending."""
-    forbidden = {cut for a, b in inseparable_layers(profile.layers) for cut in range(a + 1, b + 1)}
-    return [cut for cut in range(1, len(profile.layers)) if cut not in forbidden]

@@ -100,3 +100,12 @@ def inseparable_layers(layers: Sequence[LayerProfile]) -> Iterator[tuple[int, in
         for name in layer.shares:
             if i < index_of[name] and not (layer.shared_bytes or layers[index_of[name]].shared_bytes):
                 yield i, index_of[name]
+
+
+def legal_cuts(layers: Sequence[LayerProfile]) -> list[int]:
+    """Returns the cuts that part no inseparable layers, each as the number of layers before it, ascending.
+
+    Neither end of the layers is among them.
+    """
+    forbidden = {cut for first, last in inseparable_layers(layers) for cut in range(first + 1, last + 1)}
+    return [cut for cut in range(1, len(layers)) if cut not in forbidden]

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise, permutations
 
 from bapipe.planner.inputs.validation import microbatch_sizes
 from bapipe.schedules import SCHEDULES
+from bapipe.simulator.tied_weights import legal_cuts
 from benchmarks.certificates.judge import HandPlan, Judge
 
 
@@ -17,9 +18,8 @@ def every_plan(judge: Judge) -> Iterator[HandPlan]:
     """Yields each plan: all cuts, all devices in all orders, the schedules and micro-batch sizes of the options."""
     options = judge.options
     without_replicas = [not layer.allows_replicas for layer in next(iter(judge.profiles.values())).layers]
+    boundaries = legal_cuts(next(iter(judge.profiles.values())).layers)
     for size in microbatch_sizes(judge.profiles, judge.cluster, options):
-        legal = judge.chain(0, size).legal
-        boundaries = [cut for cut in range(1, len(judge.names)) if legal[cut]]
         for schedule in options.schedules:
             for groups in _groups(judge, schedule, options.minibatch_size // size):
                 num_stages = judge.num_stages(schedule, groups)

@@ -27,7 +27,7 @@ from bapipe.simulator.interval_costs import (
     transfer_ns,
 )
 from bapipe.simulator.stage import Stage, StageCost
-from bapipe.simulator.tied_weights import TiedWeightCost
+from bapipe.simulator.tied_weights import TiedWeightCost, legal_cuts
 from bapipe.units import at_speed as scalar_at_speed
 from tests.random_graphs import branching_profile
 from tests.random_profiles import of_groups, random_profile, with_exchanges, with_host_times
@@ -90,7 +90,7 @@ def test_costs_of_stages_of_a_chain_equal_the_simulator_s(speed: float) -> None:
         devices = tuple(replace(device, name=f"d{r}") for r in range(3))
         cluster = Cluster(devices=devices, intra_host=link, inter_host=link)
         cluster = of_groups(cluster) if profile.device.num_members == 2 else cluster
-        for cut in (cut for cut in range(1, 6) if chain.legal[cut]):
+        for cut in legal_cuts(profile.layers):
             recompute = seed % 2 == 0
             plans = (
                 StagePlan(layers=tuple(names[:cut]), devices=("d0",), recompute=recompute),

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from bapipe.formats.layer_profile import LayerProfile
-from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights, inseparable_layers
+from bapipe.simulator.tied_weights import TiedGradient, TiedWeightCost, TiedWeights, inseparable_layers, legal_cuts
 
 
 def layer(name: str, param_bytes: int = 0, shares: tuple[str, ...] = (), shared_bytes: int = 0) -> LayerProfile:
@@ -56,3 +56,11 @@ def test_a_copy_has_the_state_of_its_trained_part() -> None:
 def test_only_parameters_of_unknown_size_tie_layers_together() -> None:
     assert not list(inseparable_layers(TIED))
     assert list(inseparable_layers([layer("a", 5, ("c",)), layer("b"), layer("c", 0, ("a",))])) == [(0, 2)]
+
+
+def test_cuts_are_legal_where_they_part_no_layers_that_share_an_unknown_size() -> None:
+    """Of seven layers, 1 and 3 are inseparable, and so are 2 and 4: cuts 2, 3 and 4 are between them."""
+    shares = {1: ("l3",), 3: ("l1",), 2: ("l4",), 4: ("l2",)}
+    assert legal_cuts([layer(f"l{i}", shares=shares.get(i, ())) for i in range(7)]) == [1, 5, 6]
+    assert legal_cuts([layer("only")]) == []
+    assert legal_cuts(TIED) == [1, 2, 3]

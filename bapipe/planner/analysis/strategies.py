@@ -22,11 +22,12 @@ from bapipe.planner.inputs.device_grouping import profiles_used_by
 from bapipe.planner.inputs.device_groups import with_groups
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
-from bapipe.planner.make import legal_cuts, make
+from bapipe.planner.make import make
 from bapipe.planner.plan import plan as plan_all_groupings
 from bapipe.planner.plan import plan_once
 from bapipe.planner.results.solution import preference, preferred_of
 from bapipe.planner.stages.devices import fastest_first
+from bapipe.simulator.tied_weights import legal_cuts
 
 BEST_PLAN = "best plan"
 SPLITS: tuple[Split, ...] = ("spatial", "filter", "channel", "tensor", "sharded")
@@ -148,7 +149,7 @@ class StrategyPlanner:
 
     def pipeline(self, deadline: Deadline) -> Strategy:
         """The fastest plan without replicas or groups."""
-        most = min(len(legal_cuts(profile)) for profile in self.single.values()) + 1
+        most = min(len(legal_cuts(profile.layers)) for profile in self.single.values()) + 1
         together = "" if most == len(self.layers) else f", of which {most} parts can be in stages of their own"
         limit = Limit(num_devices=most, reason=f"{len(self.layers)} layers{together}")
         try:

@@ -10,6 +10,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.stages.chain import Chain
+from bapipe.simulator.tied_weights import legal_cuts
 
 MAX_LAYERS_TO_BALANCE = 400
 """Maximum number of layers: with more, the dynamic programme takes too long for a comparison."""
@@ -33,7 +34,7 @@ def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadlin
     unlike = {(device.kind, device.speed) for device in used}
     chain_of = {(kind, speed): Chain(profiles[kind], plan.microbatch_size, speed) for kind, speed in sorted(unlike)}
     chains = [chain_of[device.kind, device.speed] for device in used]
-    legal = [cut for cut in range(len(layers) + 1) if cut in (0, len(layers)) or chains[0].legal[cut]]
+    legal = [0, *legal_cuts(layers), len(layers)]
     # By the cut after the stages so far: the minimal largest time per micro-batch and device, and its cuts.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for s, (stage, chain) in enumerate(zip(plan.stages, chains, strict=True)):

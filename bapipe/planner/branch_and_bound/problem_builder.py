@@ -28,6 +28,7 @@ from bapipe.planner.stages.stage_memory import StageMemory
 from bapipe.planner.stages.stage_schedule import runs_forwards_first
 from bapipe.schedules import SCHEDULES
 from bapipe.simulator.interval_costs import IntervalCosts
+from bapipe.simulator.tied_weights import legal_cuts
 
 MAX_PERMUTED_DEVICES = 5
 """In clusters of at most this many devices, replicas of a stage are tried in every order; else the fastest is first."""
@@ -71,7 +72,7 @@ class ProblemBuilder:
         for size in reversed(sizes):
             self.deadline.check()
             chains = _chains(self.profiles, self.classes, size)
-            intervals = intervals or IntervalIndex(self.constraints.allowed_cuts(first, chains[0].legal))
+            intervals = intervals or IntervalIndex(self.constraints.allowed_cuts(first, legal_cuts(first.layers)))
             costs = self._stage_costs(intervals, size, chains)
             problems += [self._problem(schedule, size, chains, costs) for schedule in named_schedules(self.options)]
         return problems, intervals

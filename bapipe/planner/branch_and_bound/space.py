@@ -15,7 +15,6 @@ from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules, names_looped
 from bapipe.planner.results.searched_space import FASTEST_FIRST, INSEPARABLE, ONLY_FIRST, on_first_devices
-from bapipe.planner.stages.chain import Chain
 from bapipe.planner.stages.constraints import check_constraints, parse_constraints
 from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.stages.devices import (
@@ -27,6 +26,7 @@ from bapipe.planner.stages.devices import (
 )
 from bapipe.planner.stages.placements import num_stages_on
 from bapipe.schedules import LOOPED
+from bapipe.simulator.tied_weights import legal_cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,8 @@ def check_num_stages(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
     first = next(iter(profiles.values()))
     constraints = parse_constraints(options.constraints)
     check_constraints(constraints, first, cluster)
-    sizes = microbatch_sizes(profiles, cluster, options)
-    cuts = constraints.allowed_cuts(first, Chain(first, sizes[0], 1.0).legal)
+    microbatch_sizes(profiles, cluster, options)  # raises the error if none is possible
+    cuts = constraints.allowed_cuts(first, legal_cuts(first.layers))
     possible = _stage_counts(named_schedules(options), len(cluster.devices), len(cuts) - 1)
     if not possible or options.num_stages not in (None, *possible):
         together = f"; {INSEPARABLE}, and all between them, stay in one stage" if has_inseparable(profiles) else ""

@@ -32,6 +32,7 @@ from bapipe.simulator.compiled import CompiledSchedule, compile_schedule, permut
 from bapipe.simulator.memory import RankMemory, rank_memory
 from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage import Stage
+from bapipe.simulator.tied_weights import legal_cuts
 
 MAX_CACHED_TABLES = 4
 """How many compiled schedules are kept: plans that differ only in their cuts share one."""
@@ -93,7 +94,7 @@ class DeviceLine:
         self._tables: dict[tuple[str, int, int], Schedule] = {}
         self._items: dict[int, LayerItems] = {}
         first = profiles[cluster.devices[0].kind]
-        self.cuts = self.constraints.allowed_cuts(first, self.chain(0, first.microbatch_sizes[0]).legal)
+        self.cuts = self.constraints.allowed_cuts(first, legal_cuts(first.layers))
 
     def in_order(self, ranks: tuple[int, ...]) -> "DeviceLine":
         """Returns the line with some of the cluster's devices, in an order; both share what does not depend on it."""

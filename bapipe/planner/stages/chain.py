@@ -15,7 +15,7 @@ from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses
 from bapipe.simulator.layer_totals import LayerTotals, layer_totals, sum_totals
 from bapipe.simulator.stage import Stage, StageCost
 from bapipe.simulator.stage_cost import cost_of_totals, fill_buckets, group_bucket_bytes
-from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights, inseparable_layers
+from bapipe.simulator.tied_weights import TiedWeightCost, TiedWeights
 
 
 class Chain:
@@ -27,8 +27,6 @@ class Chain:
         device_kind: the kind of device that the profile was measured on.
         num_members: how many members a device has if it is a group, else 1.
         send_bytes, grad_bytes: bytes of activations and of gradients per micro-batch that cross each cut. [layers + 1]
-        legal: whether the chain may be cut there; layers that share parameters of unknown size stay together.
-            [layers + 1]
     """
 
     def __init__(self, profile: ModelProfile, microbatch_size: int, speed: float) -> None:
@@ -48,7 +46,6 @@ class Chain:
         self.send_bytes, self.grad_bytes = (sums.tolist() for sums in cut_bytes(profile, microbatch_size))
         # Whether a stage that begins at each cut sends a gradient back. [layers + 1]
         self._sends_gradient = gradient_crosses(profile).tolist()
-        self.legal = _legal(profile)
         self._names = [layer.name for layer in profile.layers]
         self._tied_weights = TiedWeights(profile.layers)
         # Caches, because the layouts that a search simulates have most of their intervals in common.
@@ -145,13 +142,3 @@ def stage_on(chains: Sequence[Chain], start: int, stop: int, *, recompute: froze
 
 def _add(sums: LayerTotals, layer: LayerTotals) -> LayerTotals:
     return LayerTotals(*map(add, sums, layer))
-
-
-def _legal(profile: ModelProfile) -> list[bool]:
-    """Returns whether each cut is allowed: none separates layers that share parameters of unknown size. [layers + 1]"""
-    legal = [True] * (len(profile.layers) + 1)
-    for first, last in inseparable_layers(profile.layers):
-        # The cuts inside the group of layers `first` to `last`.
-        for cut in range(first + 1, last + 1):
-            legal[cut] = False
-    return legal

@@ -5,7 +5,7 @@ A runs on no other devices; a group is allowed if all of its members are among t
 """
 
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -73,11 +73,11 @@ class Constraints:
         """
         return [tuple(is_among(device, names) for _, names in self.on) for device in cluster.devices]
 
-    def allowed_cuts(self, profile: ModelProfile, legal: Sequence[bool]) -> list[int]:
-        """Returns the cuts that the constraints allow, ascending, with 0 and the number of layers.
+    def allowed_cuts(self, profile: ModelProfile, cuts: Iterable[int]) -> list[int]:
+        """Returns those of some cuts that the constraints allow, with 0 and the number of layers.
 
         Args:
-            legal: whether the profile allows each cut. [layers + 1]
+            cuts: numbers of layers before them, ascending, such as those of `legal_cuts`.
 
         Raises:
             BapipeError: a layer is unknown.
@@ -85,19 +85,19 @@ class Constraints:
         """
         self.check_layers(profile)
         index = {layer.name: i for i, layer in enumerate(profile.layers)}
-        allowed = list(legal)
+        forbidden: set[int] = set()
         for a, b in self.together:
             low, high = sorted((index[a], index[b]))
-            allowed[low + 1 : high + 1] = [False] * (high - low)
-        cuts = [0, *(cut for cut in range(1, len(profile.layers)) if allowed[cut]), len(profile.layers)]
+            forbidden.update(range(low + 1, high + 1))
+        allowed = [0, *(cut for cut in cuts if cut not in forbidden), len(profile.layers)]
         for a, b in self.separate:
             low, high = sorted((index[a], index[b]))
-            if not any(low < cut <= high for cut in cuts):
+            if not any(low < cut <= high for cut in allowed):
                 raise ConstraintsUnmet(
                     f"the constraint '{a} without {b}' contradicts the others: no cut is allowed between these layers "
                     "(layers that share parameters stay together too); drop one of them"
                 )
-        return cuts
+        return allowed
 
     def forbidden_intervals(
         self, profile: ModelProfile, intervals: IntervalIndex, classes: Sequence[DeviceClass]
@@ -190,7 +190,7 @@ def check_constraints(rules: Constraints, profile: ModelProfile, cluster: Cluste
     for a, b in rules.separate:
         if a == b:
             raise BapipeError(f"the constraint '{a} without {b}' separates a layer from itself; drop it")
-    cuts = rules.allowed_cuts(profile, [True] * (len(names) + 1))
+    cuts = rules.allowed_cuts(profile, range(1, len(names)))
     _check_devices(rules, names, cuts, cluster)
 
 
