@@ -22,12 +22,13 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
-from bapipe.formats.profile import LOSS, ModelProfile, common_settings
+from bapipe.formats.profile import LOSS, ModelProfile
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
 from bapipe.planner.results.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.results.searched_space import is_of_stages
+from bapipe.planner.results.solution import uncertified_plan
 from bapipe.planner.results.work_bound import WORK_BOUND, work_bound_ns
 from bapipe.schedules import LOOPED
 from bapipe.simulator.tied_weights import legal_cuts
@@ -132,20 +133,14 @@ def plan_of(
     Args:
         changed_from: a plan whose lower bound holds for this one too if it has the same inputs.
     """
-    profile = profiles[cluster.devices[cluster.index[decision.devices[0][0]]].kind]
-    plan = Plan(
-        model=profile.model,
-        factory=profile.factory,
-        arguments=profile.arguments,
-        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(profiles.items())},
-        settings=common_settings(profiles.values()),
-        cluster=cluster,
+    plan = uncertified_plan(
+        profiles,
+        cluster,
         minibatch_size=decision.minibatch_size,
         microbatch_size=decision.microbatch_size,
-        num_microbatches=decision.num_microbatches,
         schedule=decision.schedule,
+        table=decision.table(cluster),
         stages=decision.stages,
-        order=tuple(tuple(map(str, actions)) for actions in decision.table(cluster).order),
         prediction=step.prediction(decision.minibatch_size),
     )
     return with_certificate(plan, certificate_by_hand(plan, profiles, changed_from))

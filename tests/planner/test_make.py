@@ -67,6 +67,23 @@ def test_a_made_plan_has_the_decisions_given_and_the_times_of_the_simulator() ->
     assert decoded(encode(plan)) == plan
 
 
+def test_the_same_decisions_make_the_same_plan_by_a_search_and_by_hand() -> None:
+    profile = replace(PROFILE, factory="models:chain", arguments={"depth": "8"})
+    found = bapipe.plan(profile, devices(3, bytes_per_s=10**6), minibatch_size=12, num_stages=3)
+    made = bapipe.make(
+        profile,
+        found.cluster,
+        minibatch_size=12,
+        microbatch_size=found.microbatch_size,
+        schedule=found.schedule,
+        cuts=[stage.layers[0] for stage in found.stages[1:]],
+        devices=[stage.devices for stage in found.stages],
+    )
+    assert (made.factory, made.arguments) == ("models:chain", {"depth": "8"})
+    assert made.certificate.space == ANY_PLAN
+    assert replace(made, certificate=found.certificate, alternatives=found.alternatives) == found
+
+
 @pytest.mark.parametrize(
     "use", [lambda path: bapipe.simulate(path, PROFILE), lambda path: bapipe.edit(path, PROFILE), bapipe.run]
 )

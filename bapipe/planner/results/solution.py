@@ -1,7 +1,7 @@
-"""The result of a search, and the one function that makes a plan of it.
+"""The result of a search, and the one place where a plan is put together, of such a result or of a user's decisions.
 
 Every search returns a `Solution`. The best one over linearizations and device groupings is chosen, and alternatives
-are added; `make_plan` then builds the `Plan` once.
+are added; `make_plan` then makes the `Plan`, once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,28 +83,59 @@ def make_plan(solution: Solution) -> Plan:
     Raises:
         BapipeError: the profiles were measured with different settings.
     """
-    cluster, table = solution.cluster, solution.table
-    profile = solution.profiles[cluster.devices[table.devices[0][0]].kind]  # of the first stage; all are of one model
-    plan = Plan(
-        model=profile.model,
-        factory=profile.factory,
-        arguments=profile.arguments,
-        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(solution.profiles.items())},
-        settings=common_settings(solution.profiles.values()),
-        cluster=cluster,
-        objective=THROUGHPUT if solution.objective == THROUGHPUT else msgspec.UNSET,
+    plan = uncertified_plan(
+        solution.profiles,
+        solution.cluster,
+        objective=solution.objective,
         minibatch_size=solution.minibatch_size,
         microbatch_size=solution.microbatch_size,
-        num_microbatches=table.num_microbatches,
         schedule=solution.schedule,
+        table=solution.table,
         stages=solution.stages,
-        order=tuple(tuple(map(str, actions)) for actions in table.order),
         prediction=solution.prediction,
         alternatives=solution.alternatives,
     )
     space = solution.space
     certificate = certify(solution.objective_ns, solution.lower_bound_ns, in_words(space), memory_limit(space))
     return with_certificate(plan, certificate)
+
+
+def uncertified_plan(
+    profiles: Mapping[str, ModelProfile],
+    cluster: Cluster,
+    *,
+    objective: Objective = "step",
+    minibatch_size: int,
+    microbatch_size: int,
+    schedule: str,
+    table: Schedule,
+    stages: tuple[StagePlan, ...],
+    prediction: Prediction,
+    alternatives: tuple[Alternative, ...] = (),
+) -> Plan:
+    """Returns the plan of some stages and an order of their actions, without a certificate.
+
+    Raises:
+        BapipeError: the profiles were measured with different settings.
+    """
+    profile = profiles[cluster.devices[cluster.index[stages[0].devices[0]]].kind]  # all are of one model
+    return Plan(
+        model=profile.model,
+        factory=profile.factory,
+        arguments=profile.arguments,
+        profiles={kind: fingerprint(of_kind) for kind, of_kind in sorted(profiles.items())},
+        settings=common_settings(profiles.values()),
+        cluster=cluster,
+        objective=THROUGHPUT if objective == THROUGHPUT else msgspec.UNSET,
+        minibatch_size=minibatch_size,
+        microbatch_size=microbatch_size,
+        num_microbatches=table.num_microbatches,
+        schedule=schedule,
+        stages=stages,
+        order=tuple(tuple(map(str, actions)) for actions in table.order),
+        prediction=prediction,
+        alternatives=alternatives,
+    )
 
 
 def sort_alternatives(alternatives: Iterable[Alternative]) -> tuple[Alternative, ...]:
