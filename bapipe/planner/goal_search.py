@@ -17,21 +17,12 @@ from math import floor
 import msgspec
 
 from bapipe.errors import BapipeError, Infeasible
-from bapipe.formats.certificate import ReachedGoal, certify
+from bapipe.formats.certificate import ReachedGoal
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.compute.deadline import Deadline
-from bapipe.planner.goal_setting import (
-    ANY_NS,
-    NUM_SHARES,
-    Answer,
-    Found,
-    Search,
-    Setting,
-    proven_ns,
-    space_without_memory,
-)
+from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, has_same_plans, proven_ns
 from bapipe.planner.inputs.device_grouping import Grouping, groupings
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions, limit_that_leaves
@@ -39,8 +30,8 @@ from bapipe.planner.inputs.profiles import Profiles, by_kind, listed
 from bapipe.planner.inputs.repeat_block import block_layers, repeat_block
 from bapipe.planner.inputs.sub_clusters import SubClusters, sub_clusters, with_devices
 from bapipe.planner.inputs.validation import names_looped
-from bapipe.planner.results.searched_space import is_of_stages, on_chosen_devices
-from bapipe.planner.results.solution import sort_alternatives
+from bapipe.planner.results.searched_space import ChosenDevicesSpace, is_of_action_orders, left_out
+from bapipe.planner.results.solution import Solution, make_plan, sort_alternatives
 from bapipe.progress import SearchProgress
 from bapipe.units import decimal
 
@@ -79,12 +70,11 @@ def reach_goal(
     setting = Setting(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
-    found = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
-    fastest = found.plan
-    space = space_without_memory(fastest.certificate) if goal.least == "memory" else None
+    fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
+    space = fastest.space if goal.least == "memory" else None
     setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
-    if fastest.prediction.objective_ns > setting.limit_ns:
-        raise _too_slow(goal, found, setting)
+    if fastest.objective_ns > setting.limit_ns:
+        raise _too_slow(goal, fastest, setting)
     if goal.least == "memory":
         return _least_memory(setting, fastest)
     if goal.least == "devices":
@@ -95,12 +85,12 @@ def reach_goal(
 
 def first_with_plan(
     wanted: Sequence[int],
-    known: Plan,
+    known: Solution,
     ask: Callable[[int], Answer],
-    value_of: Callable[[Plan, int], int],
+    value_of: Callable[[Solution, int], int],
     *,
     first_stride: int,
-) -> tuple[Plan, int, int]:
+) -> tuple[Solution, int, int]:
     """Returns the plan for the most wanted of some problems that has one; its number; and the first one not refuted.
 
     Args:
@@ -116,8 +106,8 @@ def first_with_plan(
     while untried < best_at:
         at = max(untried, best_at - stride)
         answer = ask(wanted[at])
-        if answer.plan is not None:
-            best, best_at = answer.plan, min(at, wanted.index(value_of(answer.plan, wanted[at])))
+        if answer.solution is not None:
+            best, best_at = answer.solution, min(at, wanted.index(value_of(answer.solution, wanted[at])))
             stride = max(1, min(2 * stride, (best_at - untried) // 2))
             continue
         untried = at + 1
@@ -126,7 +116,7 @@ def first_with_plan(
     return best, wanted[best_at], wanted[not_refuted]
 
 
-def _least_memory(setting: Setting, fastest: Plan) -> Plan:
+def _least_memory(setting: Setting, fastest: Solution) -> Plan:
     def within(num_bytes: int) -> Setting:
         limit = limit_that_leaves(num_bytes, setting.options.memory_margin)
         return replace(setting, options=replace(setting.options, memory_limit_bytes=limit))
@@ -137,10 +127,10 @@ def _least_memory(setting: Setting, fastest: Plan) -> Plan:
     def ask_for_any(num_bytes: int) -> Answer:
         return replace(within(num_bytes), limit_ns=ANY_NS).ask()
 
-    def least(known: Plan, ask: Callable[[int], Answer]) -> tuple[Plan, int, int]:
+    def least(known: Solution, ask: Callable[[int], Answer]) -> tuple[Solution, int, int]:
         peak = known.prediction.peak_bytes
         return first_with_plan(
-            range(peak + 1), known, ask, lambda plan, _: plan.prediction.peak_bytes, first_stride=max(1, peak // 2)
+            range(peak + 1), known, ask, lambda found, _: found.prediction.peak_bytes, first_stride=max(1, peak // 2)
         )
 
     best, limit, bound = least(fastest, ask)
@@ -150,12 +140,9 @@ def _least_memory(setting: Setting, fastest: Plan) -> Plan:
     # Alternatives, and the bound if it is of the same space, are of the devices' own memory, not only of what the plan
     # was searched in.
     alternatives = _with_fastest(best, fastest, fastest.alternatives)
-    best = msgspec.structs.replace(best, alternatives=compared_with(alternatives, best.prediction))
-    own, proven = best.certificate, fastest.certificate
-    if space_without_memory(own) == space_without_memory(proven) and not is_of_stages(own):
-        best_ns = best.prediction.objective_ns
-        bound_ns = min(best_ns, proven.lower_bound_ns)
-        best = with_certificate(best, certify(best_ns, bound_ns, proven.space, proven.memory))
+    best = replace(best, alternatives=compared_with(alternatives, best.prediction))
+    if has_same_plans(best.space, fastest.space) and not is_of_action_orders(best.space):
+        best = replace(best, lower_bound_ns=min(best.objective_ns, fastest.lower_bound_ns), space=fastest.space)
     # The fastest plan within the limit may need less than the one that was found to fit there.
     reached = ReachedGoal(quantity="memory", value=best.prediction.peak_bytes, bound=bound)
     return _with_goal(best, setting, reached)
@@ -172,12 +159,12 @@ def _is_monotone(setting: Setting) -> bool:
     return not names_looped(setting.options) and all(device.overlaps_transfers for device in setting.cluster.devices)
 
 
-def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
+def _with_fastest(best: Solution, fastest: Solution, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
     """Returns alternatives and the fastest plan, if it is another one: it shows what the saving costs."""
     if fastest.stages == best.stages and fastest.prediction.step_ns == best.prediction.step_ns:
         return others
-    step_ns, num_devices = fastest.prediction.step_ns, len(fastest.used_devices)
-    on = f", on {num_devices} device{'s' * (num_devices > 1)}" if num_devices != len(best.used_devices) else ""
+    step_ns, num_devices = fastest.prediction.step_ns, len(fastest.used_ranks)
+    on = f", on {num_devices} device{'s' * (num_devices > 1)}" if num_devices != len(best.used_ranks) else ""
     itself = Alternative(
         name="fastest",
         step_ns=step_ns,
@@ -188,7 +175,7 @@ def _with_fastest(best: Plan, fastest: Plan, others: tuple[Alternative, ...]) ->
     return sort_alternatives((itself, *others))
 
 
-def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
+def _fewest_devices(setting: Setting, fastest: Solution) -> Plan:
     from bapipe.planner.stages.devices import ns_per_sample  # loads numpy
 
     times_ns = ns_per_sample(by_kind(setting.profiles), setting.cluster)
@@ -201,7 +188,7 @@ def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
         is_refuted = True
         for part in choices(num_devices).clusters:
             answer = replace(setting, cluster=part).ask()
-            if answer.plan is not None:
+            if answer.solution is not None:
                 return answer
             is_refuted = is_refuted and answer.is_refuted
         return Answer(is_refuted=is_refuted)
@@ -213,10 +200,10 @@ def _fewest_devices(setting: Setting, fastest: Plan) -> Plan:
         covering = max(covered, default=numbers[0] - 1)
     best, value, bound = fewest_with_plan(numbers, covering, fastest, ask)
     best = _fastest_on_any(setting, choices(value), best)
-    best = msgspec.structs.replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
+    best = replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
     refuted = range(max(numbers[0], min(covering, bound - 1)), bound)  # each by itself, the first one with all fewer
     has_all = all(choices(number).has_all for number in refuted)
-    value = len(best.used_devices)  # what could not be decided before may be found now
+    value = len(best.used_ranks)  # what could not be decided before may be found now
     reached = ReachedGoal(
         quantity="devices", value=value, bound=min(bound, value), of="" if has_all else "the fastest devices"
     )
@@ -246,7 +233,9 @@ def _covers_fewer(setting: Setting, clusters: Sequence[Cluster]) -> bool:
     return has_gaps or all(_any_order_counts(setting, cluster) for cluster in clusters)
 
 
-def fewest_with_plan(numbers: range, covering: int, known: Plan, ask: Callable[[int], Answer]) -> tuple[Plan, int, int]:
+def fewest_with_plan(
+    numbers: range, covering: int, known: Solution, ask: Callable[[int], Answer]
+) -> tuple[Solution, int, int]:
     """Returns a plan on the fewest devices; their number; and the first number of devices that is not refuted.
 
     Args:
@@ -255,57 +244,57 @@ def fewest_with_plan(numbers: range, covering: int, known: Plan, ask: Callable[[
         known: a plan on any of the devices.
     """
 
-    def first(most: int, known: Plan) -> tuple[Plan, int, int]:
+    def first(most: int, known: Solution) -> tuple[Solution, int, int]:
         wanted, stride = range(numbers[0], most + 1), max(1, most // 2)
-        return first_with_plan(wanted, known, ask, lambda plan, _: len(plan.used_devices), first_stride=stride)
+        return first_with_plan(wanted, known, ask, lambda found, _: len(found.used_ranks), first_stride=stride)
 
     best, value, bound = first(numbers[-1], known)
     if value <= covering:
         return best, value, bound
     of_covering = ask(covering) if covering in numbers else Answer()
-    if of_covering.plan is not None:
-        return first(covering, of_covering.plan)
+    if of_covering.solution is not None:
+        return first(covering, of_covering.solution)
     for number in range(covering + 1 if of_covering.is_refuted else numbers[0], value):
         answer = ask(number)
-        if answer.plan is not None:
-            return answer.plan, len(answer.plan.used_devices), number
+        if answer.solution is not None:
+            return answer.solution, len(answer.solution.used_ranks), number
         if not answer.is_refuted:
             return best, value, number
     return best, value, value
 
 
-def _fastest_on_any(setting: Setting, choices: SubClusters, known: Plan) -> Plan:
+def _fastest_on_any(setting: Setting, choices: SubClusters, known: Solution) -> Solution:
     """Returns the fastest plan on any of some choices of devices, at least as fast as a known one.
 
-    The devices of the known plan are searched first, with half of the time. The certificate is of all choices, or of
-    the plan's own devices if nothing is proven of the others.
+    The devices of the known plan are searched first, with half of the time. The bound is of all choices, or of the
+    plan's own devices if nothing is proven of the others.
     """
-    used = with_devices(known.cluster, _used_ranks(known))
+    used = with_devices(known.cluster, known.used_ranks)
     is_only_choice = choices.has_all and len(choices.clusters) == 1
     others = [] if is_only_choice else [part for part in choices.clusters if part != used]
     first = setting.deadline.share(2) if others else setting.deadline
     best = replace(setting, cluster=used, deadline=first).fastest(known)
-    found, bounds_ns = [best], [proven_ns(best.certificate)]
+    found, bounds_ns = [best], [proven_ns(best)]
     with_others = [replace(setting, cluster=part) for part in others]
-    possible = [each for each in with_others if each.least_ns < best.prediction.objective_ns]
+    possible = [each for each in with_others if each.least_ns < best.objective_ns]
     for number, each in enumerate(possible):
         share = setting.deadline.share(len(possible) - number)
-        plan, bound_ns = replace(each, deadline=share).faster_than(best.prediction.objective_ns)
+        faster, bound_ns = replace(each, deadline=share).faster_than(best.objective_ns)
         bounds_ns.append(bound_ns)
-        if plan is not None:
-            found.append(plan)
-            best = min(best, plan, key=lambda one: one.prediction.objective_ns)
-    own, best_ns, bound_ns = best.certificate, best.prediction.objective_ns, min(bounds_ns)
-    if is_of_stages(own) or not bound_ns or is_only_choice:
+        if faster is not None:
+            found.append(faster)
+            best = min(best, faster, key=lambda one: one.objective_ns)
+    bound_ns = min(bounds_ns)
+    if is_of_action_orders(best.space) or not bound_ns or is_only_choice:
         return best
-    space = on_chosen_devices(
-        own.space,
-        [plan.certificate.space for plan in found],
+    space = ChosenDevicesSpace(
         num_chosen=len(used.devices),
         num_devices=len(setting.cluster.devices),
         num_choices=len(choices.clusters) if choices.has_all else None,
+        left_out=tuple(dict.fromkeys(words for each in found for words in left_out(each.space))),
+        of_best=best.space,
     )
-    return with_certificate(best, certify(best_ns, min(best_ns, bound_ns), space, own.memory))
+    return replace(best, lower_bound_ns=min(best.objective_ns, bound_ns), space=space)
 
 
 def _fewest_for_stages(options: PlanOptions) -> int:
@@ -313,7 +302,7 @@ def _fewest_for_stages(options: PlanOptions) -> int:
     return -(-(options.num_stages or 1) // (2 if names_looped(options) else 1))
 
 
-def _most_copies(setting: Setting, fastest: Plan, block: str) -> Plan:
+def _most_copies(setting: Setting, fastest: Solution, block: str) -> Plan:
     profiles = listed(setting.profiles)
     num_layers, num_in_block = len(profiles[0].layers), len(block_layers(profiles[0], block))
     most = max(1, 1 + (MAX_LAYERS - num_layers) // num_in_block)
@@ -336,16 +325,17 @@ def _most_copies(setting: Setting, fastest: Plan, block: str) -> Plan:
     return _with_goal(best, setting, reached)
 
 
-def _with_goal(plan: Plan, setting: Setting, reached: ReachedGoal) -> Plan:
+def _with_goal(best: Solution, setting: Setting, reached: ReachedGoal) -> Plan:
     if setting.limit_ns < ANY_NS:
         reached = msgspec.structs.replace(reached, limit_ns=setting.limit_ns)
+    plan = make_plan(best)
     return with_certificate(plan, msgspec.structs.replace(plan.certificate, goal=reached))
 
 
-def _limit_ns(goal: Goal, fastest: Plan) -> int:
+def _limit_ns(goal: Goal, fastest: Solution) -> int:
     """Returns the longest step, or the largest load, that is fast enough."""
     if goal.within is not None:
-        return min(ANY_NS, floor(fastest.prediction.objective_ns * (1 + decimal(goal.within))))
+        return min(ANY_NS, floor(fastest.objective_ns * (1 + decimal(goal.within))))
     if goal.min_throughput is not None:
         limit_ns = floor(fastest.minibatch_size * 10**9 / Fraction(goal.min_throughput))
         if limit_ns >= ANY_NS:
@@ -355,9 +345,8 @@ def _limit_ns(goal: Goal, fastest: Plan) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, found: Found, setting: Setting) -> Infeasible:
-    fastest, bound_ns = found
-    num_samples, best_ns = fastest.minibatch_size * 1e9, fastest.prediction.objective_ns
+def _too_slow(goal: Goal, fastest: Solution, setting: Setting) -> Infeasible:
+    num_samples, best_ns, bound_ns = fastest.minibatch_size * 1e9, fastest.objective_ns, fastest.bound_of_all_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, bound_ns))
     most *= 1 + 5e-6  # so that six digits do not round it down
     message = (
@@ -392,10 +381,6 @@ def _only_grouping(profiles: Profiles, cluster: Cluster, options: PlanOptions) -
         if " on " in text:
             raise BapipeError(f"`least` devices chooses the devices: leave out `constraints` '{text}'")
     return possible[0]
-
-
-def _used_ranks(plan: Plan) -> list[int]:
-    return sorted(plan.cluster.index[name] for name in plan.used_devices)
 
 
 def _ignore(num_simulated: int, best_ns: int, bound_ns: int) -> None:

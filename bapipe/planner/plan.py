@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,6 @@ def plan(
     deadline = deadline or deadline_of(options.time_limit_s)
     if options.goal is not None:
         from bapipe.planner.goal_search import reach_goal
-        from bapipe.planner.goal_setting import Found
-
-        def search(
-            profiles: Profiles, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: SearchProgress
-        ) -> Found:
-            solution = _solve_groupings(profiles, cluster, options, deadline, progress, orders_for)
-            return Found(make_plan(solution), solution.bound_of_all_ns)
 
         goal, options = options.goal, replace(options, goal=None)
         # The least memory is asked for under lower and lower limits.
@@ -82,7 +76,7 @@ def plan(
             cluster,
             options,
             goal,
-            search=search,
+            search=partial(_solve_groupings, orders_for=orders_for),
             deadline=deadline,
             progress=progress,
         )

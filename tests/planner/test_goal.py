@@ -23,32 +23,86 @@ from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.goal_search import fewest_with_plan, first_with_plan, reach_goal
-from bapipe.planner.goal_setting import Answer, Found, Setting
+from bapipe.planner.goal_setting import Answer, Setting, has_same_plans
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
 from bapipe.planner.inputs.profiles import by_kind
 from bapipe.planner.inputs.repeat_block import block_layers, repeat_block
 from bapipe.planner.inputs.sub_clusters import sub_clusters
-from bapipe.planner.results.searched_space import IF_ALL_LATER, MOST_AT_CUTS, on_chosen_devices
+from bapipe.planner.results.searched_space import (
+    IF_ALL_LATER,
+    MOST_AT_CUTS,
+    ActionOrderSpace,
+    ChosenDevicesSpace,
+    GroupingsSpace,
+    LinearizationsSpace,
+    ParetoSpace,
+    PartitionSpace,
+    SearchedSpace,
+    ThroughputSpace,
+    in_words,
+    left_out,
+    memory_limit,
+)
+from bapipe.planner.results.solution import Solution
 from bapipe.report.plans import proof
 from bapipe.simulator.simulate import simulate
 from bapipe.units import decimal
 from tests.builders import MS, chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, layouts
 from tests.random_profiles import random_cluster, random_profile
-from tests.step_time import plan_step_time
+from tests.step_time import plan_step_time, step_time_solution
 
 SEEDS = range(6)
 
 
-def search(profiles: Any, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: Any) -> Found:
+PARTITIONS = PartitionSpace(
+    num_layers=2,
+    num_devices=2,
+    stage_counts=(1, 2),
+    device_counts=(1, 2),
+    device_order=", in any order",
+    microbatch_sizes=(1,),
+    schedules=("1f1b",),
+    replicas=True,
+    recompute=True,
+    constraints=(),
+)
+LOADS = ThroughputSpace(
+    num_layers=2,
+    num_devices=2,
+    num_downsets=3,
+    max_downsets=10,
+    has_all_device_counts=True,
+    has_gaps=True,
+    counts_later=False,
+    is_fastest_first=False,
+    keeps_tied=False,
+    microbatch_sizes=(1,),
+)
+
+
+def search(profiles: Any, cluster: Cluster, options: PlanOptions, deadline: Deadline, progress: Any) -> Solution:
     """The search along the profile's order alone, which is what the enumeration has."""
-    return found(plan_step_time(by_kind(profiles), cluster, options, deadline=deadline, progress=progress))
+    return step_time_solution(by_kind(profiles), cluster, options, deadline=deadline, progress=progress)
 
 
-def found(plan: Plan) -> Found:
-    """A plan whose certificate is of all plans that were asked for."""
-    return Found(plan, plan.certificate.lower_bound_ns)
+def found(plan: Plan, *, space: SearchedSpace = PARTITIONS, asked_bound_ns: int | None = None) -> Solution:
+    """What a search has found whose plan this is, and whose bound is that of the plan's certificate."""
+    return Solution(
+        profiles={"a": chain([1])},  # any: a plan has no more of it than its name
+        cluster=plan.cluster,
+        minibatch_size=plan.minibatch_size,
+        microbatch_size=plan.microbatch_size,
+        schedule=plan.schedule,
+        table=plan.table,
+        stages=plan.stages,
+        prediction=plan.prediction,
+        lower_bound_ns=plan.certificate.lower_bound_ns,
+        space=space,
+        asked_bound_ns=asked_bound_ns,
+        alternatives=plan.alternatives,
+    )
 
 
 def reached(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, goal: Goal) -> Plan:
@@ -210,7 +264,7 @@ def test_the_memory_of_a_goal_is_what_the_plan_needs() -> None:
     light = bapipe.plan(profile, devices(2), minibatch_size=4)
     assert peak_bytes(light) < peak_bytes(heavy)
 
-    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Found:
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Solution:
         if options.memory_limit_bytes is None:
             return found(heavy)
         if options.memory_limit_bytes == peak_bytes(heavy):
@@ -224,12 +278,12 @@ def test_the_memory_of_a_goal_is_what_the_plan_needs() -> None:
 
 
 def test_the_first_problem_with_a_plan_is_found_from_every_place() -> None:
-    known = bapipe.plan(chain([1]), devices(1), minibatch_size=1)
+    known = found(bapipe.plan(chain([1]), devices(1), minibatch_size=1))
     for first in range(20):
         for undecided in ((), (first - 1,), (first - 1, first - 2)):
 
             def ask(number: int, first: int = first, undecided: tuple[int, ...] = undecided) -> Answer:
-                return Answer(plan=known) if number >= first else Answer(is_refuted=number not in undecided)
+                return Answer(solution=known) if number >= first else Answer(is_refuted=number not in undecided)
 
             for stride in (1, 10):
                 _, value, bound = first_with_plan(range(20), known, ask, lambda _, asked: asked, first_stride=stride)
@@ -238,9 +292,9 @@ def test_the_first_problem_with_a_plan_is_found_from_every_place() -> None:
                 assert bound - 1 not in undecided or not bound  # what comes before the bound is refuted
 
 
-def on_devices(num: int) -> Plan:
+def on_devices(num: int) -> Solution:
     """A plan of one layer and stage for each of so many devices."""
-    return bapipe.plan(chain([1] * num), devices(num), minibatch_size=1, num_stages=num, replicas=False)
+    return found(bapipe.plan(chain([1] * num), devices(num), minibatch_size=1, num_stages=num, replicas=False))
 
 
 @pytest.mark.parametrize(
@@ -260,10 +314,10 @@ def test_more_devices_refute_fewer_only_where_they_have_all_plans_of_these(
     few = few | {number for number in range(1, covering + 1) if number > min(few)}  # these have the plans of fewer
 
     def ask(number: int) -> Answer:
-        return Answer(plan=on_devices(min(few))) if number in few else Answer(is_refuted=number not in undecided)
+        return Answer(solution=on_devices(min(few))) if number in few else Answer(is_refuted=number not in undecided)
 
-    _, found, not_refuted = fewest_with_plan(range(1, 10), covering, on_devices(9), ask)
-    assert (found, not_refuted) == (value, bound)
+    _, fewest, not_refuted = fewest_with_plan(range(1, 10), covering, on_devices(9), ask)
+    assert (fewest, not_refuted) == (value, bound)
 
 
 def test_each_number_of_unlike_devices_that_are_too_many_for_all_orders_is_searched() -> None:
@@ -273,10 +327,10 @@ def test_each_number_of_unlike_devices_that_are_too_many_for_all_orders_is_searc
     )
     asked = set()
 
-    def search(_: Any, cluster: Cluster, *__: object) -> Found:
+    def search(_: Any, cluster: Cluster, *__: object) -> Solution:
         asked.add(len(cluster.devices))
         if len(cluster.devices) in (7, 9):
-            return found(on_devices(len(cluster.devices)))
+            return on_devices(len(cluster.devices))
         raise Infeasible("none", is_proven=True)
 
     cluster, options = msgspec.structs.replace(devices(9), devices=unlike), PlanOptions(minibatch_size=1)
@@ -433,7 +487,7 @@ def test_what_was_not_searched_is_bounded_by_its_work() -> None:
     options = PlanOptions(minibatch_size=8)
     slow = msgspec.structs.replace(cluster, devices=cluster.devices[2:])
 
-    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Found:
+    def search(profiles: Any, cluster: Cluster, options: PlanOptions, *_: object) -> Solution:
         if cluster.devices[:2] == slow.devices or len(cluster.devices) == 4:
             return found(bapipe.plan(profiles, slow, options))
         raise OutOfTime("ended")
@@ -449,7 +503,7 @@ def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: 
     """A bound that is told while it runs may be of a part of the plans: then it is searched to its end."""
     tries = []
 
-    def search(_: Any, __: Any, ___: Any, deadline: Deadline, progress: Callable[[int, int, int], None]) -> Found:
+    def search(_: Any, __: Any, ___: Any, deadline: Deadline, progress: Callable[[int, int, int], None]) -> Solution:
         tries.append(deadline)
         progress(1, 300, 99)
         assert not deadline.is_over
@@ -480,9 +534,15 @@ def test_of_too_many_choices_the_certificate_says_which_were_tried() -> None:
 
 
 def test_a_space_of_choices_says_what_any_of_them_leaves_out() -> None:
-    for own, others in (("all", ("all", f"some, {IF_ALL_LATER}")), (f"some, {IF_ALL_LATER}", ("all",))):
-        space = on_chosen_devices(own, others, num_chosen=2, num_devices=3, num_choices=2)
-        assert space.count(IF_ALL_LATER) == 1
+    for counts_later, words in ((True, ()), (False, (IF_ALL_LATER,)), (True, (IF_ALL_LATER,))):
+        space = ChosenDevicesSpace(
+            num_chosen=2,
+            num_devices=3,
+            num_choices=2,
+            left_out=words,
+            of_best=replace(LOADS, counts_later=counts_later),
+        )
+        assert in_words(space).count(IF_ALL_LATER) == 1
 
 
 def test_groups_are_counted_as_devices() -> None:
@@ -534,7 +594,7 @@ def test_a_limit_under_which_plans_are_slow_says_nothing_of_lower_ones_where_rec
 
 
 def test_a_block_without_copies_is_refused_before_anything_is_searched() -> None:
-    def never(*_: object) -> Found:
+    def never(*_: object) -> Solution:
         pytest.fail("searched")
 
     profile, options = chain([1, 2]), PlanOptions(minibatch_size=4)
@@ -578,12 +638,24 @@ def test_a_named_schedule_that_does_not_fit_proves_nothing_about_other_orders() 
     assert not caught.value.is_proven
 
 
-@pytest.mark.parametrize("words", ["", MOST_AT_CUTS, IF_ALL_LATER])
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (PARTITIONS, ()),
+        (LOADS, ()),
+        (replace(PARTITIONS, has_unlike_cuts=True), (MOST_AT_CUTS,)),
+        (replace(LOADS, counts_later=True), (IF_ALL_LATER,)),
+        (replace(PARTITIONS, constraints=(f"{MOST_AT_CUTS} with {IF_ALL_LATER}",)), ()),  # such are names of layers
+    ],
+)
 @pytest.mark.parametrize("schedules", [("1f1b",), ("1f1b", SEARCH)])
-def test_a_bound_that_leaves_plans_out_refutes_nothing(schedules: tuple[str, ...], words: str) -> None:
+def test_a_bound_that_leaves_plans_out_refutes_nothing(
+    schedules: tuple[str, ...], space: SearchedSpace, words: tuple[str, ...]
+) -> None:
     plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
-    certificate = msgspec.structs.replace(plan.certificate, space=f"{plan.certificate.space}; {words}")
-    answer = found(with_certificate(plan, certificate))
+    answer = found(plan, space=space)
+    assert left_out(space) == words
+    assert all(text in in_words(space) for text in words)
     setting = Setting(
         profiles=(chain([1, 2]),),
         cluster=devices(2),
@@ -591,9 +663,58 @@ def test_a_bound_that_leaves_plans_out_refutes_nothing(schedules: tuple[str, ...
         search=lambda *_: answer,
         deadline=UNLIMITED,
         progress=lambda *_: None,
-        limit_ns=certificate.lower_bound_ns - 1,
+        limit_ns=plan.certificate.lower_bound_ns - 1,
     )
     assert setting.ask() == Answer(is_refuted=not words and SEARCH not in schedules)
+
+
+def test_what_is_proven_does_not_depend_on_the_names_of_layers() -> None:
+    """Certificates name constraints, and so layers, in the text that says what a space leaves out."""
+    profile = chain([1, 2, 1], param_bytes=100, stash_bytes=50)
+    goals = []
+    for name in ("l1", IF_ALL_LATER):
+        layers = tuple(
+            msgspec.structs.replace(layer, name=name) if layer.name == "l1" else layer for layer in profile.layers
+        )
+        goal = Goal(least="memory", within=0.1)
+        options = PlanOptions(minibatch_size=4, constraints=(f"l0 without {name}",), goal=goal)
+        goals.append(bapipe.plan(msgspec.structs.replace(profile, layers=layers), devices(3), options).certificate.goal)
+    assert goals[0] == goals[1]
+    assert isinstance(goals[0], ReachedGoal)
+    assert goals[0].bound == goals[0].value
+
+
+def spaces_of(inner: PartitionSpace | ThroughputSpace) -> list[SearchedSpace]:
+    """A space, and those that are made of it."""
+    made: list[SearchedSpace] = [
+        inner,
+        ActionOrderSpace(
+            schedule="1f1b", has_same_stages=True, num_other_partitions=1, named_bound_ns=5, stages_from=inner
+        ),
+        LinearizationsSpace(num_orders=2, along_each=inner),
+        GroupingsSpace(names=("one", "two"), of_best=inner),
+        ChosenDevicesSpace(num_chosen=2, num_devices=3, num_choices=2, left_out=left_out(inner), of_best=inner),
+        GroupingsSpace(names=("one", "two"), of_best=LinearizationsSpace(num_orders=2, along_each=inner)),
+    ]
+    return made
+
+
+@pytest.mark.parametrize("inner", [PARTITIONS, LOADS])
+def test_spaces_have_the_same_plans_if_only_their_memory_limits_differ(inner: PartitionSpace | ThroughputSpace) -> None:
+    own, limited = spaces_of(inner), spaces_of(replace(inner, memory=MemoryLimit(bytes_per_device=7)))
+    fewer = spaces_of(replace(inner, num_layers=1))
+    for i, space in enumerate(own):
+        assert (memory_limit(space), memory_limit(limited[i])) == (msgspec.UNSET, MemoryLimit(bytes_per_device=7))
+        assert [has_same_plans(space, other) for other in limited] == [i == j for j in range(len(own))]
+        assert not any(has_same_plans(space, other) for other in fewer)
+
+
+def test_what_a_space_leaves_out_so_do_those_made_of_it() -> None:
+    made: list[SearchedSpace] = spaces_of(replace(PARTITIONS, has_unlike_cuts=True))
+    made.append(ParetoSpace(num_devices=2, limit_bytes=7, all_counts=replace(PARTITIONS, has_unlike_cuts=True)))
+    for space in made:
+        assert left_out(space) == (MOST_AT_CUTS,)
+        assert in_words(space).count(MOST_AT_CUTS) == 1
 
 
 def test_kinds_that_disagree_about_a_cut_prove_no_least_memory() -> None:
@@ -667,7 +788,7 @@ def test_a_bound_of_a_part_of_the_plans_refutes_nothing() -> None:
     plan = bapipe.plan(chain([10, 20]), devices(2), minibatch_size=4)  # of a model that needs a search to be refuted
     step_ns = plan.prediction.step_ns
     assert plan.certificate.proven_optimal
-    of_part = Found(plan, step_ns // 2)
+    of_part = found(plan, asked_bound_ns=step_ns // 2)
     goal, options = Goal(least="memory", min_throughput=4e9 / (step_ns * 3 // 4)), PlanOptions(minibatch_size=4)
     with pytest.raises(Infeasible, match="none has more than") as caught:
         reach_goal((chain([1, 2]),), devices(2), options, goal, search=lambda *_: of_part, deadline=Deadline(None))
@@ -785,7 +906,7 @@ def test_the_fewest_devices_for_throughput_are_looked_for_in_every_order() -> No
 def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
     schedules: tuple[str, ...], error: BapipeError
 ) -> None:
-    def search(*_: object) -> Found:
+    def search(*_: object) -> Solution:
         raise error
 
     setting = Setting(

@@ -1,7 +1,10 @@
-"""The space that a search covered, as records; and the one function that describes a record in a certificate."""
+"""The space that a search covered, as records; and the one function that describes a record in a certificate.
+
+What is proven of a space follows from its record. Of a plan read from a file only the words are left.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Union
 
 import msgspec
@@ -24,38 +27,9 @@ IF_ALL_LATER = "of stages that fit if all later devices have stages, too"
 """Which plans a space leaves out although they fit: their stages are counted with more bytes than they may need."""
 
 
-def counts_more_bytes(certificate: Certificate) -> bool:
-    """Returns whether plans are left out that need less than they are counted with."""
-    return any(words in certificate.space for words in (MOST_AT_CUTS, IF_ALL_LATER))
-
-
 def is_of_stages(certificate: Certificate) -> bool:
-    """Returns whether the space, or a part of it, is about the stages of one plan."""
+    """Returns whether the space of a plan from a file, or a part of it, is about the stages of one plan."""
     return ORDERS_OF_STAGES in certificate.space
-
-
-def on_chosen_devices(
-    own: str, spaces: Sequence[str], *, num_chosen: int, num_devices: int, num_choices: int | None
-) -> str:
-    """Returns the space of the fastest plan on any choice of devices, in words; they are part of plan files.
-
-    Args:
-        own: the space with the devices of the plan.
-        spaces: those with each choice of which a plan was found.
-        num_choices: how many choices differ; None if there are too many to try all.
-    """
-    chosen = f"{num_chosen} of {num_devices} devices"
-    which = (
-        f"each choice of {chosen}, of which {num_choices} differ"
-        if num_choices
-        else f"of too many choices of {chosen} only the fastest and those of the plan"
-    )
-    of_others = [
-        f", {words}"
-        for words in (MOST_AT_CUTS, IF_ALL_LATER)
-        if words not in own and any(words in space for space in spaces)
-    ]
-    return f"{which}{''.join(of_others)}; with those of the plan: {own}"
 
 
 FASTEST_FIRST = ", those of one stage in one order, the fastest first"
@@ -187,8 +161,30 @@ class GroupingsSpace:
     of_best: "SearchedSpace"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenDevicesSpace:
+    """Choices of some of the devices, of which `of_best` is the space with those of the best plan.
+
+    Attributes:
+        num_choices: how many choices differ; None if there are too many to try all.
+        left_out: which plans the space of any choice leaves out although they fit, in words; see `left_out`.
+    """
+
+    num_chosen: int
+    num_devices: int
+    num_choices: int | None
+    left_out: tuple[str, ...]
+    of_best: "SearchedSpace"
+
+
 SearchedSpace = Union[  # noqa: UP007
-    PartitionSpace, ActionOrderSpace, LinearizationsSpace, ThroughputSpace, ParetoSpace, GroupingsSpace
+    PartitionSpace,
+    ActionOrderSpace,
+    LinearizationsSpace,
+    ThroughputSpace,
+    ParetoSpace,
+    GroupingsSpace,
+    ChosenDevicesSpace,
 ]
 
 
@@ -220,6 +216,15 @@ def in_words(space: SearchedSpace) -> str:
                 f"{_count((space.num_devices,) * 2, 'device')}, {space.limit_bytes:,} bytes each, of the plans of "
                 f"{in_words(space.all_counts)}"
             )
+        case ChosenDevicesSpace():
+            chosen = f"{space.num_chosen} of {space.num_devices} devices"
+            which = (
+                f"each choice of {chosen}, of which {space.num_choices} differ"
+                if space.num_choices
+                else f"of too many choices of {chosen} only the fastest and those of the plan"
+            )
+            of_others = [f", {words}" for words in space.left_out if words not in left_out(space.of_best)]
+            return f"{which}{''.join(of_others)}; with those of the plan: {in_words(space.of_best)}"
 
 
 def is_of_action_orders(space: SearchedSpace) -> bool:
@@ -227,10 +232,29 @@ def is_of_action_orders(space: SearchedSpace) -> bool:
     match space:
         case LinearizationsSpace():
             return is_of_action_orders(space.along_each)
-        case GroupingsSpace():
+        case GroupingsSpace() | ChosenDevicesSpace():
             return is_of_action_orders(space.of_best)
         case _:
             return isinstance(space, ActionOrderSpace)
+
+
+def left_out(space: SearchedSpace) -> tuple[str, ...]:
+    """Returns which plans a space leaves out although they fit, in words: what is proven does not hold for these."""
+    match space:
+        case PartitionSpace():
+            return (MOST_AT_CUTS,) if space.has_unlike_cuts else ()
+        case ThroughputSpace():
+            return (IF_ALL_LATER,) if space.counts_later else ()
+        case ActionOrderSpace():
+            return left_out(space.stages_from)
+        case LinearizationsSpace():
+            return left_out(space.along_each)
+        case GroupingsSpace():
+            return left_out(space.of_best)
+        case ParetoSpace():
+            return left_out(space.all_counts)
+        case ChosenDevicesSpace():
+            return space.left_out
 
 
 def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
@@ -242,10 +266,25 @@ def memory_limit(space: SearchedSpace) -> MemoryLimit | msgspec.UnsetType:
             return memory_limit(space.stages_from)
         case LinearizationsSpace():
             return memory_limit(space.along_each)
-        case GroupingsSpace():
+        case GroupingsSpace() | ChosenDevicesSpace():
             return memory_limit(space.of_best)
         case ParetoSpace():
             return MemoryLimit(bytes_per_device=space.limit_bytes)
+
+
+def without_memory_limit(space: SearchedSpace) -> SearchedSpace:
+    """Returns the same space, but for plans that may use all of each device's memory."""
+    match space:
+        case PartitionSpace() | ThroughputSpace():
+            return replace(space, memory=ALL_MEMORY)
+        case ActionOrderSpace():
+            return replace(space, stages_from=without_memory_limit(space.stages_from))
+        case LinearizationsSpace():
+            return replace(space, along_each=without_memory_limit(space.along_each))
+        case GroupingsSpace() | ChosenDevicesSpace():
+            return replace(space, of_best=without_memory_limit(space.of_best))
+        case ParetoSpace():
+            return space  # which is that of a limit
 
 
 def _partitions(space: PartitionSpace) -> str:

@@ -72,6 +72,11 @@ class Solution:
         return self.prediction.objective_ns
 
     @property
+    def used_ranks(self) -> tuple[int, ...]:
+        """The ranks of the devices that have a stage, ascending."""
+        return tuple(sorted({rank for ranks in self.table.devices for rank in ranks}))
+
+    @property
     def preference(self) -> Preference:
         """Which of several solutions is preferred."""
         return preference_of(self.objective_ns, self.prediction.peak_bytes, self.stages)
