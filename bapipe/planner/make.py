@@ -318,17 +318,15 @@ def _balanced_cuts(
     profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, groups: Sequence[Sequence[str]]
 ) -> tuple[int, ...]:
     """Returns cuts such that every stage takes about as long, on devices that share the time of their stages."""
+    from bapipe.planner.stages.nearest_cuts import nearest_cuts  # loads numpy
+
     index, num_uses = cluster.index, [name for group in groups for name in group]
     shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in group) for group in groups]
     profile = profiles[cluster.devices[index[groups[0][0]]].kind]
     work_ns = [0, *accumulate(m.forward_backward_ns for m in profile.at(size))]
-    legal = legal_cuts(profile.layers)
-    if len(groups) - 1 > len(legal):
-        raise BapipeError(f"{len(groups)} stages: the model allows {len(legal) + 1} at most; take fewer")
-    cuts: list[int] = []
-    for done in list(accumulate(shares))[:-1]:
-        first = 0 if not cuts else legal.index(cuts[-1]) + 1
-        last = len(legal) - (len(groups) - 1 - len(cuts)) + 1  # leaves a cut for each of the stages behind
-        target_ns = work_ns[-1] * done / sum(shares)
-        cuts.append(min(legal[first:last], key=lambda cut: abs(work_ns[cut] - target_ns)))
-    return tuple(cuts)
+    boundaries = [0, *legal_cuts(profile.layers), len(profile.layers)]
+    if len(groups) >= len(boundaries):
+        raise BapipeError(f"{len(groups)} stages: the model allows {len(boundaries) - 1} at most; take fewer")
+    targets_ns = [work_ns[-1] * done / sum(shares) for done in list(accumulate(shares))[:-1]]
+    nearest = nearest_cuts([work_ns[boundary] for boundary in boundaries], targets_ns)
+    return tuple(boundaries[at] for at in nearest)

@@ -21,6 +21,7 @@ from bapipe.planner.results.decision import decision_of
 from bapipe.planner.results.searched_space import ORDERS_OF_STAGES
 from bapipe.planner.results.solution import sort_alternatives
 from bapipe.planner.results.work_bound import work_bound_ns
+from bapipe.planner.stages.nearest_cuts import nearest_cuts
 from bapipe.report.plan_changes import render_changes
 from bapipe.schedules import ALL, LOOPED
 from bapipe.schedules.placement import place_schedule
@@ -142,6 +143,15 @@ def test_by_default_the_stages_take_equally_long_on_all_devices() -> None:
     assert [stage.layers for stage in plan.stages] == [("l0",), ("l1", "l2", "l3"), ("l4",), ("l5",)]
     folded = bapipe.make(PROFILE, devices(2), minibatch_size=4, schedule="zb-v")
     assert [stage.devices for stage in folded.stages] == [("d0",), ("d1",), ("d1",), ("d0",)]
+
+
+def test_equally_long_stages_are_cut_as_the_naive_plans_of_searches_are() -> None:
+    """The first device does 60 % of the work: nearest is the middle, where two cuts have a layer without time between."""
+    two = devices(2)
+    unlike = replace(two, devices=tuple(replace(x, speed=v) for x, v in zip(two.devices, (1.2, 0.8), strict=True)))
+    made = bapipe.make(chain([5, 0, 5]), unlike, minibatch_size=4)
+    assert [stage.layers for stage in made.stages] == [("l0", "l1"), ("l2",)]
+    assert nearest_cuts([0, 15, 15, 30], [0.6 * 30]) == (2,)
 
 
 def test_one_device_meets_the_bound_of_its_work() -> None:
