@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bapipe.planner.compute.pace import ACTIONS_PER_S
 from bapipe.planner.inputs.options import SEARCH
 from bapipe.schedules import ALL
 from bapipe.zoo import ZOO
@@ -111,6 +112,11 @@ def first_column(page: str) -> list[str]:
 def test_every_schedule_and_model_is_described_once() -> None:
     assert sorted(first_column("schedules.md")) == sorted([*ALL, SEARCH])
     assert sorted(first_column("data.md")) == sorted(ZOO)
+
+
+def test_the_page_of_the_search_has_the_pace_that_is_assumed_at_first() -> None:
+    text = " ".join((ROOT / "docs" / "algorithm.md").read_text().split())
+    assert f"by the pace of the largest plan so far, at first {ACTIONS_PER_S:,} actions a second" in text
 
 
 def test_the_plan_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
