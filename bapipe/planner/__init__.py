@@ -2,8 +2,9 @@
 
 Begin with `plan.py`. The path of a plan:
 
-1. `inputs/`: `PlanOptions`, the same object in the command line and the searches; `validation.py` checks inputs;
-   `device_grouping.py`: cores as single devices, or merged into devices of several threads.
+1. `inputs/`: `PlanOptions` is passed on from the command line to all searches, some of which get a copy with other
+   limits; `validation.py` checks inputs; `device_grouping.py`: cores as single devices, or merged into devices of
+   several threads.
 2. `linearizations.py`: the orders of the layers along which a branching model is cut.
 3. `plan_step.py` searches the shortest step along one order of the layers, as a `SearchRequest` says. `exact_search.py`
    uses `branch_and_bound/`, or `fixed_placements/` if devices have several stages, or `long_chain/` for models of many

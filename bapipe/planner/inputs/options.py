@@ -1,4 +1,8 @@
-"""Options of planning: what a user fixes or allows, passed unchanged from the command line to the searches."""
+"""Options of planning: what a user fixes or allows, passed on to all searches.
+
+A search that another one consists of gets a copy with what is asked of it (`dataclasses.replace`), as other schedules,
+no replicas or a memory limit.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
