@@ -145,9 +145,9 @@ class Problem:
         return Layout(
             cuts=tuple(self.cuts[i] for i in boundaries),
             placements=placements,
-            recompute=tuple(frozenset[int]() if of is None else of.layers for of in chosen),
-            is_best=all(of is None or of.is_best for of in chosen),
-            fits=all(of is not None and of.fits for of in chosen),
+            recompute=tuple(of.layers for of in chosen),
+            is_best=all(of.is_best for of in chosen),
+            fits=all(of.fits for of in chosen),
         )
 
     def _layout_on_shared_devices(self, boundaries: Sequence[int], placements: tuple[StagePlacement, ...]) -> Layout:

@@ -24,6 +24,5 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
         if chosen[stage] and not deadline.is_over:
             kind = line.cluster.devices[sum(plan.counts[:stage])].kind
             # `whole_fits` need not be true: if the stage does not fit even so, `time_with` rejects the plan below.
-            best = choice.best(begin, end, limits[stage], kind, whole_fits=True)
-            chosen[stage] = chosen[stage] if best is None else best.layers
+            chosen[stage] = choice.best(begin, end, limits[stage], kind, whole_fits=True).layers
     return min(timed, line.time_with(plan, chosen) or timed, key=lambda each: each.step_ns)

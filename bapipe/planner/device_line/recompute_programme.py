@@ -40,7 +40,7 @@ class Need(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A choice of layers.
+    """The best run of layers, or the best set at one price.
 
     Attributes:
         forward_ns: their F; infinite if the stage does not fit, whichever layers are recomputed.

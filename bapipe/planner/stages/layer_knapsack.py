@@ -63,18 +63,23 @@ class StageItems:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnapsackSolution:
-    """A choice of layers.
+class RecomputedLayers:
+    """The layers that are chosen to be recomputed, none if no choice was found with which the stages fit.
 
     Attributes:
-        layers: the numbers of the recomputed layers in the profile.
+        layers: their numbers in the profile.
         total_ns: their forward time; `INF` if no choice was found.
-        is_best: whether no other choice takes less time; if none was found, whether there is none.
+        is_best: whether it is proven that no other choice takes less time; if none was found, that there is none.
     """
 
     layers: frozenset[int]
     total_ns: int
     is_best: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether a choice was found."""
+        return self.total_ns < INF
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class LayerKnapsack:
             [self._fractional(s, layer) for layer in range(len(stage.forward_ns) + 1)] for s, stage in enumerate(stages)
         ]
 
-    def solve(self, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
+    def solve(self, upper_bound_ns: int, max_labels: int) -> RecomputedLayers:
         """Returns the fastest choice found with less time than `upper_bound_ns`.
 
         Exact if no frontier has more than `max_labels` labels. Nothing is found if the deadline passes before the end.
@@ -122,14 +127,14 @@ class LayerKnapsack:
         for s in range(len(self._stages)):
             ends = [each for each in self._add_stage(s, labels, upper_bound_ns, max_labels) if len(each.numbers)]
             if not ends or self._deadline.is_over:
-                return KnapsackSolution(
+                return RecomputedLayers(
                     layers=frozenset(), total_ns=INF, is_best=self._is_best and not self._deadline.is_over
                 )
             labels = _joined(ends)
             if s + 1 < len(self._stages):
                 labels = self._best_of([labels], s + 1, 0, upper_bound_ns, max_labels)
         best = int(labels.total_ns.argmin())
-        return KnapsackSolution(
+        return RecomputedLayers(
             layers=self._recomputed_layers(int(labels.numbers[best])),
             total_ns=int(labels.total_ns[best]),
             is_best=self._is_best,

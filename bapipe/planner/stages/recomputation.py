@@ -18,7 +18,7 @@ from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.scalable_times import scalable_times, scales_exchange
 from bapipe.planner.stages.intervals import INF, IntArray, IntervalIndex, Rows
-from bapipe.planner.stages.layer_knapsack import EPSILON, KnapsackSolution, LayerKnapsack, StageItems
+from bapipe.planner.stages.layer_knapsack import EPSILON, LayerKnapsack, RecomputedLayers, StageItems
 
 MAX_LABELS = 4_096
 """Maximum number of points of a Pareto frontier; if there are more, the best choice may be missed."""
@@ -74,21 +74,6 @@ class DeviceLimit:
         return MemoryLimit(
             kind=kind, kept=self.kept[stage], in_backward=self.in_backward[stage], room_bytes=self.room_bytes
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputedLayers:
-    """A choice of layers.
-
-    Attributes:
-        layers: the numbers of the recomputed layers.
-        is_best: whether it is proven that no other choice takes less time.
-        fits: False if no choice was found with which the stage fits, although there may be one.
-    """
-
-    layers: frozenset[int]
-    is_best: bool = True
-    fits: bool = True
 
 
 class RecomputationBound:
@@ -172,15 +157,15 @@ class LayerChoice:
             }
             for kind, of_kind in measured.items()
         }
-        self._found: dict[tuple[int, int, str, tuple[MemoryLimit, ...]], RecomputedLayers | None] = {}
-        self._found_together: dict[Hashable, KnapsackSolution] = {}
+        self._found: dict[tuple[int, int, str, tuple[MemoryLimit, ...]], RecomputedLayers] = {}
+        self._found_together: dict[Hashable, RecomputedLayers] = {}
 
     def best(
         self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, *, whole_fits: bool
-    ) -> RecomputedLayers | None:
-        """Returns which of the layers [begin, end) to recompute; None if the stage fits with no choice.
+    ) -> RecomputedLayers:
+        """Returns which of the layers [begin, end) to recompute: the choice with the least sum of F.
 
-        The choice has the least sum of F; if the replicas are of several kinds, F is summed over the kinds.
+        If the replicas are of several kinds, F is summed over the kinds.
 
         Args:
             limits: the states of all replicas.
@@ -188,27 +173,27 @@ class LayerChoice:
             whole_fits: whether the stage fits if all of it is recomputed from its input.
         """
         key = begin, end, first_kind, tuple(sorted(set(limits), key=repr))
-        if key not in self._found and whole_fits and self._is_too_wide(begin, end, first_kind):
-            self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=False)
         if key not in self._found:
-            kinds = sorted({limit.kind for limit in limits})
-            stage = self._items(begin, end, first_kind, kinds, key[3])
-            room = np.array([limit.room_bytes for limit in key[3]])
-            knapsack = LayerKnapsack([stage], room, self.deadline)
-            upper_bound_ns = sum(stage.forward_ns) if whole_fits else INF
-            best = self._solve(knapsack, upper_bound_ns, MAX_LABELS)
-            # The choice with the least F on the device need not be the fastest if the host is slower, or at another
-            # speed if members exchange data, which the speed does not divide.
-            is_best = best.is_best and len(kinds) == 1 and self._is_in_proportion and not self.has_host_times
-            if best.total_ns < upper_bound_ns:
-                self._found[key] = RecomputedLayers(layers=best.layers, is_best=is_best)
-            elif whole_fits:
-                self._found[key] = RecomputedLayers(layers=frozenset(range(begin, end)), is_best=is_best)
-            else:
-                self._found[key] = (
-                    None if best.is_best else RecomputedLayers(layers=frozenset(), is_best=False, fits=False)
-                )
+            self._found[key] = self._best(begin, end, key[3], first_kind, whole_fits)
         return self._found[key]
+
+    def _best(
+        self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, whole_fits: bool
+    ) -> RecomputedLayers:
+        """See `best`; `limits` are the different ones."""
+        kinds = sorted({limit.kind for limit in limits})
+        stage = self._items(begin, end, first_kind, kinds, limits)
+        whole = RecomputedLayers(layers=frozenset(range(begin, end)), total_ns=sum(stage.forward_ns), is_best=False)
+        if whole_fits and self._is_too_wide(begin, end, first_kind):
+            return whole
+        knapsack = LayerKnapsack([stage], np.array([limit.room_bytes for limit in limits]), self.deadline)
+        best = self._solve(knapsack, whole.total_ns if whole_fits else INF, MAX_LABELS)
+        if not whole_fits and not best.fits:
+            return best
+        # The choice with the least F on the device need not be the fastest if the host is slower, or at another
+        # speed if members exchange data, which the speed does not divide.
+        is_best = best.is_best and len(kinds) == 1 and self._is_in_proportion and not self.has_host_times
+        return replace(best if best.fits else whole, is_best=is_best)
 
     def best_together(
         self,
@@ -218,7 +203,7 @@ class LayerChoice:
         *,
         input_bytes: Sequence[int],
         weights: Sequence[int],
-    ) -> KnapsackSolution:
+    ) -> RecomputedLayers:
         """Returns which layers of the stages of a device to recompute: the choice with the least weighted sum of F.
 
         Args:
@@ -262,7 +247,7 @@ class LayerChoice:
             in_backward=np.array([limit.in_backward for limit in limits]),
         )
 
-    def _solve(self, knapsack: LayerKnapsack, upper_bound_ns: int, max_labels: int) -> KnapsackSolution:
+    def _solve(self, knapsack: LayerKnapsack, upper_bound_ns: int, max_labels: int) -> RecomputedLayers:
         """Returns a choice below an upper bound: first one from few labels, whose time bounds the search with more."""
         first = knapsack.solve(upper_bound_ns, FEW_LABELS)
         if first.is_best or self.deadline.is_over:

@@ -188,7 +188,7 @@ class SharedDevices:
                 input_bytes=[received_bytes(plain[s - 1], plain[s]) if s else 0 for s in own],
                 weights=[weights[s] for s in own],
             )
-            if found.total_ns >= INF:
+            if not found.fits:
                 fits = False
                 if found.is_best:  # no choice makes the stages fit on this device
                     nothing = (frozenset[int](),) * len(intervals)
@@ -199,7 +199,7 @@ class SharedDevices:
             for s in own:
                 layers = frozenset(range(*intervals[s]))
                 # If no choice was found, the frontiers may have been cut: recomputing all layers may still fit.
-                recompute[s] = layers if found.total_ns >= INF else found.layers & layers
+                recompute[s] = found.layers & layers if found.fits else layers
         return _LeastChoice(recompute=tuple(recompute), total_ns=total_ns, fits=fits, is_best=is_best)
 
     def _longest_path(self, stages: Sequence[Stage], plain: Sequence[Stage]) -> _Path:

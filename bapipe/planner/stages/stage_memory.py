@@ -10,8 +10,9 @@ import numpy as np
 from bapipe.planner.stages.devices import DeviceClass
 from bapipe.planner.stages.interval_memory import IntervalMemory
 from bapipe.planner.stages.intervals import INF, MAX_TIME, BoolArray, IntArray, IntervalIndex, Rows
+from bapipe.planner.stages.layer_knapsack import RecomputedLayers
 from bapipe.planner.stages.placements import StagePlacement
-from bapipe.planner.stages.recomputation import MemoryLimit, Recomputation, RecomputedLayers
+from bapipe.planner.stages.recomputation import MemoryLimit, Recomputation
 from bapipe.simulator.interval_costs import at_speed
 
 ForbiddenIntervals = Callable[[StagePlacement, Rows], BoolArray | None]
@@ -87,14 +88,14 @@ class StageMemory:
             again_ns[c] = np.where(saved >= INF, INF, least_ns)
         return again_ns
 
-    def recomputed_layers(self, placement: StagePlacement, begin: int, end: int) -> RecomputedLayers | None:
-        """Returns the layers that a stage between two boundaries recomputes; None if no choice makes it fit."""
+    def recomputed_layers(self, placement: StagePlacement, begin: int, end: int) -> RecomputedLayers:
+        """Returns the layers that a stage between two boundaries recomputes so that it fits."""
         number = self.intervals.row(begin).start + end - begin - 1
         row = slice(number, number + 1)
         if self._shortfall_bytes(placement, row, recompute=False)[0] <= 0:
-            return RecomputedLayers(layers=frozenset())
+            return RecomputedLayers(layers=frozenset(), total_ns=0, is_best=True)
         if not self.may_recompute:
-            return None
+            return RecomputedLayers(layers=frozenset(), total_ns=INF, is_best=True)
         assert self.recomputation is not None
         limits = [
             MemoryLimit(
