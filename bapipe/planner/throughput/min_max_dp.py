@@ -86,7 +86,7 @@ def min_max_load_below(
         end = np.nonzero(problem.ends(state, table.limit))[0]
         if begin.size and end.size:
             table.add_stage(problem, state, begin, end)
-    return table.best_path(problem)
+    return table.best_path()
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class _Table:
             origin[later[better]] = some[choice[better]]
         return _StageEnds(load, origin)
 
-    def best_path(self, problem: LoadProblem) -> StagePath | None:
+    def best_path(self) -> StagePath | None:
         """Returns the best plan, traced back from the last boundary to the first."""
         last = self._num_boundaries - 1
         if END not in self.before or self.before[END][last] >= self.limit:

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from bapipe.graph.layer_graph import Graph
 
 
-def neighbouring_downsets(graph: Graph, downsets: Sequence[int], max_downsets: int) -> list[int]:
-    """Returns at most `max_downsets` downsets, those nearest to `start`, sorted by size.
+def neighbouring_downsets(graph: Graph, start: Sequence[int], max_downsets: int) -> list[int]:
+    """Returns at most `max_downsets` downsets, those nearest to the ones in `start`, sorted by size.
 
     A breadth-first search in the lattice of downsets; those of `start` are always included. With a large enough
     `max_downsets` it returns all downsets of the graph, because adding and removing single nodes connects the lattice.
     """
-    reached = dict.fromkeys(downsets)
-    frontier = list(downsets)
+    reached = dict.fromkeys(start)
+    frontier = list(start)
     # Breadth first, so that a truncated result holds the nearest downsets.
     while frontier and len(reached) < max_downsets:
         next_frontier: list[int] = []

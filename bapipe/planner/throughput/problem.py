@@ -5,7 +5,8 @@ that smaller sets come first: boundary 0 is empty, the last one holds everything
 last boundary; a stage holds the nodes between two consecutive boundaries of the path.
 
 `LoadProblem` is the general problem, solved by `min_max_dp`; `HomogeneousLoadProblem` is the one whose devices are all
-the same, solved by `min_devices_dp` with a much smaller table.
+the same, solved by `min_devices_dp` with a much smaller table. Besides the searches here, `benchmarks/planner` states
+the problems of other papers in their terms (`dnn_partitioning.py`, `pipedream.py`), which is why they are protocols.
 """
 
 from collections.abc import Sequence
