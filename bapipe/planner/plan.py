@@ -1,6 +1,6 @@
 """Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import THROUGHPUT, Plan, check_plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.options import options_from
-from bapipe.planner.best_grouping import best_grouping, search_order
+from bapipe.planner.best_grouping import best_grouping, order_to_search
 from bapipe.planner.compute.deadline import Deadline, deadline_of
 from bapipe.planner.inputs.device_grouping import Grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs.options import PlanOptions
@@ -95,12 +95,10 @@ def _solve_groupings(
 
     possible = groupings(profiles, cluster, options.group)
     whole = None if progress is None else WholeProgress(progress)
-    left = {grouping.name: grouping for grouping in possible}
 
-    def solve(grouping: Grouping, until: Deadline, rival: Rival | None) -> Solution:
-        del left[grouping.name]
+    def solve(grouping: Grouping, left: Sequence[Grouping], until: Deadline, rival: Rival | None) -> Solution:
         if whole is not None:
-            unsearched_ns = [_least_ns(other, options) for other in left.values()]
+            unsearched_ns = [_least_ns(other, options) for other in left]
             whole.others_ns = min(unsearched_ns + ([] if rival is None else [rival.lower_bound_ns]), default=MAX_INT)
         return _solve(
             SearchRequest(
@@ -114,7 +112,7 @@ def _solve_groupings(
             )
         )
 
-    return best_grouping(possible, solve, deadline, search_order(possible, options))
+    return best_grouping(possible, solve, deadline, order_to_search(possible, options))
 
 
 def _least_ns(grouping: Grouping, options: PlanOptions) -> int:

@@ -1,5 +1,6 @@
 """Of equally fast plans the one with the least memory is chosen, then with the fewest devices, then the fewest stages."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_of_equally_fast_groupings_the_one_with_less_memory_is_chosen(lighter: s
         Grouping(name=name, profiles={"a": chain([1, 2])}, cluster=devices(2)) for name in ("singles", "merged")
     ]
 
-    def solve(grouping: Grouping, deadline: Deadline, rival: Rival | None) -> Solution:
+    def solve(grouping: Grouping, left: Sequence[Grouping], deadline: Deadline, rival: Rival | None) -> Solution:
         options = PlanOptions(minibatch_size=4)
         found = solve_partition(
             SearchRequest(profiles=grouping.profiles, cluster=grouping.cluster, options=options, deadline=deadline)

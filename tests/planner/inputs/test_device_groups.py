@@ -13,7 +13,7 @@ from bapipe.formats.profile import ESTIMATE, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.intra_layer import NOT_SEARCHED, intra_layer
-from bapipe.planner.best_grouping import search_order
+from bapipe.planner.best_grouping import order_to_search
 from bapipe.planner.inputs.device_grouping import groupings
 from bapipe.planner.inputs.device_groups import with_groups
 from bapipe.planner.inputs.options import PlanOptions
@@ -83,9 +83,9 @@ def test_of_many_devices_the_grouping_whose_naive_plan_is_fastest_is_searched_fi
     profiles = [replace(of_members(num, ms), model="chain") for num, ms in ((1, 10), (2, 4), (4, 9))]
     options = PlanOptions(minibatch_size=72)
     possible = groupings(profiles, devices(72), None)
-    order = [grouping.cluster.devices[0].num_members for grouping in search_order(possible, options)]
+    order = [possible[number].cluster.devices[0].num_members for number in order_to_search(possible, options)]
     assert order == [2, 4, 1]
-    assert search_order(groupings(profiles, devices(4)), options)[0].cluster == devices(4)
+    assert order_to_search(groupings(profiles, devices(4)), options) == [0, 1, 2]
 
 
 def test_groups_are_within_hosts() -> None:
