@@ -5,7 +5,7 @@ fixes all placements. If each device has one stage and all devices are alike, a 
 Only the cuts remain to be chosen.
 
     search.py            the search if devices have several stages: begin here
-    pipeline.py          the times of all cuts as vectors, and paths through a step as weights of such vectors;
+    placed_pipeline.py   the times of all cuts as vectors, and paths through a step as weights of such vectors;
                          stage_times.py: the part of one stage
     path_bound.py        the lower bound, from a game of cuts against paths; matrix_game.py solves it, and
                          planner/stages/longest_path.py finds paths

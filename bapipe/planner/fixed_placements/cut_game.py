@@ -12,7 +12,7 @@ from bapipe.planner.fixed_placements.local_search import PRODUCTS_PER_ACTION
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.path_bound import Paths
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.possible_cuts import MAX_EXACT, PossibleCuts, minimize
 from bapipe.planner.stages.intervals import INF, IntArray
 
@@ -44,7 +44,7 @@ class CutGame:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: PlacedPipeline,
         possible: PossibleCuts,
         bound_ns: int,
         paths: Paths,
@@ -136,7 +136,7 @@ def sweep_cost(num_rows: int, possible: PossibleCuts) -> int:
     return 10 * num_rows * possible.size // PRODUCTS_PER_ACTION
 
 
-def is_exact(pipeline: Pipeline, weights: IntArray) -> bool:
+def is_exact(pipeline: PlacedPipeline, weights: IntArray) -> bool:
     """Returns whether weights @ times is exact in floating point for all cuts."""
     return pipeline.max_sum(weights) < MAX_EXACT
 

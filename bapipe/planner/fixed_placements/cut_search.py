@@ -34,7 +34,7 @@ from bapipe.planner.fixed_placements.cut_game import (
 from bapipe.planner.fixed_placements.local_search import PRODUCTS_PER_ACTION
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import Paths
-from bapipe.planner.fixed_placements.pipeline import MAX_ENTRIES, Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import MAX_ENTRIES, PlacedPipeline
 from bapipe.planner.fixed_placements.possible_cuts import PossibleCuts, all_cuts, minimize
 from bapipe.planner.stages.intervals import INF, IntArray
 from bapipe.planner.stages.placements import StagePlacement
@@ -122,7 +122,7 @@ class _Tree:
     placements: tuple[StagePlacement, ...]
     paths: Paths
     bound_ns: int
-    pipeline: Pipeline | None = None
+    pipeline: PlacedPipeline | None = None
     first_paths: Paths = field(default_factory=dict)
     first_cut_times: CutTimes = field(default_factory=dict)
 
@@ -274,7 +274,7 @@ class _CutSearch:
         """
         tree = node.tree
         if tree.pipeline is None:
-            tree.pipeline = Pipeline(tree.problem, tree.placements)
+            tree.pipeline = PlacedPipeline(tree.problem, tree.placements)
         possible = all_cuts(tree.pipeline) if node.possible is None else node.possible
         paths, cut_times = dict(node.paths), dict(node.cut_times)
         if node.possible is None:

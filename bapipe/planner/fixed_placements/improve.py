@@ -15,7 +15,7 @@ from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
-from bapipe.planner.fixed_placements.pipeline import MAX_ENTRIES, Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import MAX_ENTRIES, PlacedPipeline
 from bapipe.planner.stages.equal_groups import pipeline_with_replicas
 from bapipe.planner.stages.placements import StagePlacement
 
@@ -76,7 +76,7 @@ def _with_moved_cuts(best: SearchResult, budget: Budget) -> SearchResult:
         return best
     if budget.is_over():
         return best
-    game = PathBound(Pipeline(problem, placements), {})
+    game = PathBound(PlacedPipeline(problem, placements), {})
     own = tuple(problem.cuts.index(cut) for cut in best.layout.cuts)
     for start in dict.fromkeys((own, *naive_cuts(problem, placements))):
         step_ns = game.pipeline.step_ns(start)

@@ -16,7 +16,7 @@ import numpy as np
 
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
-from bapipe.planner.fixed_placements.pipeline import MAX_SUM, Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import MAX_SUM, PlacedPipeline
 from bapipe.planner.stages.intervals import INF, IntArray
 
 GAME_ITERATIONS = 300
@@ -39,11 +39,11 @@ class PathBound:
     """The game of one pipeline.
 
     Attributes:
-        bound_ns: a lower bound on the step of all cuts that fit and that `Pipeline.forbid_slow` does not exclude.
+        bound_ns: a lower bound on the step of all cuts that fit and that `PlacedPipeline.forbid_slow` does not exclude.
         is_solved: whether further rounds would raise the bound only a little.
     """
 
-    def __init__(self, pipeline: Pipeline, paths: Paths) -> None:
+    def __init__(self, pipeline: PlacedPipeline, paths: Paths) -> None:
         """`paths` are already known; those that the game finds are added to this dict."""
         self.pipeline, self.paths = pipeline, paths
         self.bound_ns = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.stages.intervals import BoolArray, IntArray
 
 MAX_EXACT = 1 << 53
@@ -91,7 +91,7 @@ class PossibleCuts:
         )
 
 
-def all_cuts(pipeline: Pipeline) -> PossibleCuts:
+def all_cuts(pipeline: PlacedPipeline) -> PossibleCuts:
     """Returns all cuts of a pipeline whose stages fit by the memory check of the search."""
     last, num_stages = pipeline.intervals.num_boundaries - 1, len(pipeline.placements)
     positions = [np.array([0]), *[np.arange(1, last)] * (num_stages - 1), np.array([last])]
@@ -102,7 +102,7 @@ def all_cuts(pipeline: Pipeline) -> PossibleCuts:
     return PossibleCuts(tuple(positions), tuple(arcs))
 
 
-def _intervals(pipeline: Pipeline, begins: IntArray, ends: IntArray) -> tuple[BoolArray, IntArray]:
+def _intervals(pipeline: PlacedPipeline, begins: IntArray, ends: IntArray) -> tuple[BoolArray, IntArray]:
     """Returns which pairs of a begin and an end are intervals, and their indices, 0 for other pairs. [begins, ends]"""
     numbers = (pipeline.intervals.row_offset[begins] - begins - 1)[:, None] + ends
     is_interval = begins[:, None] < ends
@@ -125,7 +125,9 @@ class Minimum:
     possible: PossibleCuts
 
 
-def minimize(pipeline: Pipeline, weights: IntArray, totals: IntArray, possible: PossibleCuts, limit_ns: int) -> Minimum:
+def minimize(
+    pipeline: PlacedPipeline, weights: IntArray, totals: IntArray, possible: PossibleCuts, limit_ns: int
+) -> Minimum:
     """Returns the minimum of several rows of weights over possible cuts, and the cuts that may be below a limit.
 
     Exact if all sums are below `MAX_EXACT`. O(rows * arcs).
@@ -152,7 +154,7 @@ def minimize(pipeline: Pipeline, weights: IntArray, totals: IntArray, possible: 
     return Minimum(bounds, cuts, possible.with_arcs(arcs))
 
 
-def _stage_sums(pipeline: Pipeline, weights: IntArray, s: int, possible: PossibleCuts) -> IntArray:
+def _stage_sums(pipeline: PlacedPipeline, weights: IntArray, s: int, possible: PossibleCuts) -> IntArray:
     """Returns the part of weights @ times of a stage and the transfers at its end; infinite where there is no arc.
 
     [rows, positions of the cut before, positions of the cut after]

@@ -12,7 +12,7 @@ import numpy as np
 
 from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.stages.intervals import MANY_BOUNDARIES, IntArray
 
 MAX_MOVES, ONE_CUT_SHARE = 3, 0.6
@@ -57,7 +57,7 @@ class Climb:
 
 def continue_climb(
     climb: Climb,
-    pipeline: Pipeline,
+    pipeline: PlacedPipeline,
     *,
     simulated_ns: Callable[[Cuts], int | None],
     budget: Budget,
@@ -79,7 +79,7 @@ def continue_climb(
                 break
 
 
-def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budget) -> list[Cuts]:
+def _promising(pipeline: PlacedPipeline, others: IntArray, step_ns: int, budget: Budget) -> list[Cuts]:
     """Returns the cuts with the shortest estimated steps, if below `step_ns`. `others` are [n, stages + 1]."""
     times, fits = pipeline.time_vectors(others)
     others, times = others[fits], times[fits]
@@ -91,7 +91,7 @@ def _promising(pipeline: Pipeline, others: IntArray, step_ns: int, budget: Budge
     return [tuple(others[i].tolist()) for i in first if lengths_ns[i] < step_ns]
 
 
-def neighbours(pipeline: Pipeline, cuts: Cuts, random: np.random.Generator) -> IntArray:
+def neighbours(pipeline: PlacedPipeline, cuts: Cuts, random: np.random.Generator) -> IntArray:
     """Returns random neighbours of some cuts in which every stage has a layer; there may be none. [n, stages + 1]"""
     num, at = max(1, min(NUM_NEIGHBOURS, MAX_ENDS // pipeline.num_actions)), np.arange(len(cuts))
     moved = np.tile(np.array(cuts), (num, 1))

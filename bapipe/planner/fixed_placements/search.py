@@ -22,7 +22,7 @@ from bapipe.planner.fixed_placements.budget import Budget
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.random_moves import Climb, continue_climb, neighbours
 from bapipe.planner.stages.equal_groups import halves
 from bapipe.planner.stages.intervals import INF
@@ -230,7 +230,7 @@ class _Search:
             self._start(orders, first)  # to know some paths and a step time
             return False
         if orders.game is None:
-            pipeline = Pipeline(first.problem, _pipeline_of(first.root), in_any_order=True)
+            pipeline = PlacedPipeline(first.problem, _pipeline_of(first.root), in_any_order=True)
             self.budget.spend(pipeline.num_actions)
             orders.game = PathBound(pipeline, orders.paths)
             for cuts in naive_cuts(first.problem, pipeline.placements):
@@ -260,7 +260,7 @@ class _Search:
 
     def _start(self, orders: _DeviceOrders, entry: _RootState) -> None:
         """Starts the game of a pipeline, simulates its naive cuts, and improves the best by local search."""
-        pipeline = Pipeline(entry.problem, _pipeline_of(entry.root))
+        pipeline = PlacedPipeline(entry.problem, _pipeline_of(entry.root))
         self.budget.spend(pipeline.num_actions)
         entry.game = PathBound(pipeline, orders.paths)
         self._started.append(entry)
@@ -327,7 +327,7 @@ class _Search:
                 random=self._random,
             )
 
-    def _next_climb(self, entry: _RootState, pipeline: Pipeline) -> Climb:
+    def _next_climb(self, entry: _RootState, pipeline: PlacedPipeline) -> Climb:
         """Returns a climb from a random neighbour of the best cuts."""
         for other in neighbours(pipeline, entry.best_cuts, self._random)[:1].tolist():
             return Climb(tuple(other), self._try(entry, tuple(other)) or INF)

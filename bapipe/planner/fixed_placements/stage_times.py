@@ -1,4 +1,4 @@
-"""The times of one stage of a pipeline with any layers: its part of the time vectors (`pipeline.py`).
+"""The times of one stage of a pipeline with any layers: its part of the time vectors (`placed_pipeline.py`).
 
 A long chain has hundreds of thousands of intervals, and devices of different speeds have different times. So times are
 computed only when needed: for given cuts those of a few intervals, and for bounds those of the intervals that a plan

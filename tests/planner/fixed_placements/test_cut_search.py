@@ -12,7 +12,7 @@ from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements import cut_search
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.possible_cuts import all_cuts, minimize
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.layout_search import search_layouts
@@ -69,7 +69,7 @@ def slow_links(num_layers: int, num_stages: int, seed: int) -> Problem:
 def test_where_transfers_dominate_the_step_is_proven(seed: int) -> None:
     problem = slow_links(14, 4, seed)
     ((_, _, placements),) = few_pipelines([problem])
-    pipeline = Pipeline(problem, placements)
+    pipeline = PlacedPipeline(problem, placements)
     every = [(0, *inner, 14) for inner in combinations(range(1, 14), 3)]
     steps = [step for cuts in every if (step := pipeline.step_ns(cuts)) is not None]
     found = search_layouts([problem], max_nodes=20_000)
@@ -95,7 +95,7 @@ def test_with_limits_below_the_best_step_the_best_is_still_proven(
     for seed in range(4):
         problem = slow_links(12, 4, seed)
         ((_, root, placements),) = few_pipelines([problem])
-        pipeline = Pipeline(problem, placements)
+        pipeline = PlacedPipeline(problem, placements)
         every = [(0, *inner, 12) for inner in combinations(range(1, 12), 3)]
         steps = [step for cuts in every if (step := pipeline.step_ns(cuts)) is not None]
         # A layout to begin with: without one the first attempt has no limit.
@@ -125,7 +125,7 @@ def test_no_cuts_below_the_limit_are_removed() -> None:
     for seed in range(6):
         problem = slow_links(9, 3, seed)
         (placements,) = every_pipeline(problem.roots[-1].first_placements)
-        pipeline = Pipeline(problem, placements)
+        pipeline = PlacedPipeline(problem, placements)
         every: list[Cuts] = [(0, *inner, 9) for inner in combinations(range(1, 9), 2)]
         times, _ = pipeline.time_vectors(every)
         lengths = [pipeline.longest_path(each)[0] for each in times]

@@ -13,7 +13,7 @@ from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.fixed_placements.matrix_game import solve_game
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules import LOOPED
@@ -43,7 +43,7 @@ def random_placements(count: int, schedules: tuple[str, ...]) -> Iterator[tuple[
 def test_no_path_is_longer_than_the_simulated_step_of_any_cuts(schedules: tuple[str, ...]) -> None:
     num_checked = num_equal = 0
     for random, problem, placements in random_placements(12, schedules):
-        pipeline = Pipeline(problem, tuple(placements))
+        pipeline = PlacedPipeline(problem, tuple(placements))
         cuts = random_cuts(random, problem, len(placements), 12)
         times, _ = pipeline.time_vectors(cuts)
         step_ns = [problem.simulate(problem.layout(each, tuple(placements))).step_ns for each in cuts]
@@ -62,7 +62,7 @@ def test_no_path_is_longer_than_the_simulated_step_of_any_cuts(schedules: tuple[
 def test_no_cuts_beat_the_bound(schedules: tuple[str, ...]) -> None:
     num_checked = num_tight = 0
     for random, problem, placements in random_placements(12, schedules):
-        pipeline = Pipeline(problem, tuple(placements))
+        pipeline = PlacedPipeline(problem, tuple(placements))
         game = PathBound(pipeline, {})
         for cuts in naive_cuts(problem, placements):
             game.add_cuts(cuts)
@@ -95,7 +95,7 @@ def test_the_bound_without_an_order_of_the_devices_holds_for_all_orders() -> Non
             (placements,) = pipelines(root.first_placements)
             if len(placements) >= len(problem.cuts):
                 continue
-            game = PathBound(Pipeline(problem, placements, in_any_order=True), {})
+            game = PathBound(PlacedPipeline(problem, placements, in_any_order=True), {})
             for cuts in naive_cuts(problem, placements):
                 game.add_cuts(cuts)
             game.play_round()
@@ -113,7 +113,7 @@ def test_the_bound_is_near_the_step_of_equal_times(schedule: str) -> None:
     problem = looped_problem(schedule, 64, 4, 12)
     root = max(problem.roots, key=lambda root: root.num_devices)
     (placements,) = pipelines(root.first_placements)
-    pipeline = Pipeline(problem, placements)
+    pipeline = PlacedPipeline(problem, placements)
     game = PathBound(pipeline, {})
     steps = []
     for cuts in naive_cuts(problem, placements):
@@ -130,7 +130,7 @@ def test_the_bound_is_near_the_step_of_equal_times(schedule: str) -> None:
 def test_the_minimum_over_cuts_equals_that_over_every_cuts() -> None:
     problem = looped_problem("interleaved-1f1b", 9, 2, 4)
     (placements,) = pipelines(problem.roots[-1].first_placements)
-    pipeline = Pipeline(problem, placements)
+    pipeline = PlacedPipeline(problem, placements)
     every = [(0, *inner, 9) for inner in combinations(range(1, 9), len(placements) - 1)]
     times, fits = pipeline.time_vectors(every)
     assert fits.all()
@@ -146,7 +146,7 @@ def test_the_minimum_over_cuts_equals_that_over_every_cuts() -> None:
 def test_intervals_as_slow_as_a_limit_are_left_out() -> None:
     problem = looped_problem("interleaved-1f1b", 9, 2, 4)
     (placements,) = pipelines(problem.roots[-1].first_placements)
-    pipeline = Pipeline(problem, placements)
+    pipeline = PlacedPipeline(problem, placements)
     weights = np.ones(pipeline.time_vectors([(0, 2, 4, 6, 9)])[0].shape[1], dtype=np.int64)
     assert pipeline.min_cuts(weights) is not None
     pipeline.forbid_slow(1)
@@ -170,7 +170,7 @@ def test_long_times_leave_the_bound_valid() -> None:
     options = PlanOptions(minibatch_size=8, schedules=["interleaved-1f1b"])
     (problem,) = build_space({"a": profile}, devices(2), options, sizes=[1]).problems
     (placements,) = pipelines(problem.roots[-1].first_placements)
-    game = PathBound(Pipeline(problem, placements), {})
+    game = PathBound(PlacedPipeline(problem, placements), {})
     (cuts, *_) = naive_cuts(problem, placements)
     game.add_cuts(cuts)
     game.play_round()

@@ -8,7 +8,7 @@ import pytest
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.fixed_placements import stage_times
-from bapipe.planner.fixed_placements.pipeline import Pipeline
+from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.stage_times import StageTimes
 from bapipe.planner.stages.intervals import INF
 from bapipe.planner.stages.placements import StagePlacement
@@ -69,11 +69,11 @@ def test_pipelines_take_their_times_from_either(monkeypatch: pytest.MonkeyPatch)
                 if len(placements) >= len(problem.cuts):
                     continue
                 monkeypatch.undo()
-                tabulated = Pipeline(problem, placements)
+                tabulated = PlacedPipeline(problem, placements)
                 cuts = (*range(len(placements)), len(problem.cuts) - 1)
                 weights = tabulated.longest_path(tabulated.time_vectors([cuts])[0][0])[1]
                 monkeypatch.setattr(stage_times, "MAX_TABLED", 0)
-                computed = Pipeline(problem, placements)
+                computed = PlacedPipeline(problem, placements)
                 for limit_ns in (INF, tabulated.step_ns(cuts) or INF):
                     for pipeline in (tabulated, computed):
                         pipeline.forbid_slow(limit_ns)

@@ -34,7 +34,7 @@ MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
 
 
-class Pipeline:
+class PlacedPipeline:
     """A problem on one sequence of placements.
 
     Attributes:
