@@ -4,7 +4,7 @@ The other searches keep tables of intervals and placements, which grow with the 
 
 Plans
     line                    the devices in one order, and the step time and memory of its plans; layer_sums,
-                            stage_memory, stages/device_orders
+                            line_memory, stages/device_orders
     naive, growing_stages   plans to begin with; first_plans ranks them
     fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
     estimate                the step of a plan without a table of its actions; step_programme, stage_programme,

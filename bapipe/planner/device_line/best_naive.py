@@ -7,8 +7,8 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.compute.pace import Pace
 from bapipe.planner.device_line.fitting_cuts import fitting_plans, seems_to_fit
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
+from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.schedules import SCHEDULES
 
 MIN_LATE, MAX_LATE = 3, 12
@@ -84,7 +84,7 @@ def _hopeless(
     """Returns the plans that seem not to fit, if timing all plans would take long; else none."""
     if sum(_actions(line, plan) for _, line, plan in plans) <= MANY_ACTIONS:
         return set()
-    memory = {size: StageMemory(plans[0][1], size) for size in sizes}
+    memory = {size: LineMemory(plans[0][1], size) for size in sizes}
     return {(line, plan) for _, line, plan in plans if not seems_to_fit(line, plan, memory[plan.microbatch_size])}
 
 

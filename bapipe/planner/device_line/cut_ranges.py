@@ -29,7 +29,7 @@ MIN_GOAL = 80
 """The lowest goal, in percent of the step time that is not refuted."""
 
 
-class Relaxation(Protocol):
+class PlanRelaxation(Protocol):
     """The plans of one order of the devices, schedule and micro-batch size, relaxed: `PrefixBound` or `SingleDevices`.
 
     Attributes:
@@ -48,10 +48,10 @@ class Relaxation(Protocol):
     def path(self, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the stages that the relaxation chooses within a step time; None if no plan can be within it."""
 
-    def with_num_cuts(self, fewest: int, most: int) -> "Relaxation":
+    def with_num_cuts(self, fewest: int, most: int) -> "PlanRelaxation":
         """Returns the problem of the plans with `fewest` to `most` cuts between their stages."""
 
-    def parts_by_last_stage(self) -> "Sequence[Relaxation]":
+    def parts_by_last_stage(self) -> "Sequence[PlanRelaxation]":
         """Returns problems that divide the plans, with higher bounds; none if they cannot be divided."""
 
 
@@ -62,7 +62,7 @@ class CutRanges:
         ranges: the problems restricted to ranges of cuts, each with its own bound.
     """
 
-    def __init__(self, problems: Sequence[Relaxation], num_cuts: int) -> None:
+    def __init__(self, problems: Sequence[PlanRelaxation], num_cuts: int) -> None:
         """`num_cuts` is the best plan's number of cuts; ranges are narrow near it."""
         self._likely = num_cuts
         self.ranges = [problem.with_num_cuts(*problem.num_cuts) for problem in problems]
@@ -107,12 +107,12 @@ class CutRanges:
             self.ranges[at : at + 1] = sorted(parts, key=self._distance)
         return True
 
-    def _distance(self, problem: Relaxation) -> tuple[int, int]:
+    def _distance(self, problem: PlanRelaxation) -> tuple[int, int]:
         """Returns the distance from the best plan's number of cuts to a problem's range, and the width of the range."""
         fewest, most = problem.num_cuts
         return max(fewest - self._likely, self._likely - most, 0), most - fewest
 
-    def _parts(self, problem: Relaxation) -> Sequence[Relaxation]:
+    def _parts(self, problem: PlanRelaxation) -> Sequence[PlanRelaxation]:
         """Returns the problem divided by its numbers of cuts; if these are nearly equal, by the last stage."""
         fewest, most = problem.num_cuts
         if (most - fewest) * NARROW <= fewest:

@@ -11,6 +11,7 @@ import numpy as np
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.neighbourhood import Neighbourhood
 from bapipe.planner.device_line.recomputed_layers import layer_items
 from bapipe.planner.device_line.search_arrays import (
@@ -23,7 +24,6 @@ from bapipe.planner.device_line.search_arrays import (
     Records,
     Replicas,
 )
-from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.simulator.interval_costs import prefix_sums, transfer_ns
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
@@ -95,7 +95,7 @@ class StepEstimate:
 
 def _costs(line: DeviceLine, schedule: str, microbatch_size: int) -> Costs:
     profiles = [line.profiles[kind] for kind in line.kinds]
-    memory, inside, between = StageMemory(line, microbatch_size), line.cluster.intra_host, line.cluster.inter_host
+    memory, inside, between = LineMemory(line, microbatch_size), line.cluster.intra_host, line.cluster.inter_host
     return Costs(
         num_microbatches=line.options.minibatch_size // microbatch_size,
         is_gpipe=schedule == "gpipe",
@@ -114,7 +114,7 @@ def _costs(line: DeviceLine, schedule: str, microbatch_size: int) -> Costs:
     )
 
 
-def _layers(line: DeviceLine, profile: ModelProfile, memory: StageMemory) -> Records:
+def _layers(line: DeviceLine, profile: ModelProfile, memory: LineMemory) -> Records:
     gradients = prefix_sums([layer.summed_bytes(has_replicas=True) for layer in profile.layers])
     layers = np.zeros(gradients.size, dtype=LAYER)
     layers["update"] = prefix_sums([layer.update_ns for layer in profile.layers])

@@ -19,7 +19,7 @@ def with_fewer_recomputed(timed: TimedPlan, deadline: Deadline) -> TimedPlan:
         return timed
     line, plan = timed.line, timed.plan
     choice = LayerChoice(line.profiles, line.cluster, plan.microbatch_size, deadline)
-    chosen, limits = list(timed.recompute), line.memory_limits(timed)
+    chosen, limits = list(timed.recompute), line.stash_limits(timed)
     for stage, (begin, end) in enumerate(pairwise(plan.cuts)):
         if chosen[stage] and not deadline.is_over:
             kind = line.cluster.devices[sum(plan.counts[:stage])].kind

@@ -18,8 +18,8 @@ import numpy as np
 
 from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.schedules import SCHEDULES
 
 MAX_TRIED = 50_000_000
@@ -33,7 +33,7 @@ def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[in
     first. Yields None for each attempt that finds none, as an attempt takes up to half a second.
     """
     simple = [name for name in schedules if name in SCHEDULES]
-    memory = {size: StageMemory(line, size) for size in sizes}
+    memory = {size: LineMemory(line, size) for size in sizes}
     for schedule, size in product(simple, sizes):
         groups = fitting_groups(line, schedule, memory[size])
         # They fit if all devices are used; with fewer of them 1F1B-2BP holds more.
@@ -43,13 +43,13 @@ def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[in
         yield None if cuts is None else replace(plan, cuts=cuts)
 
 
-def fitting_cuts(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> tuple[int, ...] | None:
+def fitting_cuts(line: DeviceLine, plan: LinePlan, memory: LineMemory) -> tuple[int, ...] | None:
     """Returns the cuts nearest to those of a plan with which each stage fits, None if there are none."""
     boundaries = _Packing(line, plan, memory).boundaries()
     return boundaries and tuple(line.cuts[boundary] for boundary in boundaries)
 
 
-def seems_to_fit(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> bool:
+def seems_to_fit(line: DeviceLine, plan: LinePlan, memory: LineMemory) -> bool:
     """Returns whether a plan seems to fit, without a table of actions; True if devices have several stages."""
     return plan.schedule not in SCHEDULES or _Packing(line, plan, memory).has_all()
 
@@ -57,7 +57,7 @@ def seems_to_fit(line: DeviceLine, plan: LinePlan, memory: StageMemory) -> bool:
 class _Packing:
     """Finds which layers between boundaries fit on each stage of a plan. No stage may be empty."""
 
-    def __init__(self, line: DeviceLine, plan: LinePlan, memory: StageMemory) -> None:
+    def __init__(self, line: DeviceLine, plan: LinePlan, memory: LineMemory) -> None:
         self._num_stages, self._num = len(plan.counts), len(line.cuts)
         self._may_recompute = line.options.recompute
         self._wanted = np.array([bisect_left(line.cuts, cut) for cut in plan.cuts[1:]])
@@ -67,11 +67,11 @@ class _Packing:
 
     def boundaries(self) -> tuple[int, ...] | None:
         """Returns the nearest boundaries between which all stages fit, None if there are none."""
-        from bapipe.planner.device_line.fitting_programme import nearest_cuts
+        from bapipe.planner.device_line.fitting_programme import nearest_fitting_cuts
 
         moved, begins = (np.zeros((number, self._num), dtype=np.int64) for number in (2, self._num_stages))
         problem = self._layers, self._stages, self._may_recompute
-        if not nearest_cuts(*problem, self._wanted, moved, begins, MAX_TRIED):
+        if not nearest_fitting_cuts(*problem, self._wanted, moved, begins, MAX_TRIED):
             return self._packed()
         boundaries = [self._num - 1]
         if moved[self._num_stages % 2, -1] < 0:

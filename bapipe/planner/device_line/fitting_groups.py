@@ -8,7 +8,7 @@ import numpy as np
 
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.stage_memory import StageMemory
+from bapipe.planner.device_line.line_memory import LineMemory
 
 MAX_TRIED = 100_000_000
 """The maximum number of stages that are tried, in about half a second; with more there is no result."""
@@ -20,7 +20,7 @@ MAX_SINGLE, GROWTH = 8, 1.25
 """A stage may have each number of devices up to `MAX_SINGLE`; larger numbers grow by the factor `GROWTH`."""
 
 
-def fitting_groups(line: DeviceLine, schedule: str, memory: StageMemory) -> LinePlan | None:
+def fitting_groups(line: DeviceLine, schedule: str, memory: LineMemory) -> LinePlan | None:
     """Returns stages that fit as far as is known without a table of actions, None if none are found.
 
     None are searched for if constraints forbid some plan with one stage per device.

@@ -73,7 +73,7 @@ def fits(
 
 
 @compiled
-def nearest_cuts(
+def nearest_fitting_cuts(
     layers: FittingLayers,
     stages: FittingStages,
     may_recompute: bool,

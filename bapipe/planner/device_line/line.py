@@ -23,7 +23,7 @@ from bapipe.planner.results.solution import Solution
 from bapipe.planner.stages.chain import Chain, stage_on
 from bapipe.planner.stages.constraints import is_among, parse_constraints
 from bapipe.planner.stages.devices import device_classes, ns_per_sample
-from bapipe.planner.stages.recomputation import MemoryLimit
+from bapipe.planner.stages.recomputation import StashLimit
 from bapipe.planner.stages.stage_schedule import memory_peaks
 from bapipe.schedules import ALL, SCHEDULES
 from bapipe.schedules.placement import merged_named, permute_ranks
@@ -191,7 +191,7 @@ class DeviceLine:
         step_ns = step_ns_of(order, compiled, stages, self.cluster)
         return TimedPlan(line=self, plan=plan, recompute=tuple(recompute), step_ns=step_ns)
 
-    def memory_limits(self, timed: TimedPlan) -> list[list[MemoryLimit]]:
+    def stash_limits(self, timed: TimedPlan) -> list[list[StashLimit]]:
         """Returns the memory limits that each stage's stashes must keep, whichever of its layers are recomputed.
 
         Empty for stages that do not recompute. [stages][limits]
@@ -199,13 +199,13 @@ class DeviceLine:
         order, compiled = self._order(timed.plan)
         stages = self._stages(timed.plan, order.devices, timed.recompute)
         memory = rank_memory(order, stages, compiled)
-        limits: list[list[MemoryLimit]] = [[] for _ in stages]
+        limits: list[list[StashLimit]] = [[] for _ in stages]
         for of_stage, stage, ranks in zip(limits, stages, order.devices, strict=True):
             for rank, cost in zip(ranks, stage.costs, strict=True) if stage.recompute else ():
                 peak = memory[rank].peak
                 room = self.limits[rank] - (peak.total - peak.stash)
                 of_stage += [
-                    MemoryLimit(
+                    StashLimit(
                         kind=self.cluster.devices[rank].kind,
                         kept=state.kept,
                         in_backward=state.in_backward,

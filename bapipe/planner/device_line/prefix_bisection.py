@@ -6,7 +6,7 @@ from itertools import product
 
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import Climbs
-from bapipe.planner.device_line.cut_ranges import Relaxation
+from bapipe.planner.device_line.cut_ranges import PlanRelaxation
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.single_devices import SingleDevices
@@ -48,7 +48,7 @@ class PrefixBisection:
         self._plans, self._num_devices, self._deadline = plans, num_devices, deadline
         self._num_slow_paths = 0
 
-    def raise_bound(self, problems: list[Relaxation], enough_ns: int, deadline: Deadline) -> list[Relaxation]:
+    def raise_bound(self, problems: list[PlanRelaxation], enough_ns: int, deadline: Deadline) -> list[PlanRelaxation]:
         """Raises the bound, which is the minimum over the problems: the problem with the lowest is always the next.
 
         Returns the problems, some of them divided. Invariant: no plan of a problem is faster than its `bound_ns`.
@@ -90,7 +90,7 @@ class PrefixBisection:
                 num_left -= 1
         return problems
 
-    def has_long_transfers(self, problem: Relaxation, min_share: float = MIN_TRANSFERS) -> bool:
+    def has_long_transfers(self, problem: PlanRelaxation, min_share: float = MIN_TRANSFERS) -> bool:
         """Returns whether a micro-batch's transfers exceed `min_share` of the best step; True for `SingleDevices`."""
         best = self._plans.best
         if best is None or not isinstance(problem, PrefixBound):
@@ -115,7 +115,7 @@ class PrefixBisection:
                 else:
                     high_ns = middle_ns
 
-    def time_paths(self, ranges: Sequence[Relaxation], climbs: Climbs, deadline: Deadline) -> None:
+    def time_paths(self, ranges: Sequence[PlanRelaxation], climbs: Climbs, deadline: Deadline) -> None:
         """Times the stages that relaxations choose just above the bounds of the ranges with the lowest bounds."""
         lowest = sorted(ranges, key=lambda each: each.bound_ns)[:NUM_PATHS]
         with suppress(OutOfTime):
@@ -147,7 +147,7 @@ class PrefixBisection:
             if path is not None:
                 self._plans.time_unless_slow(line, path, climbs)
 
-    def _path(self, problem: Relaxation, limit_ns: int, deadline: Deadline) -> LinePlan | None:
+    def _path(self, problem: PlanRelaxation, limit_ns: int, deadline: Deadline) -> LinePlan | None:
         """Returns the relaxation's stages within a step time and times them; raises the bound if there are none."""
         path = problem.path(limit_ns, deadline)
         if path is None:

@@ -35,7 +35,7 @@ from math import inf
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.device_line.climb import USEFUL, Climbs, Estimated
-from bapipe.planner.device_line.cut_ranges import CutRanges, Relaxation
+from bapipe.planner.device_line.cut_ranges import CutRanges, PlanRelaxation
 from bapipe.planner.device_line.estimate import ESTIMATED
 from bapipe.planner.device_line.first_plans import first_fitting, first_plans
 from bapipe.planner.device_line.line import DeviceLine, LinePlan, TimedPlan
@@ -179,7 +179,7 @@ class LineSearch:
             return False
         return self._climbs.is_exact(self.best)
 
-    def _climb_and_raise_by_rings(self, problems: Sequence[Relaxation]) -> None:
+    def _climb_and_raise_by_rings(self, problems: Sequence[PlanRelaxation]) -> None:
         """Climbs, and raises the bound to what the relaxation with rings allows."""
         if self.rival is not None:
             self._raise_by_rings(problems, self.deadline.share(2))
@@ -192,7 +192,7 @@ class LineSearch:
             if self._may_climb_on:
                 self._raise_by_rings(problems, self.deadline)
 
-    def _climb_and_raise(self, problems: list[Relaxation]) -> None:
+    def _climb_and_raise(self, problems: list[PlanRelaxation]) -> None:
         """Climbs, and raises the bound without rings: of other schedules, and of stages on single devices."""
         if self.rival is None:
             self._climb(self.deadline.share(3), may_simulate=False)
@@ -259,7 +259,7 @@ class LineSearch:
             self._climb(self.deadline)
             num_useless = num_useless + 1 if self.best.step_ns > before_ns * USEFUL else 0
 
-    def _raise_by_cuts(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
+    def _raise_by_cuts(self, problems: Sequence[PlanRelaxation], deadline: Deadline) -> None:
         """Step 6: bounds by ranges of the number of cuts, for which the relaxation counts more transfers."""
         if self.best is None or (self._has_replicas and not self._bisection.has_long_transfers(problems[0])):
             return
@@ -274,7 +274,7 @@ class LineSearch:
         if not self._has_replicas:
             self._bisection.time_paths(self._cut_ranges.ranges, self._climbs, self.deadline.share(4))
 
-    def _raise_by_rings(self, problems: Sequence[Relaxation], deadline: Deadline) -> None:
+    def _raise_by_rings(self, problems: Sequence[PlanRelaxation], deadline: Deadline) -> None:
         """Step 3: bounds by ranges, counting the rings of early stages after the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
@@ -297,10 +297,10 @@ class LineSearch:
                 RingGoals(ranges=ranges, high_ns=high_ns, deadline=deadline, left=left).raise_bound()
         self._plans.raise_bound(ranges.bound_ns)
 
-    def _problems(self) -> Iterator[Relaxation]:
+    def _problems(self) -> Iterator[PlanRelaxation]:
         """The relaxations, one for each order of the devices, schedule and micro-batch size."""
         for line, size, schedule in product(self.lines, self.sizes, self.schedules):
-            problem: Relaxation
+            problem: PlanRelaxation
             if self._has_replicas:
                 last_replicas = 1, min(self._num_devices, self._minibatch_size // size)
                 problem = PrefixBound(line, schedule, size, self._num_devices, last_replicas=last_replicas)

@@ -51,7 +51,7 @@ def _forget(notes: Notes, num_stages: int) -> None:
 def _recomputed_ns(costs: Costs, stage: Records, notes: Notes) -> float:
     """Returns F that a stage runs again, on its first device's kind; infinite if it does not fit even with all layers.
 
-    Memory is that of the device with the lowest limit, as in `stage_memory.py`.
+    Memory is that of the device with the lowest limit, as in `line_memory.py`.
     """
     limit, workspace = costs.devices[stage.first].limit_bytes, costs.workspace_bytes[stage.begin]
     for p in range(stage.first + 1, stage.first + stage.count):

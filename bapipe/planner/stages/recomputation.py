@@ -41,7 +41,7 @@ MAX_LABELS_TOGETHER = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimit:
+class StashLimit:
     """A state of a replica in which the stashes of its micro-batches must fit.
 
     Attributes:
@@ -69,9 +69,9 @@ class DeviceLimit:
     in_backward: tuple[int, ...]
     room_bytes: int
 
-    def of(self, stage: int, kind: str) -> MemoryLimit:
+    def of(self, stage: int, kind: str) -> StashLimit:
         """Returns the limit for one of the stages if the others keep nothing."""
-        return MemoryLimit(
+        return StashLimit(
             kind=kind, kept=self.kept[stage], in_backward=self.in_backward[stage], room_bytes=self.room_bytes
         )
 
@@ -157,11 +157,11 @@ class LayerChoice:
             }
             for kind, of_kind in measured.items()
         }
-        self._found: dict[tuple[int, int, str, tuple[MemoryLimit, ...]], RecomputedLayers] = {}
+        self._found: dict[tuple[int, int, str, tuple[StashLimit, ...]], RecomputedLayers] = {}
         self._found_together: dict[Hashable, RecomputedLayers] = {}
 
     def best(
-        self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, *, whole_fits: bool
+        self, begin: int, end: int, limits: Sequence[StashLimit], first_kind: str, *, whole_fits: bool
     ) -> RecomputedLayers:
         """Returns which of the layers [begin, end) to recompute: the choice with the least sum of F.
 
@@ -178,7 +178,7 @@ class LayerChoice:
         return self._found[key]
 
     def _best(
-        self, begin: int, end: int, limits: Sequence[MemoryLimit], first_kind: str, whole_fits: bool
+        self, begin: int, end: int, limits: Sequence[StashLimit], first_kind: str, whole_fits: bool
     ) -> RecomputedLayers:
         """See `best`; `limits` are the different ones."""
         kinds = sorted({limit.kind for limit in limits})
@@ -234,7 +234,7 @@ class LayerChoice:
         return self._found_together[key]
 
     def _items(
-        self, begin: int, end: int, first_kind: str, kinds: Sequence[str], limits: Sequence[MemoryLimit]
+        self, begin: int, end: int, first_kind: str, kinds: Sequence[str], limits: Sequence[StashLimit]
     ) -> StageItems:
         """Returns the layers of a stage on replicas of some kinds; running one again costs the sum over the kinds."""
         return StageItems(

@@ -12,7 +12,7 @@ from bapipe.planner.stages.interval_memory import IntervalMemory
 from bapipe.planner.stages.intervals import INF, MAX_TIME, BoolArray, IntArray, IntervalIndex, Rows
 from bapipe.planner.stages.layer_knapsack import RecomputedLayers
 from bapipe.planner.stages.placements import StagePlacement
-from bapipe.planner.stages.recomputation import MemoryLimit, Recomputation
+from bapipe.planner.stages.recomputation import Recomputation, StashLimit
 from bapipe.simulator.interval_costs import at_speed
 
 ForbiddenIntervals = Callable[[StagePlacement, Rows], BoolArray | None]
@@ -98,7 +98,7 @@ class StageMemory:
             return RecomputedLayers(layers=frozenset(), total_ns=INF, is_best=True)
         assert self.recomputation is not None
         limits = [
-            MemoryLimit(
+            StashLimit(
                 kind=self.classes[placement.device_classes[k]].device.kind,
                 kept=peak.kept,
                 in_backward=peak.in_backward,

@@ -52,7 +52,7 @@ CLOSE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PossibleCuts:
+class DownsetsToCut:
     """Downsets that a plan within a limit may be cut at, among them the empty one and that of all nodes.
 
     Attributes:
@@ -181,7 +181,7 @@ class LargeGraph:
         near = Boundaries(node_sets, self.layers_of_node, search.boundaries.num_layers)
         return replace(search, boundaries=near, has_all_downsets=False)
 
-    def _possible_cuts(self, search: LoadSearch, bound: DownsetBound | WindowBound, limit_ns: int) -> PossibleCuts:
+    def _possible_cuts(self, search: LoadSearch, bound: DownsetBound | WindowBound, limit_ns: int) -> DownsetsToCut:
         """Returns downsets that a plan within a limit can be cut at."""
         if isinstance(bound, DownsetBound):
             return self._possible_downsets(bound, limit_ns)
@@ -198,16 +198,16 @@ class LargeGraph:
             can_be[[0, -1]] = True
             node_sets = [self.listed[i] for i in np.flatnonzero(can_be).tolist()]
         around = partial(bound.devices_around, _sums(node_ns, node_sets))
-        return PossibleCuts(node_sets=node_sets, has_all=self.listed is not None, devices_around=around)
+        return DownsetsToCut(node_sets=node_sets, has_all=self.listed is not None, devices_around=around)
 
-    def _possible_downsets(self, bound: DownsetBound, limit_ns: int) -> PossibleCuts:
+    def _possible_downsets(self, bound: DownsetBound, limit_ns: int) -> DownsetsToCut:
         assert self.listed is not None
         before = bound.before(limit_ns, self.deadline)
         after = bound.after(limit_ns, before, self.deadline)
         can_be = before + after <= bound.num_devices
         can_be[[0, -1]] = True
         counts = before[can_be], after[can_be]
-        return PossibleCuts(
+        return DownsetsToCut(
             node_sets=[self.listed[i] for i in np.flatnonzero(can_be).tolist()],
             has_all=True,
             devices_around=lambda _: (counts[0].copy(), counts[1].copy()),

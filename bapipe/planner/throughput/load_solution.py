@@ -16,7 +16,7 @@ from bapipe.simulator.simulate import simulate_columns
 from bapipe.simulator.stage_cost import build_stages
 
 
-def solution_of(
+def throughput_solution(
     search: LoadSearch, best: LoadSolution, bound_ns: int, space: ThroughputSpace, alternatives: Sequence[Alternative]
 ) -> Solution:
     """Returns a solution with its simulated prediction, beside some alternatives."""

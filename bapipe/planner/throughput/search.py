@@ -22,7 +22,7 @@ from bapipe.planner.throughput.heterogeneous import (
 )
 from bapipe.planner.throughput.large_graph import MAX_LISTED, LargeGraph
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
-from bapipe.planner.throughput.load_solution import solution_of
+from bapipe.planner.throughput.load_solution import throughput_solution
 from bapipe.planner.throughput.loads import Boundaries
 from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
 from bapipe.planner.throughput.naive_plans import best_naive_plans, naive_alternatives
@@ -147,7 +147,7 @@ def explore_throughput(
     assert best is not None  # or `_feasible` would have raised
     bound_ns = min(best.load_ns, max(work_ns, floor(min(one_stage_ns, *bounds_ns))))
     space = _searched_space(search, graph, microbatch_sizes, max_downsets)
-    return solution_of(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
+    return throughput_solution(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
 
 
 class _Report:

@@ -7,13 +7,13 @@ from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, seems_to_fit
 from bapipe.planner.device_line.fitting_groups import fitting_groups
-from bapipe.planner.device_line.fitting_programme import fits, fitting_stages, nearest_cuts
+from bapipe.planner.device_line.fitting_programme import fits, fitting_stages, nearest_fitting_cuts
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.prefix_bound import PrefixBound
 from bapipe.planner.device_line.prefix_programme import extend
 from bapipe.planner.device_line.recompute_programme import choose_recomputed, note_recomputed
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
-from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.device_line.step_programme import estimate_ns
 from bapipe.planner.device_line.suffix_programme import extend_backwards
 from bapipe.planner.device_line.trip_bound import BY_COARSE, TripBound
@@ -37,7 +37,7 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         of_all = bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, BY_COARSE)
         assert of_all is not None
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
-        memory = StageMemory(line, 1)
+        memory = LineMemory(line, 1)
         assert fitting_cuts(line, plan, memory) is not None
         assert fitting_groups(line, "1f1b", memory) is not None
         assert seems_to_fit(line, plan, memory)
@@ -46,6 +46,6 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         items = layer_items(list(line.profiles.values()), 1)
         assert len(recomputed_layers(items, 0, line.cuts[-1], 0, InFlight(2, 1, 0), int(items.stash[-1]))) > 0
     programmes: list[Any] = [fill_before, fill_behind, extend, extend_backwards, estimate_ns]
-    programmes += [fits, nearest_cuts, fitting_stages, choose_recomputed, note_recomputed]
+    programmes += [fits, nearest_fitting_cuts, fitting_stages, choose_recomputed, note_recomputed]
     for programme in programmes:
         assert len(programme.signatures) == 1, programme

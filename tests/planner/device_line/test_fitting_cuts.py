@@ -13,8 +13,8 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
 from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
+from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.naive import naive_plans
-from bapipe.planner.device_line.stage_memory import StageMemory
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import SCHEDULES
 from tests.builders import chain, devices
@@ -116,7 +116,7 @@ def test_the_nearest_cuts_that_fit_are_found(schedule: str, outputs: tuple[int, 
     num_found = num_none = num_moved = num_unpacked = 0
     for seed in range(40):
         random, line = Random(seed), uneven_line(seed, recompute=False, outputs=outputs)
-        memory = StageMemory(line, 1)
+        memory = LineMemory(line, 1)
         for counts in compositions(len(line.cluster.devices)):
             cuts = all_cuts(line, len(counts))
             wanted = LinePlan(cuts=random.choice(cuts), counts=counts, schedule=schedule, microbatch_size=1)
@@ -144,7 +144,7 @@ def test_groups_are_found_wherever_some_fit_and_their_busiest_replica_has_the_le
     num_found = num_none = 0
     for seed in range(60):
         line = uneven_line(seed, recompute=recompute, outputs=(1, 5, 40), speeds=(0.4, 0.7, 1.0))
-        num_devices, found = len(line.cluster.devices), fitting_groups(line, schedule, StageMemory(line, 1))
+        num_devices, found = len(line.cluster.devices), fitting_groups(line, schedule, LineMemory(line, 1))
         busiest = [
             busiest_work(line, plan)
             for counts in compositions(num_devices)
@@ -186,7 +186,7 @@ def test_packed_cuts_are_found_wherever_some_fit(monkeypatch: pytest.MonkeyPatch
     num_found = num_none = num_moved = 0
     for seed in range(40):
         random, line = Random(seed), uneven_line(seed, recompute=False)
-        memory = StageMemory(line, 1)
+        memory = LineMemory(line, 1)
         for counts in compositions(len(line.cluster.devices)):
             cuts = all_cuts(line, len(counts))
             wanted = LinePlan(cuts=random.choice(cuts), counts=counts, schedule=schedule, microbatch_size=1)
@@ -223,7 +223,7 @@ def test_plans_with_moved_cuts_fit_as_the_simulator_says(schedule: str, recomput
 
 def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_small_bounds_first() -> None:
     line = uneven_line(3, recompute=True)
-    memory = StageMemory(line, 1)
+    memory = LineMemory(line, 1)
     naive = naive_plans(line, ["1f1b", "gpipe"], [1], for_other_cuts=True)
     moved = [
         with_fields(plan, cuts=cuts) for _, plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None

@@ -14,7 +14,7 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.stages import recomputation
 from bapipe.planner.stages.intervals import IntervalIndex
-from bapipe.planner.stages.recomputation import LayerChoice, MemoryLimit, RecomputationBound
+from bapipe.planner.stages.recomputation import LayerChoice, RecomputationBound, StashLimit
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.simulate import simulate
 from tests import builders
@@ -24,7 +24,7 @@ from tests.step_time import plan_step_time
 ONE_DEVICE = same_devices(Random(0), 1)
 
 
-def random_stage(seed: int) -> tuple[ModelProfile, int, int, list[MemoryLimit]]:
+def random_stage(seed: int) -> tuple[ModelProfile, int, int, list[StashLimit]]:
     """A profile with skip connections, layers [begin, end) of it, and some limits from too little to plenty."""
     random = Random(seed)
     profile = random_profile(random, random.randint(2, 8), (1,))
@@ -37,7 +37,7 @@ def random_stage(seed: int) -> tuple[ModelProfile, int, int, list[MemoryLimit]]:
     for _ in range(random.choice([1, 1, 2, 3])):
         kept = random.randint(1, 5)
         room = int(kept * stash * random.uniform(0.2, 1.0))
-        limits.append(MemoryLimit(kind="a", kept=kept, in_backward=random.randint(0, min(kept, 2)), room_bytes=room))
+        limits.append(StashLimit(kind="a", kept=kept, in_backward=random.randint(0, min(kept, 2)), room_bytes=room))
     return profile, begin, end, limits
 
 
@@ -48,7 +48,7 @@ def subsets(profile: ModelProfile, begin: int, end: int) -> list[tuple[int, ...]
     return [chosen for chosen in every if len(chosen) < end - begin]
 
 
-def least_ns(profile: ModelProfile, begin: int, end: int, limits: list[MemoryLimit]) -> int | None:
+def least_ns(profile: ModelProfile, begin: int, end: int, limits: list[StashLimit]) -> int | None:
     """F of the best set, by trying each."""
     measured = profile.at(1)
     times = []
@@ -58,7 +58,7 @@ def least_ns(profile: ModelProfile, begin: int, end: int, limits: list[MemoryLim
     return min(times, default=None)
 
 
-def fits(profile: ModelProfile, begin: int, end: int, limits: list[MemoryLimit], chosen: tuple[int, ...]) -> bool:
+def fits(profile: ModelProfile, begin: int, end: int, limits: list[StashLimit], chosen: tuple[int, ...]) -> bool:
     """Whether a stage that recomputes some layers is within the limits."""
     rows = list(zip(profile.layers, profile.at(1), strict=True))
     names = [layer.name for layer, _ in rows]
@@ -169,7 +169,7 @@ def test_bytes_beyond_the_precision_of_floats_are_told_apart() -> None:
     stashes = 0, 2**54, 1
     layers = tuple(replace(m, stash_bytes=n) for m, n in zip(measured.layers, stashes, strict=True))
     profile = replace(profile, measurements=(replace(measured, layers=layers),))
-    limit = MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=2**54 + 4)
+    limit = StashLimit(kind="a", kept=4, in_backward=1, room_bytes=2**54 + 4)
     found = LayerChoice({"a": profile}, ONE_DEVICE, 1).best(0, 3, [limit], "a", whole_fits=True)
     assert found.layers == {1}
 
@@ -227,19 +227,19 @@ def test_a_long_stage_with_many_tensors_in_use_at_once_recomputes_all() -> None:
     stash = sum(m.stash_bytes for m in measured)
     choice = LayerChoice({"a": wide}, ONE_DEVICE, 1)
     every = choice.best(
-        0, 60, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=3 * stash)], "a", whole_fits=True
+        0, 60, [StashLimit(kind="a", kept=4, in_backward=1, room_bytes=3 * stash)], "a", whole_fits=True
     )
     assert every.layers == frozenset(range(60))
     assert not every.is_best
     room = 3 * sum(m.stash_bytes for m in measured[:10])
-    some = choice.best(0, 10, [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)], "a", whole_fits=True)
+    some = choice.best(0, 10, [StashLimit(kind="a", kept=4, in_backward=1, room_bytes=room)], "a", whole_fits=True)
     assert some.is_best
 
 
 def test_after_the_deadline_a_stage_recomputes_all_of_its_layers() -> None:
     profile = random_profile(Random(0), 12, (1,))
     room = 3 * sum(m.stash_bytes for m in profile.at(1))
-    limits = [MemoryLimit(kind="a", kept=4, in_backward=1, room_bytes=room)]
+    limits = [StashLimit(kind="a", kept=4, in_backward=1, room_bytes=room)]
     found = LayerChoice({"a": profile}, ONE_DEVICE, 1, Deadline(0.0)).best(0, 12, limits, "a", whole_fits=True)
     assert found.layers == frozenset(range(12))
     assert not found.is_best

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bapipe.planner.device_line.fitting_programme import FittingLayers, FittingStages
 
 
-class StageMemory:
+class LineMemory:
     """What stages hold, for one micro-batch size. Ignores tied weights, and that sizes may differ between kinds.
 
     Attributes:
