@@ -22,7 +22,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.compute.deadline import Deadline
-from bapipe.planner.goal_setting import ANY_NS, NUM_SHARES, Answer, Search, Setting, has_same_plans, proven_ns
+from bapipe.planner.goal_question import ANY_NS, NUM_SHARES, Answer, Question, Search, has_same_plans, proven_ns
 from bapipe.planner.inputs.device_grouping import Grouping, groupings
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions, limit_that_leaves
@@ -67,20 +67,20 @@ def reach_goal(
         for profile in listed(profiles):
             repeat_block(profile, goal.largest, 2)  # raises BapipeError before anything is searched
     progress = progress or _ignore
-    setting = Setting(
+    question = Question(
         profiles=profiles, cluster=cluster, options=options, search=search, deadline=deadline, progress=progress
     )
     fastest = search(profiles, cluster, options, deadline.share(NUM_SHARES), progress)
     space = fastest.space if goal.least == "memory" else None
-    setting = replace(setting, limit_ns=_limit_ns(goal, fastest), space=space)
-    if fastest.objective_ns > setting.limit_ns:
-        raise _too_slow(goal, fastest, setting)
+    question = replace(question, limit_ns=_limit_ns(goal, fastest), space=space)
+    if fastest.objective_ns > question.limit_ns:
+        raise _too_slow(goal, fastest, question)
     if goal.least == "memory":
-        return _least_memory(setting, fastest)
+        return _least_memory(question, fastest)
     if goal.least == "devices":
-        return _fewest_devices(setting, fastest)
+        return _fewest_devices(question, fastest)
     assert goal.largest is not None
-    return _most_copies(setting, fastest, goal.largest)
+    return _most_copies(question, fastest, goal.largest)
 
 
 def first_with_plan(
@@ -116,10 +116,10 @@ def first_with_plan(
     return best, wanted[best_at], wanted[not_refuted]
 
 
-def _least_memory(setting: Setting, fastest: Solution) -> Plan:
-    def within(num_bytes: int) -> Setting:
-        limit = limit_that_leaves(num_bytes, setting.options.memory_margin)
-        return replace(setting, options=replace(setting.options, memory_limit_bytes=limit))
+def _least_memory(question: Question, fastest: Solution) -> Plan:
+    def within(num_bytes: int) -> Question:
+        limit = limit_that_leaves(num_bytes, question.options.memory_margin)
+        return replace(question, options=replace(question.options, memory_limit_bytes=limit))
 
     def ask(num_bytes: int) -> Answer:
         return within(num_bytes).ask()
@@ -134,7 +134,7 @@ def _least_memory(setting: Setting, fastest: Solution) -> Plan:
         )
 
     best, limit, bound = least(fastest, ask)
-    if setting.limit_ns < ANY_NS and not _is_monotone(setting):  # then it is known what any plan needs, however slow
+    if question.limit_ns < ANY_NS and not _is_monotone(question):  # then it is known what any plan needs, however slow
         _, _, bound = least(best, ask_for_any)
     best = within(limit).fastest(best)
     # Alternatives, and the bound if it is of the same space, are of the devices' own memory, not only of what the plan
@@ -145,18 +145,18 @@ def _least_memory(setting: Setting, fastest: Solution) -> Plan:
         best = replace(best, lower_bound_ns=min(best.objective_ns, fastest.lower_bound_ns), space=fastest.space)
     # The fastest plan within the limit may need less than the one that was found to fit there.
     reached = ReachedGoal(quantity="memory", value=best.prediction.peak_bytes, bound=bound)
-    return _with_goal(best, setting, reached)
+    return _with_goal(best, question, reached)
 
 
-def _is_monotone(setting: Setting) -> bool:
+def _is_monotone(question: Question) -> bool:
     """Returns whether no plan is faster under less memory, where more stages recompute.
 
     Where actions and transfers wait for one another in the order in which they become ready, a step may get shorter
     because one of them takes longer (Graham 1969, Bounds on Multiprocessing Timing Anomalies).
     """
-    if not setting.options.recompute:
+    if not question.options.recompute:
         return True
-    return not names_looped(setting.options) and all(device.overlaps_transfers for device in setting.cluster.devices)
+    return not names_looped(question.options) and all(device.overlaps_transfers for device in question.cluster.devices)
 
 
 def _with_fastest(best: Solution, fastest: Solution, others: tuple[Alternative, ...]) -> tuple[Alternative, ...]:
@@ -175,31 +175,31 @@ def _with_fastest(best: Solution, fastest: Solution, others: tuple[Alternative, 
     return sort_alternatives((itself, *others))
 
 
-def _fewest_devices(setting: Setting, fastest: Solution) -> Plan:
+def _fewest_devices(question: Question, fastest: Solution) -> Plan:
     from bapipe.planner.stages.devices import ns_per_sample  # loads numpy
 
-    times_ns = ns_per_sample(by_kind(setting.profiles), setting.cluster)
-    num_devices = len(setting.cluster.devices)
-    in_order = not _any_order_counts(setting, setting.cluster)
-    choices = cache(partial(sub_clusters, setting.cluster, ns_per_sample=times_ns, in_order=in_order))
+    times_ns = ns_per_sample(by_kind(question.profiles), question.cluster)
+    num_devices = len(question.cluster.devices)
+    in_order = not _any_order_counts(question, question.cluster)
+    choices = cache(partial(sub_clusters, question.cluster, ns_per_sample=times_ns, in_order=in_order))
 
     @cache
     def ask(num_devices: int) -> Answer:
         is_refuted = True
         for part in choices(num_devices).clusters:
-            answer = replace(setting, cluster=part).ask()
+            answer = replace(question, cluster=part).ask()
             if answer.solution is not None:
                 return answer
             is_refuted = is_refuted and answer.is_refuted
         return Answer(is_refuted=is_refuted)
 
-    numbers = range(_fewest_for_stages(setting.options), num_devices + 1)
+    numbers = range(_fewest_for_stages(question.options), num_devices + 1)
     covering = num_devices
     if in_order:
-        covered = takewhile(lambda number: _covers_fewer(setting, choices(number).clusters), numbers)
+        covered = takewhile(lambda number: _covers_fewer(question, choices(number).clusters), numbers)
         covering = max(covered, default=numbers[0] - 1)
     best, value, bound = fewest_with_plan(numbers, covering, fastest, ask)
-    best = _fastest_on_any(setting, choices(value), best)
+    best = _fastest_on_any(question, choices(value), best)
     best = replace(best, alternatives=_with_fastest(best, fastest, best.alternatives))
     refuted = range(max(numbers[0], min(covering, bound - 1)), bound)  # each by itself, the first one with all fewer
     has_all = all(choices(number).has_all for number in refuted)
@@ -207,21 +207,23 @@ def _fewest_devices(setting: Setting, fastest: Solution) -> Plan:
     reached = ReachedGoal(
         quantity="devices", value=value, bound=min(bound, value), of="" if has_all else "the fastest devices"
     )
-    return _with_goal(best, setting, reached)
+    return _with_goal(best, question, reached)
 
 
-def _any_order_counts(setting: Setting, cluster: Cluster) -> bool:
+def _any_order_counts(question: Question, cluster: Cluster) -> bool:
     """Returns whether plans may take devices in any order: they are alike, or few enough to try all orders."""
     from bapipe.planner.branch_and_bound.space import tries_all_orders  # these load numpy
     from bapipe.planner.throughput.load_search import is_homogeneous
 
-    if is_homogeneous(cluster, setting.options.limits(cluster)):
+    if is_homogeneous(cluster, question.options.limits(cluster)):
         return True
     # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
-    return setting.options.objective == "step" and tries_all_orders(by_kind(setting.profiles), cluster, setting.options)
+    return question.options.objective == "step" and tries_all_orders(
+        by_kind(question.profiles), cluster, question.options
+    )
 
 
-def _covers_fewer(setting: Setting, clusters: Sequence[Cluster]) -> bool:
+def _covers_fewer(question: Question, clusters: Sequence[Cluster]) -> bool:
     """Returns whether what is searched for some devices has every plan that is searched for fewer of them.
 
     Of many unlike devices stages take the first ones of some orders, of few any in any order. Loads are those of any
@@ -229,8 +231,8 @@ def _covers_fewer(setting: Setting, clusters: Sequence[Cluster]) -> bool:
     """
     from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS  # loads numpy
 
-    has_gaps = setting.options.objective == "throughput" and len(clusters[0].devices) <= MAX_DEVICES_WITH_GAPS
-    return has_gaps or all(_any_order_counts(setting, cluster) for cluster in clusters)
+    has_gaps = question.options.objective == "throughput" and len(clusters[0].devices) <= MAX_DEVICES_WITH_GAPS
+    return has_gaps or all(_any_order_counts(question, cluster) for cluster in clusters)
 
 
 def fewest_with_plan(
@@ -263,7 +265,7 @@ def fewest_with_plan(
     return best, value, value
 
 
-def _fastest_on_any(setting: Setting, choices: SubClusters, known: Solution) -> Solution:
+def _fastest_on_any(question: Question, choices: SubClusters, known: Solution) -> Solution:
     """Returns the fastest plan on any of some choices of devices, at least as fast as a known one.
 
     The devices of the known plan are searched first, with half of the time. The bound is of all choices, or of the
@@ -272,13 +274,13 @@ def _fastest_on_any(setting: Setting, choices: SubClusters, known: Solution) -> 
     used = with_devices(known.cluster, known.used_ranks)
     is_only_choice = choices.has_all and len(choices.clusters) == 1
     others = [] if is_only_choice else [part for part in choices.clusters if part != used]
-    first = setting.deadline.share(2) if others else setting.deadline
-    best = replace(setting, cluster=used, deadline=first).fastest(known)
+    first = question.deadline.share(2) if others else question.deadline
+    best = replace(question, cluster=used, deadline=first).fastest(known)
     found, bounds_ns = [best], [proven_ns(best)]
-    with_others = [replace(setting, cluster=part) for part in others]
+    with_others = [replace(question, cluster=part) for part in others]
     possible = [each for each in with_others if each.least_ns < best.objective_ns]
     for number, each in enumerate(possible):
-        share = setting.deadline.share(len(possible) - number)
+        share = question.deadline.share(len(possible) - number)
         faster, bound_ns = replace(each, deadline=share).faster_than(best.objective_ns)
         bounds_ns.append(bound_ns)
         if faster is not None:
@@ -289,7 +291,7 @@ def _fastest_on_any(setting: Setting, choices: SubClusters, known: Solution) -> 
         return best
     space = ChosenDevicesSpace(
         num_chosen=len(used.devices),
-        num_devices=len(setting.cluster.devices),
+        num_devices=len(question.cluster.devices),
         num_choices=len(choices.clusters) if choices.has_all else None,
         left_out=tuple(dict.fromkeys(words for each in found for words in left_out(each.space))),
         of_best=best.space,
@@ -302,13 +304,13 @@ def _fewest_for_stages(options: PlanOptions) -> int:
     return -(-(options.num_stages or 1) // (2 if names_looped(options) else 1))
 
 
-def _most_copies(setting: Setting, fastest: Solution, block: str) -> Plan:
-    profiles = listed(setting.profiles)
+def _most_copies(question: Question, fastest: Solution, block: str) -> Plan:
+    profiles = listed(question.profiles)
     num_layers, num_in_block = len(profiles[0].layers), len(block_layers(profiles[0], block))
     most = max(1, 1 + (MAX_LAYERS - num_layers) // num_in_block)
 
-    def with_copies(copies: int) -> Setting:
-        return replace(setting, profiles=tuple(repeat_block(profile, block, copies) for profile in profiles))
+    def with_copies(copies: int) -> Question:
+        return replace(question, profiles=tuple(repeat_block(profile, block, copies) for profile in profiles))
 
     def ask(copies: int) -> Answer:
         return with_copies(copies).ask()
@@ -322,12 +324,12 @@ def _most_copies(setting: Setting, fastest: Solution, block: str) -> Plan:
         of=block,
         max_layers=MAX_LAYERS if value == most else msgspec.UNSET,
     )
-    return _with_goal(best, setting, reached)
+    return _with_goal(best, question, reached)
 
 
-def _with_goal(best: Solution, setting: Setting, reached: ReachedGoal) -> Plan:
-    if setting.limit_ns < ANY_NS:
-        reached = msgspec.structs.replace(reached, limit_ns=setting.limit_ns)
+def _with_goal(best: Solution, question: Question, reached: ReachedGoal) -> Plan:
+    if question.limit_ns < ANY_NS:
+        reached = msgspec.structs.replace(reached, limit_ns=question.limit_ns)
     plan = make_plan(best)
     return with_certificate(plan, msgspec.structs.replace(plan.certificate, goal=reached))
 
@@ -345,7 +347,7 @@ def _limit_ns(goal: Goal, fastest: Solution) -> int:
     return ANY_NS
 
 
-def _too_slow(goal: Goal, fastest: Solution, setting: Setting) -> Infeasible:
+def _too_slow(goal: Goal, fastest: Solution, question: Question) -> Infeasible:
     num_samples, best_ns, bound_ns = fastest.minibatch_size * 1e9, fastest.objective_ns, fastest.bound_of_all_ns
     rate, most = (num_samples / max(ns, 1) for ns in (best_ns, bound_ns))
     most *= 1 + 5e-6  # so that six digits do not round it down
@@ -353,14 +355,14 @@ def _too_slow(goal: Goal, fastest: Solution, setting: Setting) -> Infeasible:
         f"no plan was found that reaches `min_throughput` {goal.min_throughput:g} samples/s: the fastest has {rate:.6g}"
     )
     # The bound may be of the stages of one plan, or of the named schedules only.
-    if SEARCH in setting.options.schedules:
+    if SEARCH in question.options.schedules:
         return Infeasible(f"{message}; ask for less, or plan for more devices", is_proven=False)
     if bound_ns == best_ns:
         most_of_all = "which is proven to be the most of the plans searched"
         return Infeasible(f"{message}, {most_of_all}; ask for less, or plan for more devices")
     return Infeasible(
-        f"{message}, and none has more than {most:.6g}; ask for less, or {setting.deadline.advice}",
-        is_proven=bound_ns > setting.limit_ns,
+        f"{message}, and none has more than {most:.6g}; ask for less, or {question.deadline.advice}",
+        is_proven=bound_ns > question.limit_ns,
     )
 
 

@@ -22,8 +22,8 @@ from bapipe.formats.settings import Settings
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
+from bapipe.planner.goal_question import Answer, Question, has_same_plans
 from bapipe.planner.goal_search import fewest_with_plan, first_with_plan, reach_goal
-from bapipe.planner.goal_setting import Answer, Setting, has_same_plans
 from bapipe.planner.inputs.goal import Goal
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
 from bapipe.planner.inputs.profiles import by_kind
@@ -511,7 +511,7 @@ def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: 
         assert deadline.is_over == (len(tries) == 1)
         raise OutOfTime("ended", lower_bound_ns=proven_ns)
 
-    setting = Setting(
+    question = Question(
         profiles=(chain([1]),),
         cluster=devices(1),
         options=PlanOptions(minibatch_size=1, objective="throughput"),  # of which nothing is known without a search
@@ -519,7 +519,7 @@ def test_a_search_of_slower_devices_ends_with_the_bound_that_says_so(proven_ns: 
         deadline=Deadline(None),
         progress=lambda *_: None,
     )
-    assert setting.faster_than(100) == (None, proven_ns)
+    assert question.faster_than(100) == (None, proven_ns)
     assert len(tries) == num_searches
 
 
@@ -656,7 +656,7 @@ def test_a_bound_that_leaves_plans_out_refutes_nothing(
     answer = found(plan, space=space)
     assert left_out(space) == words
     assert all(text in in_words(space) for text in words)
-    setting = Setting(
+    question = Question(
         profiles=(chain([1, 2]),),
         cluster=devices(2),
         options=PlanOptions(minibatch_size=4, schedules=schedules),
@@ -665,7 +665,7 @@ def test_a_bound_that_leaves_plans_out_refutes_nothing(
         progress=lambda *_: None,
         limit_ns=plan.certificate.lower_bound_ns - 1,
     )
-    assert setting.ask() == Answer(is_refuted=not words and SEARCH not in schedules)
+    assert question.ask() == Answer(is_refuted=not words and SEARCH not in schedules)
 
 
 def test_what_is_proven_does_not_depend_on_the_names_of_layers() -> None:
@@ -793,7 +793,7 @@ def test_a_bound_of_a_part_of_the_plans_refutes_nothing() -> None:
     with pytest.raises(Infeasible, match="none has more than") as caught:
         reach_goal((chain([1, 2]),), devices(2), options, goal, search=lambda *_: of_part, deadline=Deadline(None))
     assert not caught.value.is_proven
-    setting = Setting(
+    question = Question(
         profiles=(chain([1, 2]),),
         cluster=devices(2),
         options=options,
@@ -802,8 +802,8 @@ def test_a_bound_of_a_part_of_the_plans_refutes_nothing() -> None:
         progress=lambda *_: None,
         limit_ns=step_ns - 1,
     )
-    assert not setting.ask().is_refuted
-    assert setting.faster_than(step_ns)[1] < step_ns
+    assert not question.ask().is_refuted
+    assert question.faster_than(step_ns)[1] < step_ns
 
 
 def test_constraints_that_fewer_devices_cannot_keep_refute_those() -> None:
@@ -909,7 +909,7 @@ def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
     def search(*_: object) -> Solution:
         raise error
 
-    setting = Setting(
+    question = Question(
         profiles=(chain([1]),),
         cluster=devices(1),
         options=PlanOptions(minibatch_size=1, schedules=schedules),
@@ -918,7 +918,7 @@ def test_an_error_that_proves_nothing_of_all_plans_refutes_no_goal(
         progress=lambda *_: None,
         limit_ns=10**8,
     )
-    assert setting.ask() == Answer()
+    assert question.ask() == Answer()
 
 
 def test_a_faster_and_lighter_alternative_is_compared_with_the_plan_shown() -> None:

@@ -78,11 +78,12 @@ def check_num_stages(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
     possible = _stage_counts(named_schedules(options), len(cluster.devices), len(cuts) - 1)
     if not possible or options.num_stages not in (None, *possible):
         together = f"; {INSEPARABLE}, and all between them, stay in one stage" if has_inseparable(profiles) else ""
+        where = f" where {'; '.join(options.constraints)}" if options.constraints else ""
         asked = "any number of" if options.num_stages is None else options.num_stages
         raise ConstraintsUnmet(
             f"{asked} stages asked for; {len(cluster.devices)} devices, {num_layers(profiles)} layers and "
             f"{', '.join(named_schedules(options))} allow {', '.join(map(str, possible)) or 'none'}"
-            f"{f' where {options.in_words}' if options.constraints else ''}{together}"
+            f"{where}{together}"
         )
 
 

@@ -90,11 +90,6 @@ class PlanOptions:
         given = msgspec.UNSET if self.memory_limit_bytes is None else self.memory_limit_bytes
         return MemoryLimit(bytes_per_device=given, margin=self.memory_margin)
 
-    @property
-    def in_words(self) -> str:
-        """The constraints in one text."""
-        return "; ".join(self.constraints)
-
 
 def limit_that_leaves(num_bytes: int, margin: float) -> int:
     """Returns the largest memory of which this many bytes may be used, as `PlanOptions.limits` counts them."""

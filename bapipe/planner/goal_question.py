@@ -1,4 +1,4 @@
-"""The questions of a search for a goal: whether a plan on some devices, under some limits, is fast enough."""
+"""A question of a search for a goal: whether a plan on some devices, under some limits, is fast enough."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,7 @@ from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.inputs.device_grouping import groupings
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
 from bapipe.planner.inputs.profiles import Profiles
-from bapipe.planner.results.searched_space import (
-    SearchedSpace,
-    is_of_action_orders,
-    left_out,
-    without_memory_limit,
-)
+from bapipe.planner.results.searched_space import SearchedSpace, is_of_action_orders, left_out, without_memory_limit
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.results.work_bound import step_bound_ns
 from bapipe.progress import SearchProgress
@@ -27,7 +22,6 @@ ANY_NS = 2**62
 
 NO_PLAN_NS = ANY_NS + 1
 """In place of the lower bound of plans of which it is proven that there are none."""
-
 
 Search = Callable[[Profiles, Cluster, PlanOptions, Deadline, SearchProgress], Solution]
 """Searches for the shortest step."""
@@ -42,8 +36,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What all searches of a goal have in common.
+class Question:
+    """Whether there is a plan for some profiles, devices and options that is fast enough.
 
     Attributes:
         search: the one for the shortest step.
