@@ -10,7 +10,7 @@ from bapipe.planner.compute.deadline import UNLIMITED, Deadline, NothingFoundErr
 from bapipe.planner.fixed_placements.cut_search import few_pipelines, search_cuts
 from bapipe.planner.fixed_placements.improve import improve
 from bapipe.planner.fixed_placements.search import has_fixed_placements, search_fixed_placements
-from bapipe.planner.long_chain.bisection import ACTIONS_PER_NODE, is_long_chain, solve_long_chain
+from bapipe.planner.long_chain.bisection import BUDGET_ACTIONS_PER_NODE, is_long_chain, solve_long_chain
 from bapipe.planner.stages.intervals import INF
 from bapipe.planner.whole_progress import bounded_progress
 from bapipe.progress import SearchProgress
@@ -60,7 +60,7 @@ class _Searches:
 
     @property
     def max_actions(self) -> int:
-        return ACTIONS_PER_NODE * self.max_nodes
+        return BUDGET_ACTIONS_PER_NODE * self.max_nodes
 
     def with_fixed_placements(self, problems: Sequence[Problem], fixed: Sequence[Problem]) -> SearchResult | None:
         """Returns the fastest layout of all problems, of which some have fixed placements."""
@@ -78,7 +78,7 @@ class _Searches:
         is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
         nodes = min(self.max_nodes, MAX_CUT_NODES) if is_followed else self.max_nodes
         raised, best = search_fixed_placements(
-            fixed, max_actions=ACTIONS_PER_NODE * nodes, deadline=share, progress=progress, incumbent=best
+            fixed, max_actions=BUDGET_ACTIONS_PER_NODE * nodes, deadline=share, progress=progress, incumbent=best
         )
         if best is None or is_branched:
             # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.

@@ -33,9 +33,10 @@ MIN_BOUNDARIES = 300
 DEFAULT_MAX_ACTIONS = 12_000_000
 """The budget in simulated actions."""
 
-ACTIONS_PER_NODE = 400
-"""How many simulated actions of this search, or of that for fixed placements, take about as long as a node of a
-best-first search."""
+BUDGET_ACTIONS_PER_NODE = 400
+"""How many actions in the budget of this search, or of that for fixed placements, are a node of a best-first search: a
+third of what the simulator alone runs meanwhile (`branch_and_bound.search.ACTIONS_PER_NODE`), because these searches
+also do what they do not count, such as the bisection here."""
 
 PRECISION_DIVISOR = 400
 """Bisection ends when its two ends differ by at most 1 / `PRECISION_DIVISOR` of their value."""
@@ -96,14 +97,14 @@ def solve_long_chain(
     if best is None:
         if not search.may_fit:
             return None
-        max_nodes = max_actions // ACTIONS_PER_NODE
+        max_nodes = max_actions // BUDGET_ACTIONS_PER_NODE
         return best_first(problems, max_nodes=max_nodes, deadline=deadline, progress=progress)
     if best.step_ns > (1 + max_gap) * best.lower_bound_ns:
         return close_gap(
             search.problems,
             search.relaxation,
             best,
-            max_nodes=max_actions // ACTIONS_PER_NODE,
+            max_nodes=max_actions // BUDGET_ACTIONS_PER_NODE,
             max_intervals=max_exact_intervals,
             deadline=deadline,
             progress=progress,
