@@ -5,7 +5,8 @@ from bapipe.units import MAX_INT
 
 
 class WholeProgress:
-    """Tells of each part what holds for all of them: no part's best plan is better, and its bound is of its own plans.
+    """Makes a part's reports the whole search's: the best step of any part, and the smaller of this part's bound and
+    `others_ns`.
 
     Attributes:
         others_ns: a lower bound on the plans of all other parts, those that are still to be searched included.

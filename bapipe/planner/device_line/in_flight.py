@@ -20,14 +20,14 @@ IN_FLIGHT: Mapping[str, Callable[[int], int]] = {
     "zb-h2": lambda behind: 2 * behind - 1,
     "2f2b": lambda behind: 2 * behind,
 }
-"""The micro-batches in flight at a stage, if there are so many, by the number of stages from it on. The F of as many
-later comes behind the r of each; on the first stage, whose r is 0 if W is separate, also behind its W."""
+"""The micro-batches in flight at a stage, if there are so many, by the number of stages from it on. With d in flight, F
+of micro-batch m + d runs after r of m, which is its B or I; on the first stage, if W is separate, also after W of m."""
 
 WEIGHTS_BEHIND_FORWARDS = ("1f1b-2bp",)
-"""Of these, schedules in which all W of a device come behind its last F instead."""
+"""Of these, schedules in which all W of a device run after its last F instead."""
 
 IN_PAIRS = ("2f2b",)
-"""Of these, schedules in which F and r of a device do not take turns behind its first r."""
+"""Of these, schedules in which F and r of a device do not take turns after its first r."""
 
 LATE: Mapping[str, Callable[[int, int], int]] = {
     "zb-h1": lambda before, num_microbatches: before,
