@@ -21,8 +21,8 @@ def co_runners(
 ) -> Iterator[Callable[[], None]]:
     """Within the context, other processes of one thread each repeat F and B of a model.
 
-    Its value is a function that raises BapipeError if one has ended: what was measured since then is of a machine that
-    is more quiet than it was to be.
+    Its value is a function that raises BapipeError if one has ended: what was measured since then was measured beside
+    fewer co-runners.
 
     Raises:
         BapipeError: this machine has too few cores for them, or one could not begin.

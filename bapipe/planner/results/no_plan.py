@@ -1,4 +1,6 @@
-"""What it means for a space that of one of its parts there is an error instead of a plan."""
+"""What an error from one part of a search (a grouping, an order of the layers) leaves: the bound that still holds, and
+the error of the whole search if no part has a plan.
+"""
 
 from collections.abc import Sequence
 
