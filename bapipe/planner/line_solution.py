@@ -155,10 +155,10 @@ def no_slower_than_naive(solution: Solution, request: SearchRequest) -> Solution
 def _naive_orders(
     request: SearchRequest, *, of: SearchedSpace | None = None, holds_for_all: bool = False
 ) -> list[tuple[str, DeviceLine]]:
-    """Returns the orders of the devices for naive plans, with their words, all of the space.
+    """Returns the orders of the devices to try naive plans in, each with its words for the certificate.
 
-    If the space has every order, paths along the fastest links are among them: a plan that sends over one link that is
-    much slower than the others can be many times slower.
+    All of them are in the searched space. If that has every order, paths along the fastest links are among them: a plan
+    that sends over one link that is much slower than the others can be many times slower.
 
     Args:
         of: the space of a search, which may have been one of a line.

@@ -27,8 +27,8 @@ class SearchRequest:
         progress: called with (plans simulated, best step time, lower bound).
         rival: the best plan for another grouping of the devices. A search for many devices ends as soon as it is clear
             that it cannot do better.
-        orders_for: the options for which other orders of the layers are chosen, if not only `options`. The searches of
-            a goal have limits on memory of their own, and what it proves is of the same orders.
+        orders_for: the options under whose memory limits further orders of the layers are proposed; if empty, `options`
+            alone. All searches of a goal must have the same orders, and each has a memory limit of its own.
     """
 
     profiles: Mapping[str, ModelProfile]
