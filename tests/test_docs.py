@@ -103,6 +103,21 @@ def test_a_package_names_modules_that_it_has(path: Path) -> None:
     assert set(words) - inside == set()
 
 
+def test_the_calls_that_the_planner_shows_are_functions_of_it() -> None:
+    text = ast.get_docstring(tree_of(PACKAGE / "planner" / "__init__.py")) or ""
+    shown = text.split("each within the one above it:")[1].split("Folders")[0].split("\n")
+    names = [line.split()[0] for line in shown if line.strip()]
+    functions = {
+        node.name
+        for path in FILES
+        if "planner" in path.parts
+        for node in tree_of(path).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(names) > 10
+    assert [name for name in names if name.split(".")[-1] not in functions] == []
+
+
 def first_column(page: str) -> list[str]:
     """Returns the names in backticks in the first column of a page's tables, in order."""
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE)

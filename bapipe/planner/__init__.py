@@ -14,6 +14,22 @@ Begin with `plan.py`. The path of a plan:
    `searched_space.py` describes the searched space in its certificate. `baselines.py` adds the usual
    strategies, for comparison.
 
+The calls on the way there, each within the one above it:
+
+    plan.plan                                   for a goal by goal_search.reach_goal, many times
+      _solve_groupings                          best_grouping.best_grouping: for each grouping of the devices
+        _solve                                  by the objective: throughput.search.solve_throughput, or
+          _over_linearizations                  linearizations.solve_over_linearizations: along each order of the layers
+            plan_step.solve_step_time           the named schedules; then action_order.improve_plan, for `search`
+              solve_partition                   with the bound of any plan, and no slower than naive plans
+                _by_size_of_problem             for many devices line_solution.solve_on_line; else, or besides,
+                  _solve_exactly                exact_search.find_best_layout: makes the space and its tables
+                    layout_search.search_layouts    by the kind of each problem: fixed_placements, long_chain, or
+                      best_first                branch_and_bound.search
+            plan_step.add_baselines             for comparison
+          least_memory.with_least_memory        of equally fast schedules
+      results.solution.make_plan
+
 Folders, each of which knows those before it only: `inputs/` and `compute/` (time and processors), `results/`, `stages/`
 (what stages cost and where they may run), `branch_and_bound/`, the other searches, the files of this folder, and then
 `analysis/`, which explains plans, evaluates hand-made ones, compares strategies and finds the Pareto front.

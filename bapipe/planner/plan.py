@@ -189,10 +189,10 @@ def cached_plan_path(profiles: Profiles, cluster: Cluster, options: PlanOptions,
 
 def _solve(request: SearchRequest) -> Solution:
     """Returns the best solution, by the search for the objective."""
-    return _solve_throughput(request) if request.options.objective == THROUGHPUT else _solve_step_time(request)
+    return _solve_throughput(request) if request.options.objective == THROUGHPUT else _over_linearizations(request)
 
 
-def _solve_step_time(request: SearchRequest) -> Solution:
+def _over_linearizations(request: SearchRequest) -> Solution:
     """Searches along the profile's order of the layers, and along other linearizations of a branching model."""
     options, cluster, rival = request.options, request.cluster, request.rival
     check_inputs(request.profiles, cluster, options)

@@ -145,7 +145,7 @@ def solve_partition(request: SearchRequest) -> Solution:
 
     check_num_stages(*request.inputs)  # a search that ends early would not tell this from too little time
     try:
-        found = with_step_bound(_solve_partition(request), request)
+        found = with_step_bound(_by_size_of_problem(request), request)
     except OutOfTime as error:
         return with_step_bound(naive_solution(request, error), request)
     except Infeasible as error:
@@ -168,7 +168,8 @@ def with_step_bound(solution: Solution, request: SearchRequest) -> Solution:
     )
 
 
-def _solve_partition(request: SearchRequest) -> Solution:
+def _by_size_of_problem(request: SearchRequest) -> Solution:
+    """Returns the best stages by a search on consecutive devices, where they are many, or an exact one, or both."""
     from bapipe.planner.line_solution import solve_first, solve_on_line  # loads numpy
 
     if _has_many_devices(request):

@@ -424,7 +424,7 @@ def test_a_cached_plan_is_loaded_only_for_the_same_inputs(tmp_path: Path, monkey
     profiles = {"a": chain([1, 2])}
     options = PlanOptions(minibatch_size=4)
     first = plan_cached(profiles, devices(2), options)
-    monkeypatch.setattr("bapipe.planner.plan._solve_step_time", None)  # a search would fail
+    monkeypatch.setattr("bapipe.planner.plan._over_linearizations", None)  # a search would fail
     assert plan_cached(profiles, devices(2), options) == first
     for other in (options, PlanOptions(minibatch_size=8)):
         with pytest.raises(TypeError):
