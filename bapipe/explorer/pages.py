@@ -1,6 +1,6 @@
 """The pages of files: of a plan with its recorded steps, of two plans, of a profile, and of compared strategies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
@@ -11,14 +11,13 @@ from bapipe.explorer.document import document, within_limit
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.printable import counted
 from bapipe.report.plan_changes import render_changes
 from bapipe.simulator.simulate import unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
 
-Profiles = Mapping[str, ModelProfile]
-PlanOfProfiles = tuple[str, Plan, Profiles]
+PlanOfProfiles = tuple[str, Plan, ProfilesByKind]
 """A plan by its name, with the profiles of its kinds of devices, none if they are not at hand."""
 
 Recorded = Sequence[tuple[str, Timeline]]
@@ -40,7 +39,7 @@ def profile_page(profile: ModelProfile) -> bytes:
     return document(profile.model, data)
 
 
-def plan_page(plan: Plan, profiles: Profiles, recorded: Recorded = ()) -> bytes:
+def plan_page(plan: Plan, profiles: ProfilesByKind, recorded: Recorded = ()) -> bytes:
     """Returns the page of a plan.
 
     Args:
@@ -97,19 +96,19 @@ def _check_same_layers(plans: Sequence[PlanOfProfiles]) -> None:
             raise BapipeError("the profiles of the plans have their layers in different orders: show each by itself")
 
 
-def _names(plan: Plan, profiles: Profiles) -> list[str]:
+def _names(plan: Plan, profiles: ProfilesByKind) -> list[str]:
     """Returns the names of the layers in the order of the profile; without one in that of the plan."""
     if profiles:
         return [layer.name for layer in _shown(plan, profiles).layers]
     return [name for stage in plan.stages for name in stage.layers]
 
 
-def _shown(plan: Plan, profiles: Profiles) -> ModelProfile:
+def _shown(plan: Plan, profiles: ProfilesByKind) -> ModelProfile:
     """Returns the profile of which a page has the times of layers."""
     return profiles[plan.cluster.devices[0].kind]
 
 
-def _model(plan: Plan, profiles: Profiles) -> Json:
+def _model(plan: Plan, profiles: ProfilesByKind) -> Json:
     """Returns the model; without profiles the names of its layers alone."""
     if profiles:
         return _model_of(_shown(plan, profiles))
@@ -117,7 +116,7 @@ def _model(plan: Plan, profiles: Profiles) -> Json:
     return {"model": plan.model, "legal": [], "schedules": [], "layers": layers, "rails": []}
 
 
-def _layers(plan: Plan, profiles: Profiles) -> Json:
+def _layers(plan: Plan, profiles: ProfilesByKind) -> Json:
     """Returns the times and bytes of layers at the micro-batch size of a plan; without profiles that none is known."""
     if profiles:
         return layers_json(_shown(plan, profiles), plan.microbatch_size)
@@ -129,7 +128,7 @@ def _model_of(profile: ModelProfile) -> Json:
     return model_json(profile) | {"legal": [], "schedules": []}
 
 
-def _entry(name: str, plan: Plan, profiles: Profiles, recorded: Recorded) -> Json:
+def _entry(name: str, plan: Plan, profiles: ProfilesByKind, recorded: Recorded) -> Json:
     session = Session(profiles, plan.cluster, plan)
     predicted = session.simulate(session.first)[2].timeline().spans if recorded else ()
     measured = recorded_json([(title, timeline) for title, timeline in recorded if timeline.spans != predicted])
@@ -137,7 +136,7 @@ def _entry(name: str, plan: Plan, profiles: Profiles, recorded: Recorded) -> Jso
     return {"name": name, "state": msgspec.to_builtins(session.first), "answer": answer}
 
 
-def _entry_without_profiles(name: str, plan: Plan, profiles: Profiles, recorded: Recorded) -> Json:
+def _entry_without_profiles(name: str, plan: Plan, profiles: ProfilesByKind, recorded: Recorded) -> Json:
     """Returns a plan with the figures in its file, and with the first recorded step or the order alone as its step."""
     timeline = recorded[0][1] if recorded else unit_cost_timeline(plan)
     prediction = plan.prediction if plan.is_judged else timeline.prediction(plan.minibatch_size)

@@ -1,7 +1,7 @@
 """The profile/1 file: times and bytes of a model's layers on one kind of device, measured or estimated."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -215,6 +215,10 @@ class ModelProfile(
         low, high = sizes[above - 1], sizes[above]
         weight = Fraction(microbatch_size - low, high - low)
         return tuple(between(a, b, weight) for a, b in zip(self._layers_at[low], self._layers_at[high], strict=True))
+
+
+ProfilesByKind = Mapping[str, ModelProfile]
+"""Profiles of one model, each by the kind of device that it was measured on."""
 
 
 def has_host_times(profile: ModelProfile) -> bool:
