@@ -67,11 +67,11 @@ def compare(
     arg: Arguments = None,
     device: ModelDevice = "cpu",
 ) -> None:
-    """Compare the best plan of each schedule with the usual strategies.
+    """Compare the best plan of each schedule with the baselines.
 
     Plans may have replicas unless --no-replicas says otherwise: each row is what `bapipe plan --schedule` finds.
 
-    The usual strategies: one device alone, data parallelism over all devices, stages with equal numbers of layers.
+    The baselines: one device alone, data parallelism over all devices, stages with equal numbers of layers.
     With --strategies, those of ParaDL instead (arXiv:2104.09075): what their steps consist of, and how many devices
     each can use. --schedule is then for the pipeline and the best plan: the others have one stage.
     """

@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "cluster": ("bapipe.cli.profile:cluster", "List the devices of this machine or job, and measure their links."),
     "plan": ("bapipe.cli.plan:plan", "Find the fastest plan, and prove how good it is."),
-    "compare": ("bapipe.cli.compare:compare", "Compare the best plan of each schedule with the usual strategies."),
+    "compare": ("bapipe.cli.compare:compare", "Compare the best plan of each schedule with the baselines."),
     "edit": ("bapipe.cli.edit:edit", "Change a plan by hand, and see what that changes."),
     "explore": (
         "bapipe.cli.explore:explore",

@@ -11,8 +11,8 @@ Begin with `plan.py`. The path of a plan:
    layers; `line_solution.py` uses `device_line/` for many devices. `action_order/` then searches a better order of
    actions. `throughput/` minimizes the largest load.
 4. `results/`: every search returns a `Solution`; `solution.make_plan` builds the `Plan` of the best, and
-   `searched_space.py` describes the searched space in its certificate. `baselines.py` adds the usual
-   strategies, for comparison.
+   `searched_space.py` describes the searched space in its certificate. `baselines.py` adds what
+   plans are compared with.
 
 The calls on the way there, each within the one above it:
 

@@ -1,4 +1,4 @@
-"""Compares strategies: the best plan of each schedule, and the usual strategies as baselines."""
+"""Compares schedules: the best plan of each, beside baselines."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ time, within these seconds."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Plans of several strategies, for the same mini-batch on the same devices.
+    """Plans of several schedules, for the same mini-batch on the same devices.
 
     Attributes:
-        plans: the best plan of each strategy, by the name of the strategy.
+        plans: the best plan of each schedule, by its name.
         others: the alternatives of the best plan, with its baselines (one device, data parallelism, equal layers) under
             all schedules that are compared.
-        failed: the reason why a strategy has no plan, by the name of the strategy.
+        failed: the reason why a schedule has no plan, or a baseline was left out, by its name.
         replicas: whether stages of the plans might have several devices.
     """
 
@@ -45,7 +45,7 @@ class Comparison:
     replicas: bool = True
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns a row for each strategy that has a step time, the fastest first, then one for each other."""
+        """Returns a row for each schedule and alternative, the fastest first, then one for each without a step time."""
         found: list[dict[str, object]] = []
         for name, plan in self.plans.items():
             row = {
@@ -63,11 +63,11 @@ class Comparison:
         return found
 
     def to_pandas(self) -> Any:
-        """Returns a `pandas.DataFrame` with a row for each strategy."""
+        """Returns a `pandas.DataFrame` with these rows."""
         return data_frame(self.rows())
 
     def _repr_html_(self) -> str:
-        """Returns the strategies side by side, for a notebook."""
+        """Returns these rows as a table, for a notebook."""
         plan = next(iter(self.plans.values()))
         title = f"{plan.model}: mini-batches of {plan.minibatch_size} on {counted(len(plan.cluster.devices), 'device')}"
         title += "" if self.replicas else ", without replicas"
@@ -93,7 +93,7 @@ def compare(
             `replicas`, stages of every schedule may have several devices. Its `time_limit_s` is the limit of all
             searches together: each has an equal share of what is left.
         deadline: when to end, in place of the one that `options.time_limit_s` says: from now on.
-        progress: called with the name of the next strategy.
+        progress: called with the name of the next schedule.
 
     Raises:
         BapipeError: there is no plan at all; the message is that of the last search.

@@ -1,4 +1,4 @@
-"""Comparisons of schedules with the usual strategies."""
+"""Comparisons of schedules with the baselines."""
 
 import bapipe
 from bapipe.formats.plan import Alternative
