@@ -75,8 +75,8 @@ class Session:
         sizes = microbatch_sizes(self.profiles, self.cluster, options)
         # As many micro-batches as fill the pipeline twice, so that there is something to see.
         size = max((size for size in sizes if start // size >= 2 * num_stages), default=sizes[0])
-        groups = default_devices("1f1b", num_stages, start // size, self.cluster)
-        decision = balanced_decision(self.profiles, self.cluster, groups, "1f1b", start, size)
+        devices = default_devices("1f1b", num_stages, start // size, self.cluster)
+        decision = balanced_decision(self.profiles, self.cluster, devices, "1f1b", start, size)
         return self._state_of(decision, self.cluster, None)
 
     def _max_stages(self, schedule: str, cluster: Cluster) -> int:
@@ -253,8 +253,8 @@ class Session:
         self._check(state, cluster)
         size = state.microbatch_size
         num_stages = num_stages or self._max_stages(state.schedule, cluster)
-        groups = default_devices(state.schedule, num_stages, state.minibatch_size // size, cluster)
-        made = balanced_decision(self.profiles, cluster, groups, state.schedule, state.minibatch_size, size)
+        devices = default_devices(state.schedule, num_stages, state.minibatch_size // size, cluster)
+        made = balanced_decision(self.profiles, cluster, devices, state.schedule, state.minibatch_size, size)
         return self._state_of(made, cluster, state)
 
     def model(self) -> Json:

@@ -93,8 +93,8 @@ def apply(decision: Decision, changes: Changes, cluster: Cluster) -> Decision:
     num_stages = len(decision.cuts) + 1
     stages_changed = num_stages != len(before.devices)
     if stages_changed or (changes.schedule is not None and not _fits_schedule(decision, cluster)):
-        groups = default_devices(decision.schedule, num_stages, decision.num_microbatches, cluster)
-        decision = replace(decision, devices=groups, recompute=(False,) * num_stages, recompute_layers=frozenset())
+        devices = default_devices(decision.schedule, num_stages, decision.num_microbatches, cluster)
+        decision = replace(decision, devices=devices, recompute=(False,) * num_stages, recompute_layers=frozenset())
     for text in changes.place:
         decision = _placed(decision, text)
     if changes.swap is not None:
@@ -141,9 +141,9 @@ def _placed(decision: Decision, text: str) -> Decision:
         raise BapipeError(f"'{text}' places no stage: want 'stage 1 on gpu2', or 'stage 1 on gpu2,gpu3' for replicas")
     stage = int(match[1])
     _check_stage(stage, decision)
-    groups = list(decision.devices)
-    groups[stage] = tuple(name.strip() for name in match[2].split(","))
-    return replace(decision, devices=tuple(groups))
+    devices = list(decision.devices)
+    devices[stage] = tuple(name.strip() for name in match[2].split(","))
+    return replace(decision, devices=tuple(devices))
 
 
 def _swapped(decision: Decision, first: str, second: str, cluster: Cluster) -> Decision:
@@ -152,7 +152,7 @@ def _swapped(decision: Decision, first: str, second: str, cluster: Cluster) -> D
             raise BapipeError(f"`swap`: the cluster has no device '{name}'; it has {', '.join(cluster.index)}")
     other = {first: second, second: first}
     return replace(
-        decision, devices=tuple(tuple(other.get(name, name) for name in group) for group in decision.devices)
+        decision, devices=tuple(tuple(other.get(name, name) for name in replicas) for replicas in decision.devices)
     )
 
 

@@ -83,11 +83,11 @@ def make(
         raise BapipeError(f"{len(at)} `cuts` make {len(at) + 1} stages, not `num_stages` {num_stages}: leave one out")
     judged = []
     for size in _sizes(profiles, cluster, options):
-        groups = _device_groups(
+        of_stages = _devices_of_stages(
             devices, num_stages if at is None else len(at) + 1, schedule, minibatch_size // size, cluster
         )
         decision = with_recomputation(
-            balanced_decision(profiles, cluster, groups, schedule, minibatch_size, size, at),
+            balanced_decision(profiles, cluster, of_stages, schedule, minibatch_size, size, at),
             recompute,
             recompute_layers,
         )
@@ -102,19 +102,23 @@ def make(
 def balanced_decision(
     profiles: Mapping[str, ModelProfile],
     cluster: Cluster,
-    groups: tuple[tuple[str, ...], ...],
+    devices: tuple[tuple[str, ...], ...],
     schedule: str,
     minibatch_size: int,
     microbatch_size: int,
     cuts: tuple[int, ...] | None = None,
 ) -> Decision:
-    """Returns a stage on each group of devices, without recomputation; without `cuts` they take equally long."""
+    """Returns stages without recomputation, which take equally long if no `cuts` are given.
+
+    Args:
+        devices: the names of the devices of each stage.
+    """
     layers = next(iter(profiles.values())).layers
     return Decision(
         layers=tuple(layer.name for layer in layers),
-        cuts=_balanced_cuts(profiles, cluster, microbatch_size, groups) if cuts is None else cuts,
-        devices=groups,
-        recompute=(False,) * len(groups),
+        cuts=_balanced_cuts(profiles, cluster, microbatch_size, devices) if cuts is None else cuts,
+        devices=devices,
+        recompute=(False,) * len(devices),
         schedule=schedule,
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
@@ -231,7 +235,7 @@ def _sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: Plan
     return [size for size in sizes if size in measured] or sizes
 
 
-def _device_groups(
+def _devices_of_stages(
     given: Sequence[str | Sequence[str]] | None,
     num_stages: int | None,
     schedule: str,
@@ -242,17 +246,18 @@ def _device_groups(
     if given is not None:
         is_list = isinstance(given, Iterable) and not isinstance(given, str)
         listed = tuple(given) if is_list else ()
-        if not is_list or not all(isinstance(group, Iterable) for group in listed):
+        if not is_list or not all(isinstance(replicas, Iterable) for replicas in listed):
             raise BapipeError(
                 f"`devices` is {given!r}: want a list of the device, or of a list of replicas, of each stage"
             )
-        groups = tuple((group,) if isinstance(group, str) else tuple(group) for group in listed)
-        if not groups:
+        devices = tuple((replicas,) if isinstance(replicas, str) else tuple(replicas) for replicas in listed)
+        if not devices:
             raise BapipeError("`devices` is empty: name the device of each stage, or leave it out")
-        check_devices(groups, cluster)
-        if num_stages not in (None, len(groups)):
-            raise BapipeError(f"{len(groups)} `devices` for {num_stages} stages: want one, or a list of replicas, each")
-        return groups
+        check_devices(devices, cluster)
+        if num_stages not in (None, len(devices)):
+            given_for = f"{len(devices)} `devices` for {num_stages} stages"
+            raise BapipeError(f"{given_for}: want one, or a list of replicas, each")
+        return devices
     return default_devices(schedule, num_stages, num_microbatches, cluster)
 
 
@@ -315,18 +320,18 @@ def _listed(option: str, given: Iterable[T]) -> tuple[T, ...]:
 
 
 def _balanced_cuts(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, groups: Sequence[Sequence[str]]
+    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, devices: Sequence[Sequence[str]]
 ) -> tuple[int, ...]:
     """Returns cuts such that every stage takes about as long, on devices that share the time of their stages."""
     from bapipe.planner.stages.nearest_cuts import nearest_cuts  # loads numpy
 
-    index, num_uses = cluster.index, [name for group in groups for name in group]
-    shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in group) for group in groups]
-    profile = profiles[cluster.devices[index[groups[0][0]]].kind]
+    index, num_uses = cluster.index, [name for replicas in devices for name in replicas]
+    shares = [sum(cluster.devices[index[n]].speed / num_uses.count(n) for n in replicas) for replicas in devices]
+    profile = profiles[cluster.devices[index[devices[0][0]]].kind]
     work_ns = [0, *accumulate(m.forward_backward_ns for m in profile.at(size))]
     boundaries = [0, *legal_cuts(profile.layers), len(profile.layers)]
-    if len(groups) >= len(boundaries):
-        raise BapipeError(f"{len(groups)} stages: the model allows {len(boundaries) - 1} at most; take fewer")
+    if len(devices) >= len(boundaries):
+        raise BapipeError(f"{len(devices)} stages: the model allows {len(boundaries) - 1} at most; take fewer")
     targets_ns = [work_ns[-1] * done / sum(shares) for done in list(accumulate(shares))[:-1]]
     nearest = nearest_cuts([work_ns[boundary] for boundary in boundaries], targets_ns)
     return tuple(boundaries[at] for at in nearest)

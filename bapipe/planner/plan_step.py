@@ -93,9 +93,9 @@ def _equal_stages(solution: Solution, request: SearchRequest) -> tuple[StagePlan
     A named schedule may be fastest with unequal stages, as where its first or last ones wait least, and leave an order
     of their actions nothing to gain.
     """
-    groups = tuple(stage.devices for stage in solution.stages)
+    devices = tuple(stage.devices for stage in solution.stages)
     sizes = solution.minibatch_size, solution.microbatch_size
-    return balanced_decision(request.profiles, request.cluster, groups, solution.schedule, *sizes).stages
+    return balanced_decision(request.profiles, request.cluster, devices, solution.schedule, *sizes).stages
 
 
 def _joined(named: Solution, start: Solution, improved: Solution) -> Solution:

@@ -17,7 +17,7 @@ from bapipe.planner.stages.placements import ClassCounts, StagePlacement
 CUT_MOVES = (-1, 1, -2, 2, -4, 4)
 """The numbers of boundaries by which a cut is moved."""
 
-DeviceGroups = tuple[ClassCounts, ...]
+CountsOfStages = tuple[ClassCounts, ...]
 """The number of devices of each class that each stage has. [stages, classes]"""
 
 
@@ -25,7 +25,7 @@ def change_schedule(problem: Problem, plan: PartialPlan, upper_bound_ns: int) ->
     """Yields the plan with the same cuts and devices in another problem; None if that has none with a bound below."""
     if plan.work_ns:  # with several stages per device, another schedule has other stages on each device
         return
-    placements = placements_for(problem, _device_groups(problem, plan))
+    placements = placements_for(problem, _counts_of_stages(problem, plan))
     yield None if placements is None else complete_on(problem, placements, plan.boundaries, upper_bound_ns)
 
 
@@ -47,25 +47,25 @@ def move_device(problem: Problem, plan: PartialPlan, upper_bound_ns: int) -> Ite
     """
     if plan.work_ns:  # devices with several stages stay in their order
         return
-    # Several moves lead to the same groups; each is bounded once.
+    # Several moves lead to the same counts; each is bounded once.
     seen = set()
     num_available = [len(cls.ranks) for cls in problem.classes]
-    for groups in _neighbours(_device_groups(problem, plan), num_available):
-        if groups not in seen:
-            seen.add(groups)
-            placements = placements_for(problem, groups)
+    for counts in _neighbours(_counts_of_stages(problem, plan), num_available):
+        if counts not in seen:
+            seen.add(counts)
+            placements = placements_for(problem, counts)
             yield None if placements is None else complete_on(problem, placements, None, upper_bound_ns)
 
 
-def _device_groups(problem: Problem, plan: PartialPlan) -> DeviceGroups:
+def _counts_of_stages(problem: Problem, plan: PartialPlan) -> CountsOfStages:
     """Returns how many devices of each class each stage of a complete plan has."""
     classes = range(len(problem.classes))
     return tuple(tuple(placement.device_classes.count(c) for c in classes) for placement in plan.placements)
 
 
-def placements_for(problem: Problem, groups: DeviceGroups) -> tuple[StagePlacement, ...] | None:
+def placements_for(problem: Problem, counts: CountsOfStages) -> tuple[StagePlacement, ...] | None:
     """Returns a pipeline whose stages have these devices, None if the problem has none."""
-    wanted = [tuple(c for c, count in enumerate(group) for _ in range(count)) for group in groups]
+    wanted = [tuple(c for c, count in enumerate(own) for _ in range(count)) for own in counts]
     num_devices = sum(map(len, wanted))
     for root in problem.roots:
         if root.num_devices == num_devices and not root.num_positions:
@@ -116,36 +116,36 @@ def complete_on(
     return plan
 
 
-def _neighbours(groups: DeviceGroups, num_available: Sequence[int]) -> Iterator[DeviceGroups]:
-    """Yields the groups that one move makes of `groups`; some of them more than once.
+def _neighbours(counts: CountsOfStages, num_available: Sequence[int]) -> Iterator[CountsOfStages]:
+    """Yields the counts that one move makes of `counts`; some of them more than once.
 
     Args:
         num_available: how many devices of each class the cluster has. [classes]
     """
     # How many devices are unused. [classes]
-    num_spare = [count - sum(group[c] for group in groups) for c, count in enumerate(num_available)]
-    stages, classes = range(len(groups)), range(len(num_available))
+    num_spare = [count - sum(own[c] for own in counts) for c, count in enumerate(num_available)]
+    stages, classes = range(len(counts)), range(len(num_available))
     for source, target in permutations(stages, 2):
         for c in classes:
-            if groups[source][c]:
+            if counts[source][c]:
                 # Move a device to another stage; a stage without devices disappears.
-                moved = _add(_add(groups, source, c, -1), target, c, 1)
-                yield tuple(group for group in moved if any(group))
+                moved = _add(_add(counts, source, c, -1), target, c, 1)
+                yield tuple(own for own in moved if any(own))
                 for d in classes:
-                    if d != c and groups[target][d]:  # exchange it for a device of another class
+                    if d != c and counts[target][d]:  # exchange it for a device of another class
                         yield _add(_add(moved, target, d, -1), source, d, 1)
     for c in classes:
         if num_spare[c]:  # add an unused device to a stage
-            yield from (_add(groups, stage, c, 1) for stage in stages)
+            yield from (_add(counts, stage, c, 1) for stage in stages)
         alone = tuple(int(d == c) for d in classes)
         for stage in stages:  # add a stage with one device, an unused one or one taken from `stage`
-            remaining = groups if num_spare[c] else _add(groups, stage, c, -1)
+            remaining = counts if num_spare[c] else _add(counts, stage, c, -1)
             if min(remaining[stage]) >= 0 and any(remaining[stage]):
-                yield from ((*remaining[:at], alone, *remaining[at:]) for at in range(len(groups) + 1))
+                yield from ((*remaining[:at], alone, *remaining[at:]) for at in range(len(counts) + 1))
 
 
-def _add(groups: DeviceGroups, stage: int, c: int, change: int) -> DeviceGroups:
-    """Returns the groups with `change` more devices of class `c` in a stage."""
-    group = groups[stage]
-    changed = (*group[:c], group[c] + change, *group[c + 1 :])
-    return (*groups[:stage], changed, *groups[stage + 1 :])
+def _add(counts: CountsOfStages, stage: int, c: int, change: int) -> CountsOfStages:
+    """Returns the counts with `change` more devices of class `c` in a stage."""
+    own = counts[stage]
+    changed = (*own[:c], own[c] + change, *own[c + 1 :])
+    return (*counts[:stage], changed, *counts[stage + 1 :])

@@ -203,9 +203,9 @@ class Problem:
             ranks = self.ranks(placements)
             # The rank in the cluster of each rank in the schedule's own table.
             if placements[0].position is None:
-                permutation = [rank for group in ranks for rank in group]
+                permutation = [rank for replicas in ranks for rank in replicas]
             else:
-                at_position = {(p.position, group[0]) for p, group in zip(placements, ranks, strict=True)}
+                at_position = {(p.position, replicas[0]) for p, replicas in zip(placements, ranks, strict=True)}
                 permutation = [rank for _, rank in sorted(at_position)]
             schedule, compiled = self._compile(placements, len(permutation))
             num_ranks = len(self.cluster.devices)

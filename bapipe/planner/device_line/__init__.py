@@ -6,7 +6,7 @@ Plans
     line                    the devices in one order, and the step time and memory of its plans; layer_sums,
                             line_memory, stages/device_orders
     naive, growing_stages   plans to begin with; first_plans ranks them
-    fitting_groups, fitting_cuts    the same for tight memory; fitting_programme
+    fitting_replicas, fitting_cuts    the same for tight memory; fitting_programme
     estimate                the step of a plan without a table of its actions; step_programme, stage_programme,
                             search_arrays
     climb                   local search, as long as it makes plans faster; moves, neighbourhood, walk

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 
-from bapipe.planner.device_line.fitting_groups import fitting_groups
+from bapipe.planner.device_line.fitting_replicas import fitting_replicas
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.naive import naive_plans
@@ -29,15 +29,15 @@ MAX_TRIED = 50_000_000
 def fitting_plans(line: DeviceLine, schedules: Sequence[str], sizes: Sequence[int]) -> Iterator[LinePlan | None]:
     """Yields plans that fit as far as is known without a table of actions, none with several stages per device.
 
-    First come plans with groups of any sizes, then naive ones with their cuts moved, those with the smallest bounds
+    First come plans with any numbers of replicas, then naive ones with their cuts moved, those with the smallest bounds
     first. Yields None for each attempt that finds none, as an attempt takes up to half a second.
     """
     simple = [name for name in schedules if name in SCHEDULES]
     memory = {size: LineMemory(line, size) for size in sizes}
     for schedule, size in product(simple, sizes):
-        groups = fitting_groups(line, schedule, memory[size])
+        found = fitting_replicas(line, schedule, memory[size])
         # They fit if all devices are used; with fewer of them 1F1B-2BP holds more.
-        yield groups if groups is not None and seems_to_fit(line, groups, memory[size]) else None
+        yield found if found is not None and seems_to_fit(line, found, memory[size]) else None
     for _, plan in naive_plans(line, simple, sizes, for_other_cuts=True):
         cuts = fitting_cuts(line, plan, memory[plan.microbatch_size])
         yield None if cuts is None else replace(plan, cuts=cuts)
@@ -61,9 +61,9 @@ class _Packing:
         self._num_stages, self._num = len(plan.counts), len(line.cuts)
         self._may_recompute = line.options.recompute
         self._wanted = np.array([bisect_left(line.cuts, cut) for cut in plan.cuts[1:]])
-        groups = zip(accumulate(plan.counts, initial=0), plan.counts, strict=False)
+        stages = zip(accumulate(plan.counts, initial=0), plan.counts, strict=False)
         self._layers = memory.at_boundaries
-        self._stages = memory.room(line, plan.schedule, sum(plan.counts), groups)
+        self._stages = memory.room(line, plan.schedule, sum(plan.counts), stages)
 
     def boundaries(self) -> tuple[int, ...] | None:
         """Returns the nearest boundaries between which all stages fit, None if there are none."""

@@ -1,4 +1,4 @@
-"""Compiled: plans that fit, by dynamic programmes over boundaries: for given groups of devices, and for any groups."""
+"""Compiled: plans that fit, by dynamic programmes over boundaries: for given numbers of replicas, and for any."""
 
 from math import inf
 from typing import NamedTuple

@@ -279,9 +279,9 @@ class DeviceLine:
     def _groups(self, counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the ranks of each stage, the fastest first."""
         firsts = accumulate(counts, initial=0)
-        return [self.group(first, count) for first, count in zip(firsts, counts, strict=False)]
+        return [self.replicas(first, count) for first, count in zip(firsts, counts, strict=False)]
 
-    def group(self, first: int, count: int) -> tuple[int, ...]:
+    def replicas(self, first: int, count: int) -> tuple[int, ...]:
         """Returns the ranks of a stage on `count` devices, in the order in which they take micro-batches."""
         return tuple(sorted(range(first, first + count), key=lambda rank: (self.class_of[rank], rank)))
 

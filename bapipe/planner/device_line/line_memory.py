@@ -51,18 +51,18 @@ class LineMemory:
         )
 
     def room(
-        self, line: DeviceLine, schedule: str, num_devices: int, groups: Iterable[tuple[int, int]]
+        self, line: DeviceLine, schedule: str, num_devices: int, stages: Iterable[tuple[int, int]]
     ) -> "FittingStages":
         """Returns what stages have to fit in.
 
         Args:
             num_devices: the number of devices of all stages together.
-            groups: the first device and the number of devices of each stage.
+            stages: the first device and the number of devices of each stage.
         """
         from bapipe.planner.device_line.fitting_programme import FittingStages
 
         rows = []
-        for first, count in groups:
+        for first, count in stages:
             most = most_held(schedule, first, num_devices - first, self.num_microbatches, count)
             limit = min(line.limits[first : first + count])
             rows.append((*most, -(-self.num_microbatches // count), limit))

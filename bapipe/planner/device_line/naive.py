@@ -1,4 +1,4 @@
-"""The plans that one would try first: equal shares of the time, or of the bytes, for equal groups of devices."""
+"""The plans that one would try first: equal shares of the time, or of the bytes, for stages of equally many devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.inputs.scalable_times import scalable_times
-from bapipe.planner.stages.equal_groups import group_sizes, halves
+from bapipe.planner.stages.equal_replicas import doublings, halves
 from bapipe.planner.stages.intervals import IntArray
 from bapipe.planner.stages.nearest_cuts import nearest_cuts
 from bapipe.planner.stages.placements import num_stages_on, positions_of_stages
@@ -20,7 +20,7 @@ ROUNDED = 1 - 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NaiveShape:
-    """A plan without its cuts: its schedule, micro-batch size and equal groups of devices."""
+    """A plan without its cuts: its schedule, micro-batch size and the number of devices of its stages."""
 
     schedule: str
     microbatch_size: int
@@ -106,19 +106,19 @@ class _LayerSums:
         """Returns a lower bound on the plan's step: by its work and, with replicas, its all-reduces."""
         stages = None if plan.schedule in SCHEDULES else positions_of_stages(plan.schedule, len(plan.counts))
         begins, ends = np.array(plan.cuts[:-1]), np.array(plan.cuts[1:])
-        groups = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [groups, replicas]
+        ranks = np.arange(sum(plan.counts)).reshape(len(plan.counts), -1)  # [stages, replicas]
         if stages is not None:
-            groups = groups[list(stages)]
-        num, replicas = self._num_microbatches, groups.shape[1]
-        per_microbatch = np.zeros(groups.shape)
+            ranks = ranks[list(stages)]
+        num, replicas = self._num_microbatches, ranks.shape[1]
+        per_microbatch = np.zeros(ranks.shape)
         for kind, sums in self.work_of.items():
-            is_kind = self._kinds[groups] == kind
-            per_microbatch[is_kind] = ((sums[ends] - sums[begins])[:, None] / self._speeds[groups])[is_kind]
+            is_kind = self._kinds[ranks] == kind
+            per_microbatch[is_kind] = ((sums[ends] - sums[begins])[:, None] / self._speeds[ranks])[is_kind]
         busiest = np.maximum(
             -(-num // replicas) * per_microbatch.min(axis=1), num // replicas * per_microbatch.max(axis=1)
         )
         if stages is not None:
-            return int(np.bincount(groups[:, 0], weights=busiest).max() * ROUNDED)
+            return int(np.bincount(ranks[:, 0], weights=busiest).max() * ROUNDED)
         arrival = self._forward[begins]
         gradients = (
             2 * (replicas - 1) / replicas * (self._gradients[ends] - self._gradients[begins]) * self._ns_per_byte
@@ -142,7 +142,7 @@ def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Ite
             )
     if wanted is None and line.options.replicas and schedule in SCHEDULES:
         every_number = sorted({every // number for number in range(1, every + 1)})
-        for num_stages in every_number if is_fine else group_sizes(min(every, max_stages)):
+        for num_stages in every_number if is_fine else doublings(min(every, max_stages)):
             num_replicas = min(every // num_stages, num_microbatches)
             yield NaiveShape(
                 schedule=schedule,
@@ -157,7 +157,7 @@ def _shapes(line: DeviceLine, schedule: str, size: int, *, is_fine: bool) -> Ite
         [] if wanted is None else [num for num in range(1, every + 1) if num_stages_on(schedule, num) == wanted]
     )
     for num_devices in sorted({*fewer, min(every, max_stages), min(every, num_microbatches), *for_wanted}):
-        for num_replicas in group_sizes(num_devices) if has_replicas else [1]:
+        for num_replicas in doublings(num_devices) if has_replicas else [1]:
             if num_replicas <= num_microbatches and num_devices % num_replicas == 0:
                 yield NaiveShape(
                     schedule=schedule, microbatch_size=size, num_devices=num_devices, num_replicas=num_replicas

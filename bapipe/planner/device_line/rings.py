@@ -34,8 +34,8 @@ class Rings:
         self.last_ns = (self.latency + self.rate * sums.min_bucket) * (sums.min_bucket > 0)
         self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [classes]
 
-    def least_ns(self, group: int, gradient_bytes: FloatArray) -> FloatArray:
-        """Returns a lower bound on the time of all rings of a stage of class `group`, wherever it begins."""
-        num_buckets = np.ceil(gradient_bytes / self._max_bucket)
-        rings: FloatArray = self._least_latency[group] * num_buckets + self._least_rate[group] * gradient_bytes
+    def least_ns(self, class_number: int, gradient_bytes: FloatArray) -> FloatArray:
+        """Returns a lower bound on the time of all rings of a stage with devices of a class, wherever it begins."""
+        latency, rate = self._least_latency[class_number], self._least_rate[class_number]
+        rings: FloatArray = latency * np.ceil(gradient_bytes / self._max_bucket) + rate * gradient_bytes
         return rings

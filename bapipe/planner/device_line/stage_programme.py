@@ -119,7 +119,7 @@ def _fill_replicas(costs: Costs, stage: Records, replicas: Replicas, again_ns: f
 
 @inlined
 def _sort_replicas(costs: Costs, rank: Ints, first: int, count: int) -> None:
-    """Sorts the devices of a stage by class, as `DeviceLine.group` does; they mostly are in order already."""
+    """Sorts the devices of a stage by class, as `DeviceLine.replicas` does; they mostly are in order already."""
     for p in range(first, first + count):
         at, class_of = p, costs.devices[p].class_of
         while at > first and costs.devices[rank[at - 1]].class_of > class_of:

@@ -16,7 +16,7 @@ from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound
 from bapipe.planner.fixed_placements.placed_pipeline import MAX_ENTRIES, PlacedPipeline
-from bapipe.planner.stages.equal_groups import pipeline_with_replicas
+from bapipe.planner.stages.equal_replicas import pipeline_with_replicas
 from bapipe.planner.stages.placements import StagePlacement
 
 

@@ -24,7 +24,7 @@ from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
 from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.random_moves import Climb, continue_climb, neighbours
-from bapipe.planner.stages.equal_groups import halves
+from bapipe.planner.stages.equal_replicas import halves
 from bapipe.planner.stages.intervals import INF
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress

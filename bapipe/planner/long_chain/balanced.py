@@ -6,7 +6,7 @@ from itertools import pairwise
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.long_chain.feasible_intervals import FeasibleIntervals
 from bapipe.planner.long_chain.relaxation import Path, Relaxation
-from bapipe.planner.stages.equal_groups import group_sizes, halves, pipeline_with_replicas
+from bapipe.planner.stages.equal_replicas import doublings, halves, pipeline_with_replicas
 from bapipe.planner.stages.placements import StagePlacement
 
 
@@ -44,7 +44,7 @@ def uniform_pipelines(problem: Problem) -> Iterator[tuple[StagePlacement, ...]]:
     roots = sorted(problem.roots, key=lambda root: (-root.num_devices, root.bound_ns))
     root_of = {root.num_devices: root for root in reversed(roots)}  # for equal numbers, the smallest bound
     max_devices = max(root_of)
-    for num_replicas in sorted({*group_sizes(max_devices), problem.num_microbatches}, reverse=True):
+    for num_replicas in sorted({*doublings(max_devices), problem.num_microbatches}, reverse=True):
         max_stages = max_devices // num_replicas
         for num_stages in halves(max_stages):
             if num_replicas * num_stages in root_of:

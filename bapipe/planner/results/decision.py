@@ -70,7 +70,7 @@ class Decision:
         if self.own_table is not None:
             return self.own_table
         index = cluster.index
-        ranks = tuple(tuple(index[name] for name in group) for group in self.devices)
+        ranks = tuple(tuple(index[name] for name in replicas) for replicas in self.devices)
         return _placed(self.schedule, ranks, self.num_microbatches, len(cluster.devices))
 
     def following_schedule(self) -> "Decision":
@@ -168,13 +168,13 @@ def check_decision(decision: Decision, profiles: Mapping[str, ModelProfile], clu
     _check_replicas(decision, layers)
 
 
-def check_devices(groups: Sequence[Sequence[str]], cluster: Cluster) -> None:
+def check_devices(devices: Sequence[Sequence[str]], cluster: Cluster) -> None:
     """Raises BapipeError unless every stage has devices of the cluster, each once."""
     known = cluster.index
-    for s, group in enumerate(groups):
-        if not group or len(set(group)) < len(group):
-            raise BapipeError(f"stage {s} has {'a device twice' if group else 'no device'}: name each device once")
-        for name in group:
+    for s, replicas in enumerate(devices):
+        if not replicas or len(set(replicas)) < len(replicas):
+            raise BapipeError(f"stage {s} has {'a device twice' if replicas else 'no device'}: name each device once")
+        for name in replicas:
             if name not in known:
                 raise BapipeError(f"stage {s}: the cluster has no device '{name}'; it has {', '.join(known)}")
 

@@ -11,7 +11,7 @@ Devices
     placements              which devices may run a stage, and which the next one
     device_orders           the orders in which many devices are taken
     fast_links              paths through the devices along the fastest links, for naive pipelines
-    equal_groups            groups of equal numbers of devices, for naive pipelines
+    equal_replicas          equal numbers of devices per stage, for naive pipelines
     constraints             the layers and devices that the user keeps together or apart
 
 Stages: an interval of layers on a placement

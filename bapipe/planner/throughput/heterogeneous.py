@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.planner.stages.equal_groups import group_sizes
+from bapipe.planner.stages.equal_replicas import doublings
 from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, slowest_of
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns
@@ -29,13 +29,13 @@ MAX_DEVICES_WITH_GAPS = 8
 MAX_DEVICES_WITH_ALL_COUNTS = 16
 """Up to this number of devices, a stage may have any number of them; with more, powers of two only."""
 
-Group = tuple[int, int]
+Replicas = tuple[int, int]
 """Consecutive devices of the cluster: the first, and how many."""
 
-State = tuple[Group, Group, Group]
+State = tuple[Replicas, Replicas, Replicas]
 """The devices of the stage before, of a stage itself, and of the stage after it."""
 
-NO_GROUP: Group = (-1, 0)
+NO_REPLICAS: Replicas = (-1, 0)
 """The stage before the first one, or after the last one."""
 
 
@@ -51,9 +51,9 @@ class HeterogeneousDevices:
         num_microbatches: int,
         memory_bytes: Sequence[int],
         fastest_first: Sequence[int],
-        has_equal_groups: bool = False,
+        has_equal_replicas: bool = False,
     ) -> None:
-        """With `has_equal_groups`, all stages have the same number of devices: for a first plan in little time.
+        """With `has_equal_replicas`, all stages have the same number of devices: for a first plan in little time.
 
         Args:
             fastest_first: all ranks, in the order in which those of one stage take micro-batches.
@@ -63,31 +63,31 @@ class HeterogeneousDevices:
         self.num_boundaries = boundaries.num_boundaries
         self._sums = sums
         self._place = {rank: place for place, rank in enumerate(fastest_first)}
-        groups_after = _equal_groups_after if has_equal_groups else _groups_after
-        self._groups_after = groups_after(len(cluster.devices), num_microbatches)
-        # O(groups**3) states in the worst case: that is why large clusters restrict their groups.
+        replicas_after = _equal_replicas_after if has_equal_replicas else _replicas_after
+        self._replicas_after = replicas_after(len(cluster.devices), num_microbatches)
+        # The cube of the choices of replicas in the worst case: that is why large clusters restrict them.
         states = [
-            (before, group, after)
-            for before in self._groups_after
-            for group in self._groups_after[before]
-            for after in [*self._groups_after[group], NO_GROUP]
+            (before, replicas, after)
+            for before in self._replicas_after
+            for replicas in self._replicas_after[before]
+            for after in [*self._replicas_after[replicas], NO_REPLICAS]
         ]
         # Sorted by the stage's own devices: every successor begins at a later device, hence has a larger number.
         self.states: list[State] = sorted(states, key=lambda state: (state[1], state[0], state[2]))
         self._number = {state: i for i, state in enumerate(self.states)}
         self.num_states = len(states)
         # The first stage has no stage before it.
-        self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_GROUP]
-        # Caches: many states have the same pair of groups, and many pairs the same slowest link.
-        self._ordered: dict[Group, tuple[int, ...]] = {}
-        self._links: dict[tuple[Group, Group], Bandwidth] = {}
+        self.starts = [i for i, state in enumerate(self.states) if state[0] == NO_REPLICAS]
+        # Caches: many states have the same pair of stages, and many pairs the same slowest link.
+        self._ordered: dict[Replicas, tuple[int, ...]] = {}
+        self._links: dict[tuple[Replicas, Replicas], Bandwidth] = {}
         self._transfer_ns: dict[tuple[bool, str, Bandwidth], IntArray] = {}
         self._set_bounds()
 
     def _set_bounds(self) -> None:
         """Sets each device's rate, and the time of the layers before and after each boundary at rate 1; [boundaries].
 
-        With one kind of device, a group of devices finishes at most the sum of its rates, so it needs that much time.
+        With one kind of device, replicas finish at most the sum of their rates, so they need that much time.
         With several kinds each layer may be fastest on another kind, so sums over layers bound nothing.
         """
         devices = self._cluster.devices
@@ -122,28 +122,28 @@ class HeterogeneousDevices:
         """Returns the devices of the stage, in the order in which they take micro-batches."""
         return self._in_order(self.states[state][1])
 
-    def _in_order(self, group: Group) -> tuple[int, ...]:
-        if group not in self._ordered:
-            self._ordered[group] = tuple(sorted(range(group[0], sum(group)), key=self._place.__getitem__))
-        return self._ordered[group]
+    def _in_order(self, replicas: Replicas) -> tuple[int, ...]:
+        if replicas not in self._ordered:
+            self._ordered[replicas] = tuple(sorted(range(replicas[0], sum(replicas)), key=self._place.__getitem__))
+        return self._ordered[replicas]
 
     def successors(self, state: int) -> list[int]:
-        _, group, after = self.states[state]
-        if after == NO_GROUP:
+        _, replicas, after = self.states[state]
+        if after == NO_REPLICAS:
             return [END]
-        return [self._number[group, after, later] for later in [*self._groups_after[after], NO_GROUP]]
+        return [self._number[replicas, after, later] for later in [*self._replicas_after[after], NO_REPLICAS]]
 
     def begins(self, state: int, limit: float) -> "BoolArray":
         start = self.states[state][1][0]
         return self._possible(self._rates[:start].sum(), self._rates[start:].sum(), limit)
 
     def ends(self, state: int, limit: float) -> "BoolArray":
-        _, group, after = self.states[state]
-        stop = sum(group)
+        _, replicas, after = self.states[state]
+        stop = sum(replicas)
         possible = self._possible(self._rates[:stop].sum(), self._rates[stop:].sum(), limit)
         # A stage ends at the last boundary if and only if no stage follows it.
-        possible[-1] = after == NO_GROUP
-        possible[:-1] &= after != NO_GROUP
+        possible[-1] = after == NO_REPLICAS
+        possible[:-1] &= after != NO_REPLICAS
         return possible
 
     def _possible(self, rate_before: float, rate_after: float, limit: float) -> "BoolArray":
@@ -154,7 +154,7 @@ class HeterogeneousDevices:
     def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
         replicas = self.replicas(state)
         loads: IntArray = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
-        seen = set()  # devices of the group with the same cost, memory and number of micro-batches are computed once
+        seen = set()  # replicas with the same cost, memory and number of micro-batches are computed once
         for position, rank in enumerate(replicas):
             device = self._cluster.devices[rank]
             times = -(-(self._num_microbatches - position) // len(replicas))
@@ -167,13 +167,13 @@ class HeterogeneousDevices:
     def _device_load(self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray") -> "IntArray":
         """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
         load = self._load_without_memory(rank, times, state, begin, end)
-        before, group, _ = state
-        start, count = group
+        before, replicas, _ = state
+        start, count = replicas
         # Every later device of the cluster is counted, whether or not a stage uses it.
         in_flight = min(-(-(len(self._cluster.devices) - start) // count), times)
         # The bytes at a cut are those of the first device of the stage before it, as for transfers.
-        first = self._in_order(group)[0]
-        sender = first if before == NO_GROUP else self._in_order(before)[0]
+        first = self._in_order(replicas)[0]
+        sender = first if before == NO_REPLICAS else self._in_order(before)[0]
         received = self._sums[sender].send_bytes, self._sums[first].grad_bytes
         fits = self._sums[rank].fits(
             begin[:, None], end[None, :], in_flight, times, self._memory_bytes[rank], received_bytes=received
@@ -184,30 +184,31 @@ class HeterogeneousDevices:
     def _load_without_memory(
         self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray"
     ) -> "IntArray":
-        sums, (before, group, after) = self._sums[rank], state
+        sums, (before, replicas, after) = self._sums[rank], state
         begin, end = begin[:, None], end[None, :]
         # A ring all-reduce is as slow as its slowest link.
-        ring = self._slowest_link(group, group)
-        load = times * sums.microbatch_ns(begin, end) + sums.per_step_ns(begin, end, group[1], ring)
+        ring = self._slowest_link(replicas, replicas)
+        load = times * sums.microbatch_ns(begin, end) + sums.per_step_ns(begin, end, replicas[1], ring)
         transfers = []
-        if before != NO_GROUP:
-            transfers += [times * self._send_ns(before, group)[begin], times * self._return_ns(group, before)[begin]]
-        if after != NO_GROUP:
-            transfers += [times * self._send_ns(group, after)[end], times * self._return_ns(after, group)[end]]
+        if before != NO_REPLICAS:
+            transfers.append(times * self._send_ns(before, replicas)[begin])
+            transfers.append(times * self._return_ns(replicas, before)[begin])
+        if after != NO_REPLICAS:
+            transfers += [times * self._send_ns(replicas, after)[end], times * self._return_ns(after, replicas)[end]]
         # Transfers that overlap compute bound the load from below, others add to it.
         for transfer in transfers:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
 
-    def _send_ns(self, before: Group, after: Group) -> "IntArray":
+    def _send_ns(self, before: Replicas, after: Replicas) -> "IntArray":
         """Returns the time of one micro-batch's activations at each boundary between two stages; [boundaries]."""
         return self._crossing_ns(True, before, self._slowest_link(before, after))
 
-    def _return_ns(self, after: Group, before: Group) -> "IntArray":
+    def _return_ns(self, after: Replicas, before: Replicas) -> "IntArray":
         """Returns the time of one micro-batch's gradients at each boundary between two stages; [boundaries]."""
         return self._crossing_ns(False, before, self._slowest_link(after, before))
 
-    def _crossing_ns(self, is_forward: bool, before: Group, link: Bandwidth) -> "IntArray":
+    def _crossing_ns(self, is_forward: bool, before: Replicas, link: Bandwidth) -> "IntArray":
         """Returns the time of what crosses a cut: its bytes are those of the first device of the stage before it."""
         first = self._in_order(before)[0]
         key = is_forward, self._cluster.devices[first].kind, link
@@ -216,10 +217,10 @@ class HeterogeneousDevices:
             self._transfer_ns[key] = transfer_ns(sums.send_bytes if is_forward else sums.grad_bytes, link)
         return self._transfer_ns[key]
 
-    def _slowest_link(self, source: Group, target: Group) -> Bandwidth:
-        """Returns the minimal bandwidth and maximal latency of the links from one group to another, or within one.
+    def _slowest_link(self, source: Replicas, target: Replicas) -> Bandwidth:
+        """Returns the minimal bandwidth and maximal latency of the links from some replicas to others, or among them.
 
-        Within one it is that of a ring, which also takes as long as the host to sum, if it does.
+        Among them it is that of a ring, which also takes as long as the host to sum, if it does.
         """
         if (source, target) not in self._links:
             links = [
@@ -227,18 +228,18 @@ class HeterogeneousDevices:
                 for a in range(source[0], sum(source))
                 for b in range(target[0], sum(target))
                 if a != b
-                # A group of one device has no link, and its all-reduce takes no time.
+                # One device has no link, and its all-reduce takes no time.
             ] or [self._cluster.intra_host]
             of_host = self._cluster.host_sum_link(range(source[0], sum(source))) if source == target else None
             self._links[source, target] = slowest_of(links if of_host is None else [*links, of_host])
         return self._links[source, target]
 
 
-def _groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[Group]]:
-    """Returns, for the devices of a stage, the devices that the next stage can have; for `NO_GROUP` the first stage's.
+def _replicas_after(num_devices: int, num_microbatches: int) -> dict[Replicas, list[Replicas]]:
+    """Returns for the replicas of a stage those that the next stage can have; for `NO_REPLICAS` those of the first.
 
     Small clusters may leave out devices between stages; large ones restrict the numbers of devices, because the number
-    of states grows with the cube of the number of groups.
+    of states grows with the cube of their number.
     """
     has_gaps = num_devices <= MAX_DEVICES_WITH_GAPS
     counts = [
@@ -246,20 +247,20 @@ def _groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[G
         for count in range(1, min(num_devices, num_microbatches) + 1)
         if num_devices <= MAX_DEVICES_WITH_ALL_COUNTS or count & (count - 1) == 0
     ]
-    groups = [(start, count) for start in range(num_devices) for count in counts if start + count <= num_devices]
-    after: dict[Group, list[Group]] = {NO_GROUP: [group for group in groups if has_gaps or group[0] == 0]}
-    for group in groups:
-        stop = sum(group)
-        after[group] = [other for other in groups if (other[0] >= stop if has_gaps else other[0] == stop)]
+    every = [(start, count) for start in range(num_devices) for count in counts if start + count <= num_devices]
+    after: dict[Replicas, list[Replicas]] = {NO_REPLICAS: [first for first in every if has_gaps or first[0] == 0]}
+    for replicas in every:
+        stop = sum(replicas)
+        after[replicas] = [other for other in every if (other[0] >= stop if has_gaps else other[0] == stop)]
     return after
 
 
-def _equal_groups_after(num_devices: int, num_microbatches: int) -> dict[Group, list[Group]]:
-    """Returns the same if all stages have as many devices: 1, 2, 4 ..., or all; O(devices) groups."""
+def _equal_replicas_after(num_devices: int, num_microbatches: int) -> dict[Replicas, list[Replicas]]:
+    """Returns the same if all stages have as many devices: 1, 2, 4 ..., or all; O(devices) choices."""
     most = min(num_devices, num_microbatches)
-    counts = group_sizes(most)
-    groups = [(start, count) for count in counts for start in range(0, num_devices - count + 1, count)]
-    after: dict[Group, list[Group]] = {NO_GROUP: [(0, count) for count in counts]}
-    for start, count in groups:
+    counts = doublings(most)
+    every = [(start, count) for count in counts for start in range(0, num_devices - count + 1, count)]
+    after: dict[Replicas, list[Replicas]] = {NO_REPLICAS: [(0, count) for count in counts]}
+    for start, count in every:
         after[start, count] = [(start + count, count)] if start + 2 * count <= num_devices else []
     return after

@@ -45,7 +45,7 @@ class LoadSearch:
     Attributes:
         limits: the bytes that each device may hold.
         has_all_downsets: whether the boundaries are all downsets, so that bounds are proofs.
-        has_equal_groups: whether unlike devices are in groups of one size only.
+        has_equal_replicas: whether stages of unlike devices are searched with equally many only.
     """
 
     profiles: Mapping[str, ModelProfile]
@@ -54,7 +54,7 @@ class LoadSearch:
     has_all_downsets: bool
     limits: tuple[int, ...]
     minibatch_size: int
-    has_equal_groups: bool = False
+    has_equal_replicas: bool = False
 
     @property
     def is_homogeneous(self) -> bool:
@@ -82,15 +82,15 @@ class LoadSearch:
             result = min_max_load_homogeneous(
                 homogeneous, bound=bound_ns, ceiling=ceiling_ns, progress=report, deadline=deadline
             )
-            groups = _consecutive_groups(result)
+            replicas = _consecutive_replicas(result)
         else:
             heterogeneous = self.heterogeneous(microbatch_size)
             bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
             result = min_max_load(
                 heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=report, deadline=deadline
             )
-            groups = [heterogeneous.replicas(state) for state in result.best.states] if result.best else []
-        return self._solution(microbatch_size, result, result.bound if self.has_all_downsets else bound_ns, groups)
+            replicas = [heterogeneous.replicas(state) for state in result.best.states] if result.best else []
+        return self._solution(microbatch_size, result, result.bound if self.has_all_downsets else bound_ns, replicas)
 
     def solve_between(
         self,
@@ -106,7 +106,7 @@ class LoadSearch:
         result = MinMaxLoad(best=best, bound=bound_ns if best is not None else ceiling_ns)
         if best is not None:
             result = min_max_load_homogeneous(problem, bound=bound_ns, ceiling=ceiling_ns, best=best, deadline=deadline)
-        return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
+        return self._solution(microbatch_size, result, result.bound, _consecutive_replicas(result))
 
     def solve_any(self, microbatch_size: int, deadline: Deadline) -> LoadSolution:
         """Returns stages that fit, none if none were found; of equal devices any, which takes less than the best."""
@@ -116,10 +116,10 @@ class LoadSearch:
         with suppress(OutOfTime):
             best = find_plan_below(problem, problem.ceiling_ns, deadline)
         result = MinMaxLoad(best=best, bound=problem.bound_ns)
-        return self._solution(microbatch_size, result, result.bound, _consecutive_groups(result))
+        return self._solution(microbatch_size, result, result.bound, _consecutive_replicas(result))
 
     def _solution(
-        self, microbatch_size: int, result: MinMaxLoad, bound_ns: float, groups: Sequence[tuple[int, ...]]
+        self, microbatch_size: int, result: MinMaxLoad, bound_ns: float, replicas: Sequence[tuple[int, ...]]
     ) -> LoadSolution:
         if result.best is None:
             return LoadSolution(microbatch_size=microbatch_size, load_ns=0, bound_ns=ceil(bound_ns), stages=())
@@ -130,7 +130,7 @@ class LoadSearch:
             bound_ns=ceil(bound_ns),
             stages=tuple(
                 (tuple(self.boundaries.layers(begin, end)), ranks)
-                for (begin, end), ranks in zip(intervals, groups, strict=True)
+                for (begin, end), ranks in zip(intervals, replicas, strict=True)
             ),
         )
 
@@ -184,7 +184,7 @@ class LoadSearch:
             num_microbatches=self.minibatch_size // microbatch_size,
             memory_bytes=self.limits,
             fastest_first=self.fastest_first,
-            has_equal_groups=self.has_equal_groups,
+            has_equal_replicas=self.has_equal_replicas,
         )
 
 
@@ -200,7 +200,7 @@ def is_homogeneous(cluster: Cluster, limits: Sequence[int]) -> bool:
     return len(kinds) == 1 and one_link and not cluster.links
 
 
-def _consecutive_groups(result: MinMaxLoad) -> list[tuple[int, ...]]:
+def _consecutive_replicas(result: MinMaxLoad) -> list[tuple[int, ...]]:
     """Returns the devices of each stage of a homogeneous plan: states are counts."""
     counts = result.best.states if result.best else ()
     return [tuple(range(stop - count, stop)) for count, stop in zip(counts, accumulate(counts), strict=True)]

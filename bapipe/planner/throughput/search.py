@@ -102,7 +102,7 @@ def explore_throughput(
     """
     profile = profiles[cluster.devices[0].kind]
     graph = contracted_graph(profile)
-    # Few boundaries and equal groups: for a first plan where no time is left for more.
+    # Few boundaries and stages of equally many devices: for a first plan where no time is left for more.
     coarse = LoadSearch(
         profiles=profiles,
         cluster=cluster,
@@ -110,7 +110,7 @@ def explore_throughput(
         has_all_downsets=False,
         limits=tuple(limits),
         minibatch_size=minibatch_size,
-        has_equal_groups=True,
+        has_equal_replicas=True,
     )
     listed, search = _search_of(graph, coarse, max_downsets, deadline)
     # As the first plans: they cost little, are known to fit, and no result is worse.
@@ -209,7 +209,7 @@ def _search_of(
         boundaries = graph.boundaries(node_sets, deadline)
     except OutOfTime:
         return listed, coarse
-    return listed, replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_groups=False)
+    return listed, replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_replicas=False)
 
 
 def _feasible(

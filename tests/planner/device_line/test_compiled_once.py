@@ -6,8 +6,8 @@ from typing import Any
 from bapipe.planner.compute.deadline import UNLIMITED
 from bapipe.planner.device_line.estimate import StepEstimate
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, seems_to_fit
-from bapipe.planner.device_line.fitting_groups import fitting_groups
 from bapipe.planner.device_line.fitting_programme import fits, fitting_stages, nearest_fitting_cuts
+from bapipe.planner.device_line.fitting_replicas import fitting_replicas
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.prefix_bound import PrefixBound
@@ -39,7 +39,7 @@ def test_bounds_of_all_lines_are_of_the_same_types_and_layouts() -> None:
         assert bound.within(bound.prefix.kind, timed.step_ns, UNLIMITED, 2, of_all, counts_cuts=True) is not None
         memory = LineMemory(line, 1)
         assert fitting_cuts(line, plan, memory) is not None
-        assert fitting_groups(line, "1f1b", memory) is not None
+        assert fitting_replicas(line, "1f1b", memory) is not None
         assert seems_to_fit(line, plan, memory)
         estimate = StepEstimate(line, "1f1b", 1)
         assert estimate.score_ns(plan, timed.step_ns * 2) < inf

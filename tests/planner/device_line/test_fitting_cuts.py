@@ -11,7 +11,7 @@ from bapipe.errors import Infeasible
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.fitting_cuts import fitting_cuts, fitting_plans
-from bapipe.planner.device_line.fitting_groups import fitting_groups
+from bapipe.planner.device_line.fitting_replicas import fitting_replicas
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.line_memory import LineMemory
 from bapipe.planner.device_line.naive import naive_plans
@@ -144,7 +144,7 @@ def test_groups_are_found_wherever_some_fit_and_their_busiest_replica_has_the_le
     num_found = num_none = 0
     for seed in range(60):
         line = uneven_line(seed, recompute=recompute, outputs=(1, 5, 40), speeds=(0.4, 0.7, 1.0))
-        num_devices, found = len(line.cluster.devices), fitting_groups(line, schedule, LineMemory(line, 1))
+        num_devices, found = len(line.cluster.devices), fitting_replicas(line, schedule, LineMemory(line, 1))
         busiest = [
             busiest_work(line, plan)
             for counts in compositions(num_devices)
@@ -228,7 +228,7 @@ def test_every_naive_plan_with_its_cuts_moved_comes_once_and_those_with_small_bo
     moved = [
         with_fields(plan, cuts=cuts) for _, plan in naive if (cuts := fitting_cuts(line, plan, memory)) is not None
     ]
-    of_groups = [fitting_groups(line, schedule, memory) for schedule in ("1f1b", "gpipe")]
+    of_groups = [fitting_replicas(line, schedule, memory) for schedule in ("1f1b", "gpipe")]
     plans = list(fitting_plans(line, ["1f1b", "gpipe", "interleaved-1f1b"], [1]))
     assert plans[:2] == of_groups
     assert list(filter(None, plans[2:])) == moved

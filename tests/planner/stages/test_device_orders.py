@@ -116,7 +116,7 @@ def test_equally_fast_devices_take_micro_batches_in_one_order_in_every_order_of_
     line = DeviceLine(profiles, cluster, PlanOptions(minibatch_size=8))
     for ranks in permutations(range(3)):
         ordered = line.in_order(ranks)
-        names = [ordered.cluster.devices[place].name for place in ordered.group(0, 3)]
+        names = [ordered.cluster.devices[place].name for place in ordered.replicas(0, 3)]
         assert names[0] == "d0"
 
 

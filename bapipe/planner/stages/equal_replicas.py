@@ -10,7 +10,7 @@ def halves(number: int) -> list[int]:
     return [number >> halvings for halvings in range(number.bit_length())]
 
 
-def group_sizes(most: int) -> list[int]:
+def doublings(most: int) -> list[int]:
     """Returns the powers of two up to `most`, and `most` itself, ascending."""
     return sorted({1 << power for power in range(most.bit_length())} | {most})
 

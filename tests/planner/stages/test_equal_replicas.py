@@ -1,10 +1,10 @@
-"""Equal groups of devices: their numbers and sizes, and pipelines of them."""
+"""Stages of equally many devices: their numbers, and pipelines of them."""
 
 import pytest
 
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.stages.equal_groups import group_sizes, halves, pipeline_with_replicas
+from bapipe.planner.stages.equal_replicas import doublings, halves, pipeline_with_replicas
 from tests.builders import chain, devices
 
 
@@ -14,8 +14,8 @@ def test_halves(number: int, want: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("most", "want"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_group_sizes(most: int, want: list[int]) -> None:
-    assert group_sizes(most) == want
+def test_doublings(most: int, want: list[int]) -> None:
+    assert doublings(most) == want
 
 
 def test_each_stage_of_a_pipeline_has_as_many_replicas() -> None:

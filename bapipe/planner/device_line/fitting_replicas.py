@@ -20,7 +20,7 @@ MAX_SINGLE, GROWTH = 8, 1.25
 """A stage may have each number of devices up to `MAX_SINGLE`; larger numbers grow by the factor `GROWTH`."""
 
 
-def fitting_groups(line: DeviceLine, schedule: str, memory: LineMemory) -> LinePlan | None:
+def fitting_replicas(line: DeviceLine, schedule: str, memory: LineMemory) -> LinePlan | None:
     """Returns stages that fit as far as is known without a table of actions, None if none are found.
 
     None are searched for if constraints forbid some plan with one stage per device.
