@@ -20,7 +20,7 @@ Where to begin. docs/algorithm.md explains all of it with proofs. In the code, r
     partial_plan.py      PartialPlan, a node of the tree
     lower_bound.py       states the eight bounds; the children of a node and their bounds
     next_stage.py        the bounds of the placed stages and the next one
-    cost_to_go.py        a backward dynamic programme over placements and boundaries; sync classes
+    cost_to_go.py        a backward dynamic programme over placements and boundaries; finish classes
     stage_bound.py       the bounds of one stage by itself
     local_search.py      the neighbourhoods that improve incumbents
     infeasible.py        if nothing fits: the plan that lacks the least memory, and advice

@@ -5,13 +5,13 @@ lower bounds for a stage on p that begins at i together with all later stages: m
 the placement of the next one. Each of the eight quantities of `CostToGo` has a minimum of its own, attained by cuts and
 placements of its own. That is a relaxation, so combining them never exceeds the cost of any completion.
 
-Sync classes. If the last micro-batch is to return soon, stages must have little to do after it (a small e). If each
+Finish classes. If the last micro-batch is to return soon, stages must have little to do after it (a small e). If each
 device is to have little work, there must be replicas, whose all-reduces make e large. Minima of their own would assume
-both at once. So completions are divided into classes by their largest e, at the thresholds `sync_limits_ns`. Each
+both at once. So completions are divided into classes by their largest e, at the thresholds `finish_limits_ns`. Each
 quantity is minimized within a class, and a bound is the minimum over the classes of the maximum of its terms. The
 notation and the names of the bounds are those of `lower_bound.py`.
 
-Shapes: C sync classes, N successors of a placement, B = K + 1 boundaries.
+Shapes: C finish classes, N successors of a placement, B = K + 1 boundaries.
 """
 
 from collections.abc import Hashable, Mapping, Sequence, Set
@@ -66,7 +66,7 @@ class CostToGo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """The steps from a placement to each of its successors, at every boundary. A row per successor and sync class.
+    """The steps from a placement to each of its successors, at every boundary. A row per successor and finish class.
 
     Attributes:
         send_ns, grad_ns: x and y, transfers of one micro-batch to the next stage and back. [N * C, B]
@@ -122,7 +122,7 @@ class CostToGoTable:
         self,
         costs: StageCostTable,
         num_microbatches: int,
-        sync_limits_ns: Sequence[int],
+        finish_limits_ns: Sequence[int],
         *,
         forwards_first: bool,
         enabled: Set[str],
@@ -133,7 +133,7 @@ class CostToGoTable:
 
         Args:
             num_microbatches: micro-batches of the step.
-            sync_limits_ns: the ascending thresholds of e between the sync classes.
+            finish_limits_ns: the ascending thresholds of e between the finish classes.
             forwards_first: whether the bound of that name is used.
             enabled: the bounds to use, by name.
             deadline: after it, the first use of a placement raises OutOfTime.
@@ -143,8 +143,8 @@ class CostToGoTable:
         self._deadline = deadline
         self.costs, self.num_microbatches, self.forwards_first = costs, num_microbatches, forwards_first
         self.enabled, self._rows = enabled, rows
-        self._sync_limits_ns = np.array(sync_limits_ns, dtype=np.int64)
-        self.num_classes = len(sync_limits_ns) + 1
+        self._finish_limits_ns = np.array(finish_limits_ns, dtype=np.int64)
+        self.num_classes = len(finish_limits_ns) + 1
         self._cost_to_go: dict[Hashable, CostToGo] = {}
         self._transitions: dict[StagePlacement, Transitions | None] = {}
 
@@ -174,7 +174,7 @@ class CostToGoTable:
         num_not_final = max(0, self.num_microbatches - _num_final(placement))
 
         def per_class(values: Sequence[object]) -> IntArray:
-            """Returns a row per successor and sync class."""
+            """Returns a row per successor and finish class."""
             return np.repeat(np.array(values), self.num_classes, axis=0)
 
         return Transitions(
@@ -198,17 +198,17 @@ class CostToGoTable:
             return CostToGo(*[infinite] * len(CostToGo._fields))
         stage = self.costs.candidates(placement, intervals.rows)  # [intervals]
         following = self._following(placement, transitions)  # [C, B]
-        own_class = np.searchsorted(self._sync_limits_ns, stage.finish_ns)  # the class of this stage's e. [intervals]
+        own_class = np.searchsorted(self._finish_limits_ns, stage.finish_ns)  # the class of this stage's e. [intervals]
         by_class = [_with_lower_classes(values) for values in following]  # [2C * B] each
-        # For each sync class, a minimum over the completions whose largest e, with that of this stage, is in the class.
+        # For each finish class, a minimum over the completions whose largest e, with this stage's, is in the class.
         rows = []
-        for sync_class in range(self.num_classes):
+        for finish_class in range(self.num_classes):
             # Index into `by_class`. If this stage's e is in the class, the stages after it may be in it or in any lower
             # class; else they must be in it, so that the largest e of all is. [intervals]
-            row = np.where(own_class == sync_class, self.num_classes + sync_class, sync_class)
+            row = np.where(own_class == finish_class, self.num_classes + finish_class, finish_class)
             index = row * intervals.num_boundaries + intervals.ends
             at_ends = _Following(*(values[index] if len(values) else UNUSED for values in by_class))
-            rows.append(self._minimize(placement, intervals, stage, at_ends, own_class <= sync_class))
+            rows.append(self._minimize(placement, intervals, stage, at_ends, own_class <= finish_class))
         return CostToGo(*map(np.stack, zip(*rows, strict=True)))
 
     def _intervals(self, placement: StagePlacement) -> SomeIntervals:
@@ -224,11 +224,11 @@ class CostToGoTable:
         following: "_Following",
         in_class: BoolArray,
     ) -> CostToGo:
-        """Returns the cost-to-go in one sync class: for each begin the minimum over the ends. All [B].
+        """Returns the cost-to-go in one finish class: for each begin the minimum over the ends. All [B].
 
         Args:
             stage: the costs of this stage. [intervals]
-            following: what follows it in this sync class. [intervals]
+            following: what follows it in this finish class. [intervals]
             in_class: whether the e of this stage is in the class or a lower one. [intervals]
         """
         f, r, e = stage.forward_ns, stage.critical_backward_ns, stage.finish_ns
@@ -363,7 +363,7 @@ def _num_final(placement: StagePlacement) -> int:
 
 
 def _with_lower_classes(values: IntArray) -> IntArray:
-    """Returns the values of each sync class, then their minima over it and all lower classes. [C, B] -> [2C * B]"""
+    """Returns the values of each finish class, then their minima over it and all lower classes. [C, B] -> [2C * B]"""
     return np.concatenate([values, np.minimum.accumulate(values)]).ravel() if len(values) else UNUSED
 
 

@@ -70,7 +70,7 @@ class LowerBound:
     Attributes:
         costs: the costs of stages.
         num_microbatches: micro-batches of the step.
-        cost_to_go: the table without sync classes.
+        cost_to_go: the table without finish classes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LowerBound:
         num_microbatches: int,
         *,
         forwards_first: bool,
-        sync_limits_ns: Sequence[int] = (),
+        finish_limits_ns: Sequence[int] = (),
         enabled: Set[str] = BOUND_NAMES,
         deadline: Deadline = UNLIMITED,
     ) -> None:
@@ -87,13 +87,13 @@ class LowerBound:
 
         Args:
             forwards_first: whether the schedule runs all F of a device before its first backward.
-            sync_limits_ns: the ascending thresholds between the sync classes; see `cost_to_go.py`.
+            finish_limits_ns: the ascending thresholds between the finish classes; see `cost_to_go.py`.
             enabled: the bounds to use, by name; lower bounds are no larger with fewer of them.
             deadline: after it, making tables raises OutOfTime.
         """
         self.costs, self.num_microbatches = costs, num_microbatches
         self._forwards_first = forwards_first and FORWARDS_FIRST in enabled
-        self._enabled, self._sync_limits_ns, self._deadline = enabled, tuple(sync_limits_ns), deadline
+        self._enabled, self._finish_limits_ns, self._deadline = enabled, tuple(finish_limits_ns), deadline
         self._next_stage = NextStageBounds(
             transfers=costs.transfers,
             num_microbatches=num_microbatches,
@@ -126,10 +126,10 @@ class LowerBound:
                 rows=rows,
             )
 
-        # Two tables: `roots` and `extend` need one number per quantity, so theirs has a single sync class. `children`
+        # Two tables: `roots` and `extend` need one number per quantity, so theirs has a single finish class. `children`
         # uses several, for larger bounds, and takes the minimum over the classes at the end.
         self.cost_to_go = table(())
-        self._cost_to_go_by_class = table(self._sync_limits_ns)
+        self._cost_to_go_by_class = table(self._finish_limits_ns)
 
     def roots(
         self, first: tuple[StagePlacement, ...], num_positions: int, known_ns: int = 0
@@ -166,7 +166,7 @@ class LowerBound:
         ends = np.arange(begin + 1, begin + 1 + len(stage.fits))
         num_successors = len(placement.successors)
         bounds = self._child_bounds_ns(partial, stage, transitions.select(slice(None), slice(begin + 1, None)))
-        # Each completion is in one of the sync classes, so the minimum over these holds. [N * C, ends] -> [N, ends]
+        # Each completion is in one of the finish classes, so the minimum over these holds. [N * C, ends] -> [N, ends]
         bounds = bounds.reshape(num_successors, self._cost_to_go_by_class.num_classes, len(ends)).min(axis=1)
         # The children in the order of the flattened array [N, ends]: successor by successor.
         numbers = np.repeat(np.arange(num_successors), len(ends))
@@ -195,8 +195,8 @@ class LowerBound:
             number: the index of the placement after it, as in `children`.
         """
         placement, begin = partial.placements[-1], partial.boundaries[-1]
-        # One interval, so all arrays have one entry. The sync class of the completion is not known yet: use the table
-        # without sync classes, which holds for every completion.
+        # One interval, so all arrays have one entry. The finish class of the completion is not known yet: use the table
+        # without finish classes, which holds for every completion.
         stage = self.costs.candidates_from(placement, begin).select(end - begin - 1)
         transitions = None if placement.is_last else self.cost_to_go.transitions(placement)
         if transitions is not None:
@@ -273,7 +273,7 @@ class LowerBound:
 
     def _root_bound_ns(self, partial: PartialPlan, to_go: CostToGo) -> int:
         """Returns the bound of a plan without placed stages: the cost-to-go from the start of the chain."""
-        # [0, 0]: the only sync class of this table, at the start of the chain.
+        # [0, 0]: the only finish class of this table, at the start of the chain.
         bound_ns = int(max(to_go.done[0, 0], to_go.returned[0, 0]))
         if SHARED_DEVICE in self._enabled and partial.work_ns:
             total_ns = min(INF, self.num_microbatches * int(to_go.total_work[0, 0]))

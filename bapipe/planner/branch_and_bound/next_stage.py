@@ -1,7 +1,7 @@
 """Bounds for the placed stages and the next one, and the quantities of the partial plan extended by the next stage.
 
 The letters and the names of the bounds are those of `lower_bound.py`; the proofs are in docs/algorithm.md. Shapes: n
-ends of the next stage, N successors of its placement, C sync classes.
+ends of the next stage, N successors of its placement, C finish classes.
 """
 
 from collections.abc import Set

@@ -33,8 +33,8 @@ from bapipe.simulator.tied_weights import legal_cuts
 MAX_PERMUTED_DEVICES = 5
 """In clusters of at most this many devices, replicas of a stage are tried in every order; else the fastest is first."""
 
-SYNC_CLASS_DIVISORS = (20, 5)
-"""The thresholds between the sync classes are an ideal step time divided by these; see `cost_to_go.py`."""
+FINISH_CLASS_DIVISORS = (20, 5)
+"""The thresholds between the finish classes are an ideal step time divided by these; see `cost_to_go.py`."""
 
 PROBE_STAGES, PROBE_MICROBATCHES = 2, 16
 """Size of the table from which is seen whether a schedule runs all forwards first: other schedules have fewer than
@@ -89,13 +89,13 @@ class ProblemBuilder:
             permute_replicas=len(self.cluster.devices) <= MAX_PERMUTED_DEVICES,
             deadline=self.deadline,
         )
-        # An ideal step has all work spread evenly over all devices: the scale of the thresholds between sync classes.
+        # An ideal step has all work spread evenly over all devices: the scale of the thresholds between finish classes.
         ideal_step_ns = int(num_microbatches * work_ns / total_rate([len(cls.ranks) for cls in classes], classes))
         lower_bound = LowerBound(
             costs,
             num_microbatches,
             forwards_first=_runs_forwards_first(schedule),
-            sync_limits_ns=[ideal_step_ns // divisor for divisor in SYNC_CLASS_DIVISORS],
+            finish_limits_ns=[ideal_step_ns // divisor for divisor in FINISH_CLASS_DIVISORS],
             deadline=self.deadline,
         )
         roots = make_roots(

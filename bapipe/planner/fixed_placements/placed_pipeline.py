@@ -168,8 +168,8 @@ class PlacedPipeline:
         per_replica = times[:last].reshape(-1, self._entries_per_replica)
         tail_ns = [0] * self._compiled.num_ranks
         replicas = [(rank, s) for s, ranks in enumerate(self._ranks) for rank in ranks]
-        for (rank, _), sync_ns in zip(replicas, per_replica[:, -1].tolist(), strict=True):
-            tail_ns[rank] += sync_ns
+        for (rank, _), after_last_ns in zip(replicas, per_replica[:, -1].tolist(), strict=True):
+            tail_ns[rank] += after_last_ns
         durations = np.zeros((len(per_replica), NUM_PHASES), dtype=np.int64)
         durations[:, self._phases] = per_replica[:, :-1]
         length, counts, transfers, last_rank = self._path.find(

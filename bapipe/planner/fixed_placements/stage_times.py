@@ -142,11 +142,12 @@ class StageTimes:
         for c in placement.device_classes:
             times = self.costs.times[c]
             at = times.at(rows)
-            by_phase, sync_ns = _by_phase(at, 0), at.update_ns + self.costs.all_reduce_ns(placement, c, times, rows)
+            by_phase = _by_phase(at, 0)
+            after_last_ns = at.update_ns + self.costs.all_reduce_ns(placement, c, times, rows)
             if again_ns:  # B and I run F again; then only the device's times are lower bounds
                 repeated = _by_phase(times.on_device.at(rows), np.where(recompute, again_ns[c], 0))
                 by_phase = [np.where(recompute, *both) for both in zip(repeated, by_phase, strict=True)]
-            entries += [*(by_phase[i] for i in self._phases), sync_ns]
+            entries += [*(by_phase[i] for i in self._phases), after_last_ns]
             work_ns.append(_work_ns(placement, by_phase))
         return StageTable(
             rows=np.arange(len(fits)) if isinstance(rows, slice) else rows,

@@ -191,7 +191,9 @@ class FeasibleIntervals:
             first = self.intervals.row(0)
             round_trip[first] = replica.forward_ns[first] + (self.trip_before_ns[-1] - self.trip_before_ns[1:])
         work = (
-            np.maximum(critical + (num - 1) * replica.deferred_ns, round_trip) + replica.deferred_ns + replica.sync_ns
+            np.maximum(critical + (num - 1) * replica.deferred_ns, round_trip)
+            + replica.deferred_ns
+            + replica.after_last_action_ns
         )
         # After F of the previous layers: all work and the update. Or F and r, between F and r of the previous layers.
         limit_ns: IntArray = np.maximum(self.forward_before_ns[begins] + work, self.trip_before_ns[begins] + critical)

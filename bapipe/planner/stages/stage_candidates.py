@@ -88,7 +88,7 @@ class ReplicaCost:
         num_microbatches: how many it runs in a step.
         forward_ns, critical_backward_ns: f and r of this replica.
         deferred_ns: the W of a micro-batch if it is separate from r, else 0.
-        sync_ns: all-reduces and update, from the end of the last action.
+        after_last_action_ns: all-reduces and update, from the end of the last action.
     """
 
     index: int
@@ -96,7 +96,7 @@ class ReplicaCost:
     forward_ns: IntArray
     critical_backward_ns: IntArray
     deferred_ns: IntArray
-    sync_ns: IntArray
+    after_last_action_ns: IntArray
 
 
 class StageCostTable:
@@ -153,7 +153,8 @@ class StageCostTable:
         # Bound "work" of each replica: n (f + b), then all-reduces and update. [replicas][rows]
         counts = [replica.num_microbatches for replica in replicas]
         work_ns = [
-            count * each + replica.sync_ns for count, replica, each in zip(counts, replicas, microbatch_ns, strict=True)
+            count * each + replica.after_last_action_ns
+            for count, replica, each in zip(counts, replicas, microbatch_ns, strict=True)
         ]
         return StageCandidates(
             fits=fits,
@@ -161,7 +162,7 @@ class StageCostTable:
             # f, r and e are minima over the replicas, so bounds that use them hold for a micro-batch on any replica.
             forward_ns=least_of(replica.forward_ns for replica in replicas),
             critical_backward_ns=least_of(critical_ns),
-            finish_ns=least_of(replica.deferred_ns + replica.sync_ns for replica in replicas),
+            finish_ns=least_of(replica.deferred_ns + replica.after_last_action_ns for replica in replicas),
             replica_critical_ns=tuple(
                 (count, count * (replica.forward_ns + backward_ns))
                 for count, replica, backward_ns in zip(counts, replicas, critical_ns, strict=True)
@@ -191,7 +192,7 @@ class StageCostTable:
                 recompute, on_device.critical_backward_ns + again_ns, replica.critical_backward_ns
             ),
             deferred_ns=np.where(recompute, on_device.deferred_ns, replica.deferred_ns),
-            sync_ns=np.where(recompute, on_device.sync_ns, replica.sync_ns),
+            after_last_action_ns=np.where(recompute, on_device.after_last_action_ns, replica.after_last_action_ns),
         )
 
     def replica_cost(self, placement: StagePlacement, k: int, rows: Rows, *, on_device: bool = False) -> ReplicaCost:
@@ -205,7 +206,7 @@ class StageCostTable:
             forward_ns=forward,
             critical_backward_ns=critical,
             deferred_ns=deferred,
-            sync_ns=times.at(rows).update_ns + self.all_reduce_ns(placement, c, times, rows),
+            after_last_action_ns=times.at(rows).update_ns + self.all_reduce_ns(placement, c, times, rows),
         )
 
     def device_times(self, placement: StagePlacement, c: int, rows: Rows) -> tuple[IntArray, IntArray]:
@@ -251,7 +252,7 @@ class StageCostTable:
                 self._all_reduce_done_ns[key] = times.all_reduce_done_ns(
                     placement.num_replicas, links, full_backward, overlapped, member_links=member_links
                 )
-            # `all_reduce_done_ns` counts from the start of the last action, `sync_ns` from its end.
+            # `all_reduce_done_ns` counts from the start of the last action, `after_last_action_ns` from its end.
             at = times.at(rows)
             action_ns = at.backward_ns if full_backward else at.weight_grad_ns
             after_last.append(np.maximum(self._all_reduce_done_ns[key][rows] - action_ns, 0))

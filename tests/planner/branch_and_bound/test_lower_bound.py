@@ -53,14 +53,14 @@ MIN_SHARE = {
 """In at least this share of random plans, leaving the bound out lowers the bound of one of their partial plans."""
 
 
-def with_bounds(problem: Problem, enabled: Set[str], sync_limits_ns: Sequence[int] = ()) -> Problem:
-    """The problem with some of the bounds only, and one sync class or those between some thresholds."""
+def with_bounds(problem: Problem, enabled: Set[str], finish_limits_ns: Sequence[int] = ()) -> Problem:
+    """The problem with some of the bounds only, and one finish class or those between some thresholds."""
     changed = copy(problem)
     changed.lower_bound = LowerBound(
         problem.lower_bound.costs,
         problem.num_microbatches,
         forwards_first=problem.lower_bound.cost_to_go.forwards_first,
-        sync_limits_ns=sync_limits_ns,
+        finish_limits_ns=finish_limits_ns,
         enabled=enabled,
     )
     return changed
