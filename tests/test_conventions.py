@@ -162,6 +162,17 @@ def test_every_option_has_a_sentence_of_help() -> None:
             assert re.fullmatch(r"[A-Z0-9`'(].*[.)]", text.strip(), flags=re.S), f"{name} {parameter.opts}: {text}"
 
 
+def test_no_two_parts_of_the_planner_have_one_name() -> None:
+    """Public classes and functions at the top of its modules: one word for one thing."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        if path.is_relative_to(PACKAGE / "planner"):
+            for node in tree_of(path).body:
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(relative(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_a_public_constant_has_one_place() -> None:
     """Two modules with an equal constant of one name state one rule twice, or should name two rules differently."""
     places: dict[tuple[str, str], list[str]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Floats, Problem
+from bapipe.planner.device_line.stage_arrays import BoundInputs, Floats
 from bapipe.planner.stages.intervals import IntArray
 
 
@@ -28,7 +28,7 @@ class Waits(NamedTuple):
     first_ns: Floats
 
 
-def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = None) -> Waits:
+def early_waits(problem: BoundInputs, kind: PlanKind, first_ends: IntArray | None = None) -> Waits:
     """Returns what is known of the first stage.
 
     Args:
@@ -55,7 +55,7 @@ def early_waits(problem: Problem, kind: PlanKind, first_ends: IntArray | None = 
 
 
 @inlined
-def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int) -> int:
+def count_cycles(problem: BoundInputs, kind: PlanKind, waits: Waits, p: int, g: int) -> int:
     """Returns a lower bound on the number of cycles between the first stage and one of class `g` after `p` devices.
 
     After B of micro-batch m the first stage runs F of one up to m + the devices + its replicas - 1, and after F of
@@ -68,7 +68,7 @@ def count_cycles(problem: Problem, kind: PlanKind, waits: Waits, p: int, g: int)
 
 
 @inlined
-def count_turns(problem: Problem, waits: Waits, p: int, g: int) -> tuple[int, float]:
+def count_turns(problem: BoundInputs, waits: Waits, p: int, g: int) -> tuple[int, float]:
     """Returns how many turns of F and B a replica of such a stage runs, and the time of the first stage's besides."""
     replicas = problem.stages[p, g].most
     num_turns = waits.num_left // replicas

@@ -8,7 +8,7 @@ from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.plan_kind import PlanKind
 
 if TYPE_CHECKING:
-    from bapipe.planner.device_line.stage_arrays import Problem
+    from bapipe.planner.device_line.stage_arrays import BoundInputs
     from bapipe.planner.device_line.stage_delays import Delays
 
 POSITIONS_AT_ONCE = 64
@@ -26,7 +26,7 @@ class FurthestPrefixes:
 
     def __init__(
         self,
-        problem: "Problem",
+        problem: "BoundInputs",
         kind: PlanKind,
         limit_ns: int,
         delays: "Delays | None" = None,

@@ -31,7 +31,7 @@ from bapipe.planner.device_line.replica_classes import MAX_ALIKE, ReplicaClasses
 from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.savings import no_savings, savings_of
-from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, STAGE, Boundaries, Problem, Savings
+from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, STAGE, Boundaries, BoundInputs, Savings
 from bapipe.planner.device_line.stage_kinds import StageKinds
 from bapipe.planner.stages.intervals import IntArray
 from bapipe.schedules import splits_backwards
@@ -161,14 +161,14 @@ class PrefixBound(LayerSums):
         return None if position is None else self._trace(prefixes.furthest[0], prefixes.origin, position)
 
     @cached_property
-    def programme(self) -> Problem:
+    def programme(self) -> BoundInputs:
         """The problem as the compiled programme takes it."""
         kinds = self.kinds_of_stages
         layers = np.zeros((len(kinds.sums), len(self.line.cuts)), dtype=LAYER_SUMS)
         for of_kinds, sums in zip(layers, kinds.sums, strict=True):
             for name in LAYER_SUMS.names or ():
                 of_kinds[name] = getattr(sums if hasattr(sums, name) else self, name)
-        return Problem(
+        return BoundInputs(
             layers=layers,
             columns=np.stack([layers[name] for name in LAYER_SUMS.names or ()], axis=1),
             stages=self._stages(),

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Ints
 from bapipe.planner.device_line.stage_delays import Delays, place
 from bapipe.planner.device_line.stage_limits import forced_host_cuts, is_passed, last_within, start_behind
 
 
 @compiled
 def extend(
-    problem: Problem,
+    problem: BoundInputs,
     kind: PlanKind,
     waits: Waits,
     delays: Delays,
@@ -76,7 +76,7 @@ def extend(
 
 @inlined
 def _add_stages(
-    problem: Problem,
+    problem: BoundInputs,
     kind: PlanKind,
     waits: Waits,
     delays: Delays,

@@ -39,7 +39,7 @@ LAYER_SUMS = np.dtype(
     STASH,
     HELD,
 ) = range(len(LAYER_SUMS.names or ()))
-"""The places of these sums in `Problem.columns`."""
+"""The places of these sums in `BoundInputs.columns`."""
 
 STAGE = np.dtype(
     [
@@ -91,7 +91,7 @@ class Savings(NamedTuple):
     begun: Floats
 
 
-class Problem(NamedTuple):
+class BoundInputs(NamedTuple):
     """The inputs of the compiled programmes that do not depend on the step time.
 
     Attributes:

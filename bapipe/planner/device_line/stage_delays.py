@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bapipe.planner.compute.compiled import compiled, inlined
-from bapipe.planner.device_line.stage_arrays import Boundaries, Floats, Problem
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Floats
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 
 
@@ -39,7 +39,7 @@ def without_delays() -> Delays:
 
 @compiled
 def place(
-    problem: Problem,
+    problem: BoundInputs,
     delays: Delays,
     first: Boundaries,
     furthest: NDArray[np.int32],

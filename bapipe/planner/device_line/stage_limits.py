@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Problem, Savings
+from bapipe.planner.device_line.stage_arrays import BoundInputs, Savings
 
 FLOAT_ROUNDING = 1e-12
 """The relative rounding error of sums of floats."""
@@ -47,7 +47,7 @@ class Start(NamedTuple):
 
 @inlined
 def start_behind(
-    problem: Problem,
+    problem: BoundInputs,
     kind: PlanKind,
     waits: Waits,
     limit: float,
@@ -96,14 +96,14 @@ def start_behind(
 
 
 @inlined
-def forced_host_cuts(problem: Problem, p: int, c: int) -> int:
+def forced_host_cuts(problem: BoundInputs, p: int, c: int) -> int:
     """Returns how many host boundaries among the first `p` devices must be cuts if there are `c` cuts between them."""
     return int(max(0, problem.boundaries_before[p] - (p - c)))
 
 
 @inlined
 def is_passed(
-    problem: Problem, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
+    problem: BoundInputs, kind: PlanKind, limit: float, p: int, c: int, g: int, i: int, counts_cuts: bool
 ) -> bool:
     """Returns whether enough micro-batches can make consecutive round trips through the layers after boundary `i`."""
     stage, num_rounds = problem.stages[p, g], problem.stages[p, g].num_rounds
@@ -116,7 +116,7 @@ def is_passed(
 
 
 @inlined
-def forwards_apart(problem: Problem, last_most: int, p: int, g: int) -> int:
+def forwards_apart(problem: BoundInputs, last_most: int, p: int, g: int) -> int:
     """Returns how many F of a replica do not run during the round trip of the micro-batch whose B comes first."""
     stage = problem.stages[p, g]
     if problem.are_forwards_first:
@@ -221,7 +221,7 @@ def _excess(
 
 
 @inlined
-def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
+def last_within(problem: BoundInputs, start: Start, p: int, g: int, i: int, low: int, high: int) -> int:
     """Returns the last end in [low, high] with which a stage keeps the limits, else -1. Excess rises with the end."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward
@@ -239,7 +239,7 @@ def last_within(problem: Problem, start: Start, p: int, g: int, i: int, low: int
 
 
 @inlined
-def first_within(problem: Problem, start: Start, p: int, g: int, high: int, j: int) -> int:
+def first_within(problem: BoundInputs, start: Start, p: int, g: int, high: int, j: int) -> int:
     """Returns the first begin up to `high` with which a stage keeps the limits, else -1. Excess falls as it rises."""
     layers, savings, stage = problem.layers, problem.savings, problem.stages[p, g]
     max_bucket, is_whole = problem.max_bucket, problem.has_whole_backward

@@ -7,13 +7,13 @@ work. Prefixes that do not reach it are pruned.
 from bapipe.planner.compute.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Boundaries, Ints, Problem
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Ints
 from bapipe.planner.device_line.stage_limits import first_within, is_passed, start_behind
 
 
 @compiled
 def extend_backwards(
-    problem: Problem,
+    problem: BoundInputs,
     kind: PlanKind,
     waits: Waits,
     limit: float,

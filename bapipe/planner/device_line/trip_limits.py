@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Floats, Problem, Savings
+from bapipe.planner.device_line.stage_arrays import BoundInputs, Floats, Savings
 from bapipe.planner.device_line.stage_limits import forwards_apart, least_again, rings_ns, until_first_bucket
 from bapipe.planner.device_line.tracked_arrays import MAX_GRADIENTS, MAX_KINDS, MAX_REPLICAS, MAX_ROUNDS, Tracked
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND
@@ -104,7 +104,7 @@ class Stage(NamedTuple):
 
 @inlined
 def stage_of(
-    problem: Problem, tracked: Tracked, kind: PlanKind, waits: Waits, limit: float, is_full: bool, p: int, g: int
+    problem: BoundInputs, tracked: Tracked, kind: PlanKind, waits: Waits, limit: float, is_full: bool, p: int, g: int
 ) -> Stage:
     """Returns what is known of the stages of class `g` after `p` devices."""
     own, num, wait = problem.stages[p, g], problem.num_microbatches, tracked.waits[g]

@@ -26,9 +26,9 @@ from bapipe.planner.device_line.stage_arrays import (
     TRIP,
     UPDATE,
     WORK,
+    BoundInputs,
     Floats,
     Ints,
-    Problem,
 )
 from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.trip_limits import (
@@ -171,7 +171,7 @@ def _add(numbers: Floats, weight: float, total: Floats) -> None:
 
 @inlined
 def first_begins(
-    problem: Problem,
+    problem: BoundInputs,
     columns: Floats,
     own: Any,
     stage: Stage,
@@ -215,7 +215,7 @@ def first_begins(
 
 @inlined
 def last_ends(
-    problem: Problem,
+    problem: BoundInputs,
     columns: Floats,
     own: Any,
     stage: Stage,
@@ -249,7 +249,7 @@ def last_ends(
 
 @inlined
 def _is_beyond(
-    problem: Problem,
+    problem: BoundInputs,
     columns: Floats,
     own: Any,
     stage: Stage,
@@ -303,7 +303,7 @@ def _rings(columns: Floats, own: Any, max_bucket: float, i: int, j: int) -> floa
 
 @inlined
 def _are_above_again(
-    problem: Problem, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
+    problem: BoundInputs, columns: Floats, own: Any, sums: Sums, num_plain: int, num: int, i: int, j: int
 ) -> bool:
     """Returns whether a stage that recomputes some layers so that it fits exceeds a limit; true if it never fits."""
     again = least_again(problem.layers, problem.savings, own, i, j)

@@ -23,7 +23,7 @@ from bapipe.planner.device_line.around_stages import (
 )
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, Floats, Problem
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, BoundInputs, Floats
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import of_class_behind, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins
@@ -34,7 +34,7 @@ from bapipe.planner.device_line.trips_apart import note_apart, note_found, note_
 
 @compiled
 def fill_before(
-    problem: Problem,
+    problem: BoundInputs,
     tracked: Tracked,
     kind: PlanKind,
     waits: Waits,
@@ -151,7 +151,7 @@ def _note_then(tracked: Tracked, levels: Floats, g: int, first: int, last: int, 
 
 @inlined
 def _note_stages(
-    problem: Problem,
+    problem: BoundInputs,
     tracked: Tracked,
     tables: Tables,
     scratch: Scratch,

@@ -19,7 +19,7 @@ from bapipe.planner.device_line.around_stages import (
 )
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Problem
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, BoundInputs, Floats
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,
@@ -47,7 +47,7 @@ from bapipe.planner.device_line.trip_windows import least_of_ends, move_back
 
 @compiled
 def fill_behind(
-    problem: Problem,
+    problem: BoundInputs,
     tracked: Tracked,
     kind: PlanKind,
     waits: Waits,
