@@ -1,6 +1,6 @@
 """Turns arguments of the command line into profiles, clusters and plans: reads files, measures models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import UNSET
@@ -14,7 +14,7 @@ from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint, read
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
 from bapipe.planner.inputs.options import PlanOptions
@@ -82,9 +82,7 @@ def check_one_source_of_devices(cluster: Path | None, num_devices: int | None) -
         raise BapipeError("--cluster and --devices both define the devices; give one of them")
 
 
-def read_or_assume_cluster(
-    profiles: Mapping[str, ModelProfile], cluster: Path | None, num_devices: int | None
-) -> Cluster:
+def read_or_assume_cluster(profiles: ProfilesByKind, cluster: Path | None, num_devices: int | None) -> Cluster:
     """Returns the cluster of a file, or of devices like the profiled one with an assumed link."""
     if cluster is None:
         return _like_profiled(profiles, num_devices)
@@ -105,7 +103,7 @@ def read_or_assume_cluster(
     return found
 
 
-def _like_profiled(profiles: Mapping[str, ModelProfile], num_devices: int | None) -> Cluster:
+def _like_profiled(profiles: ProfilesByKind, num_devices: int | None) -> Cluster:
     """Returns devices like the profiled one: `num_devices` of them, or one per core of this machine."""
     if num_devices is None:
         if set(profiles) != {"cpu"}:
@@ -172,7 +170,7 @@ def profiles_of_plan(
     return found
 
 
-def note_other_profiles(plan: Plan, profiles: Mapping[str, ModelProfile]) -> None:
+def note_other_profiles(plan: Plan, profiles: ProfilesByKind) -> None:
     """Notes which profiles are not those that a plan was made from: its figures in its file are of these."""
     for kind, profile in profiles.items():
         if plan.profiles.get(kind) not in (None, fingerprint(profile)):

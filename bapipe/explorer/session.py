@@ -1,7 +1,7 @@
 """What one page explores: profiles and a cluster, and the answers to what its controls say."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from bapipe.formats.certificate import Certificate, certify
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Prediction
-from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.profile import LOSS, ProfilesByKind
 from bapipe.planner.analysis.exchange import exchange_share, fixed_exchange_words
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
@@ -45,7 +45,7 @@ class Session:
 
     def __init__(
         self,
-        profiles: Mapping[str, ModelProfile],
+        profiles: ProfilesByKind,
         cluster: Cluster,
         start: Plan | int,
         commands: Callable[[Decision, State], list[str]] = lambda decision, state: [],

@@ -1,6 +1,6 @@
 """Baselines, predicted by the same simulator: one device, data parallelism, stages with the same number of layers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import msgspec
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.plan import Alternative, Plan
 from bapipe.formats.prediction import Prediction
-from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.profile import LOSS, ProfilesByKind
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.compute.pace import Pace
@@ -63,7 +63,7 @@ class Baselines(NamedTuple):
 
 def baseline_alternatives(
     plan: Planned,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     microbatch_sizes: Sequence[int],
     schedules: Sequence[str],
     limits: Sequence[int],
@@ -124,9 +124,7 @@ def _one_device(plan: Planned, microbatch_sizes: Sequence[int], limits: Sequence
     ]
 
 
-def _data_parallel(
-    plan: Planned, microbatch_sizes: Sequence[int], profiles: Mapping[str, ModelProfile]
-) -> list[Candidate]:
+def _data_parallel(plan: Planned, microbatch_sizes: Sequence[int], profiles: ProfilesByKind) -> list[Candidate]:
     """Returns all layers on a replica on each device; none with one device, or if some layer cannot be replicated."""
     devices, layers = plan.cluster.devices, next(iter(profiles.values())).layers
     are_alike = len({device.num_members for device in devices}) == 1  # as the replicas of a stage must be
@@ -162,7 +160,7 @@ def _layer_names(plan: Planned) -> tuple[str, ...]:
 
 
 def _simulate_candidate(
-    candidate: Candidate, plan: Planned, profiles: Mapping[str, ModelProfile], limits: Sequence[int]
+    candidate: Candidate, plan: Planned, profiles: ProfilesByKind, limits: Sequence[int]
 ) -> SimulatedCandidate:
     timeline = _timeline(candidate, _table(candidate, plan), plan, profiles)
     peaks = [memory.total for memory in timeline.memory]
@@ -182,9 +180,7 @@ def _table(candidate: Candidate, plan: Planned) -> Schedule:
     )
 
 
-def _timeline(
-    candidate: Candidate, table: Schedule, plan: Planned, profiles: Mapping[str, ModelProfile]
-) -> StepColumns:
+def _timeline(candidate: Candidate, table: Schedule, plan: Planned, profiles: ProfilesByKind) -> StepColumns:
     costs = build_stages(candidate.stages, profiles, plan.cluster, candidate.microbatch_size)
     return simulate_columns(table, costs, plan.cluster)
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Alternative, Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.options import options_from
 from bapipe.planner.baselines import BASELINES, Baselines, baseline_alternatives
 from bapipe.planner.compute.deadline import Deadline, deadline_of
@@ -133,7 +133,7 @@ def _why_left_out(deadline: Deadline) -> str:
     return INTERRUPTED if deadline.is_stopped else NO_TIME_LEFT
 
 
-def _baselines(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> Baselines:
+def _baselines(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, deadline: Deadline) -> Baselines:
     """Returns the alternatives of a plan, with its baselines under the schedules of the options.
 
     Those of the plan itself are under its own schedule, or were left out as its search was ended.

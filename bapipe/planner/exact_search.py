@@ -1,10 +1,9 @@
 """The exact search of a request: its problems, the fastest layout of them, and that layout as a solution."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.infeasible import fitting_layout, infeasible_error, least_infeasible
 from bapipe.planner.branch_and_bound.partition_space import disagree_at_cuts, partition_space
 from bapipe.planner.branch_and_bound.problem import SearchResult
@@ -82,7 +81,7 @@ def _check_table_size(request: SearchRequest) -> None:
 
 
 def space_of_problems(
-    space: SearchSpace, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
+    space: SearchSpace, profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions
 ) -> PartitionSpace:
     """Returns what a certificate says of the problems of a search."""
     return partition_space(
@@ -96,9 +95,7 @@ def space_of_problems(
     )
 
 
-def solution_of(
-    profiles: Mapping[str, ModelProfile], result: SearchResult, minibatch_size: int, space: SearchedSpace
-) -> Solution:
+def solution_of(profiles: ProfilesByKind, result: SearchResult, minibatch_size: int, space: SearchedSpace) -> Solution:
     """Returns the result of a branch and bound as a solution, without alternatives."""
     problem, layout = result.problem, result.layout
     names = [layer.name for layer in next(iter(profiles.values())).layers]

@@ -6,7 +6,7 @@ a stage, or its memory, for some numbers of stages. A linearization through such
 below the minimum along the profile's order (`MAX_RATIO`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ import msgspec
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.measurement import Measurement
-from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.profile import LOSS, ModelProfile, ProfilesByKind
 from bapipe.graph.downsets import downsets
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.baselines import compared_with
@@ -44,12 +44,12 @@ MAX_DOWNSETS = 1000
 MAX_RATIO = 0.995
 """A linearization is searched if its largest load or memory, relative to that of the profile's order, is below this."""
 
-Solve = Callable[[Mapping[str, ModelProfile], Deadline], Solution]
+Solve = Callable[[ProfilesByKind, Deadline], Solution]
 """Searches along the order of the layers in some profiles until a deadline."""
 
 
 def solve_over_linearizations(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     chosen_for: Sequence[PlanOptions],
     solve: Solve,
@@ -118,7 +118,7 @@ def _bound_ns(solution: Solution, best: Solution, of_any_plan_ns: int) -> int:
     return solution.lower_bound_ns
 
 
-def _in_profile_order(solution: Solution, profiles: Mapping[str, ModelProfile]) -> Solution:
+def _in_profile_order(solution: Solution, profiles: ProfilesByKind) -> Solution:
     """Returns a solution with the layers of each stage in the profile's order, in which they run, and its step then.
 
     The order decides which gradients are there first, so the all-reduces of replicas begin at other times.
@@ -158,7 +158,7 @@ def _along(failure: BapipeError, num_orders: int) -> BapipeError:
     return ConstraintsUnmet(message, is_proven=False)
 
 
-def _fastest_device(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Device:
+def _fastest_device(profiles: ProfilesByKind, cluster: Cluster) -> Device:
     """Returns the device that takes the least time for a sample; of equally fast ones any."""
     per_sample_ns = ns_per_sample(profiles, cluster)
     return cluster.devices[per_sample_ns.index(min(per_sample_ns))]

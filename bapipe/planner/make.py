@@ -1,6 +1,6 @@
 """Plans made by hand: a decision, the step that the simulator predicts for it, and a bound on all other plans."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from numbers import Integral
@@ -22,7 +22,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
-from bapipe.formats.profile import LOSS, ModelProfile
+from bapipe.formats.profile import LOSS, ProfilesByKind
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
@@ -100,7 +100,7 @@ def make(
 
 
 def balanced_decision(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     devices: tuple[tuple[str, ...], ...],
     schedule: str,
@@ -127,7 +127,7 @@ def balanced_decision(
 
 def plan_of(
     decision: Decision,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     step: StepColumns,
     changed_from: Plan | None = None,
@@ -150,9 +150,7 @@ def plan_of(
     return with_certificate(plan, certificate_by_hand(plan, profiles, changed_from))
 
 
-def certificate_by_hand(
-    plan: Plan, profiles: Mapping[str, ModelProfile], changed_from: Plan | None = None
-) -> Certificate:
+def certificate_by_hand(plan: Plan, profiles: ProfilesByKind, changed_from: Plan | None = None) -> Certificate:
     """Returns the certificate of a plan that no search made: a bound from the work, or from another plan's search."""
     step_ns, bound_ns = plan.prediction.step_ns, work_bound_ns(profiles, plan.cluster, plan.minibatch_size)
     # A plan outside the space that was searched may be faster than all plans of the space.
@@ -166,7 +164,7 @@ def certificate_by_hand(
     return certify(step_ns, bound_ns, ANY_PLAN)
 
 
-def judge(plan: Plan, profiles: Mapping[str, ModelProfile], timeline: Timeline) -> Plan:
+def judge(plan: Plan, profiles: ProfilesByKind, timeline: Timeline) -> Plan:
     """Returns a plan with the prediction of its timeline; its certificate only if it holds for that prediction."""
     prediction = timeline.prediction(plan.minibatch_size)
     same_profiles = all(plan.profiles.get(kind) in (None, fingerprint(of)) for kind, of in profiles.items())
@@ -228,7 +226,7 @@ def _cut_positions(cuts: Iterable[str | int], names: Sequence[str]) -> tuple[int
     return tuple(index[cut] if isinstance(cut, str) else int(cut) for cut in cuts)
 
 
-def _sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
+def _sizes(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> list[int]:
     """Returns the micro-batch sizes to try: the measured ones that divide the mini-batch, else all that divide it."""
     sizes = microbatch_sizes(profiles, cluster, options)
     measured = {size for profile in profiles.values() for size in profile.microbatch_sizes}
@@ -320,7 +318,7 @@ def _listed(option: str, given: Iterable[T]) -> tuple[T, ...]:
 
 
 def _balanced_cuts(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, devices: Sequence[Sequence[str]]
+    profiles: ProfilesByKind, cluster: Cluster, size: int, devices: Sequence[Sequence[str]]
 ) -> tuple[int, ...]:
     """Returns cuts such that every stage takes about as long, on devices that share the time of their stages."""
     from bapipe.planner.stages.nearest_cuts import nearest_cuts  # loads numpy

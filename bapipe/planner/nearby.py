@@ -4,14 +4,14 @@ A full search spends most of its time on the last percent. Here a plan of one po
 moved, and a short branch and bound per point finds what is faster and proves how much faster any plan can be.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.search import best_below
 from bapipe.planner.branch_and_bound.space import search_space
@@ -52,7 +52,7 @@ class Point:
     options: PlanOptions
 
 
-def can_plan_nearby(profiles: Mapping[str, ModelProfile], points: Sequence[Point]) -> bool:
+def can_plan_nearby(profiles: ProfilesByKind, points: Sequence[Point]) -> bool:
     """Returns whether the branch and bound is the search for all these points."""
     num_layers = len(next(iter(profiles.values())).layers)
     return num_layers <= MAX_LAYERS and all(
@@ -68,7 +68,7 @@ def can_plan_nearby(profiles: Mapping[str, ModelProfile], points: Sequence[Point
 
 
 def plans_nearby(
-    profiles: Mapping[str, ModelProfile], points: Sequence[Point], progress: Progress
+    profiles: ProfilesByKind, points: Sequence[Point], progress: Progress
 ) -> list[Plan | BapipeError | None]:
     """Returns for each point a plan with its lower bound; why there is none; or None if only a full search can tell.
 
@@ -89,7 +89,7 @@ def plans_nearby(
     return [each if isinstance(each, BapipeError) else each.plan() for each in found]
 
 
-def _begin(profiles: Mapping[str, ModelProfile], point: Point) -> "_PointSearch | BapipeError":
+def _begin(profiles: ProfilesByKind, point: Point) -> "_PointSearch | BapipeError":
     try:
         return _PointSearch(profiles, point)
     except BapipeError as error:
@@ -105,7 +105,7 @@ def _try_plans_of_neighbours(searches: "Sequence[_PointSearch]") -> None:
 class _PointSearch:
     """The best plan of a point so far, and what is proven about all its plans."""
 
-    def __init__(self, profiles: Mapping[str, ModelProfile], point: Point) -> None:
+    def __init__(self, profiles: ProfilesByKind, point: Point) -> None:
         self._profiles, self._options = profiles, point.options
         self._cluster = point.cluster.sequential
         check_inputs(profiles, self._cluster, self._options)

@@ -1,6 +1,6 @@
 """Plans profiles on a cluster: the entry points of planning, and the step from options to a search."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import THROUGHPUT, Plan, check_plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.options import options_from
 from bapipe.planner.best_grouping import best_grouping, order_to_search
 from bapipe.planner.compute.deadline import Deadline, deadline_of
@@ -126,7 +126,7 @@ def _least_ns(grouping: Grouping, options: PlanOptions) -> int:
 
 
 def plan_once(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -198,7 +198,7 @@ def _over_linearizations(request: SearchRequest) -> Solution:
     check_inputs(request.profiles, cluster, options)
     progress = None if request.progress is None else WholeProgress(request.progress)
 
-    def solve(in_one_order: Mapping[str, ModelProfile], until: Deadline) -> Solution:
+    def solve(in_one_order: ProfilesByKind, until: Deadline) -> Solution:
         solution = solve_step_time(replace(request, profiles=in_one_order, deadline=until, progress=progress))
         if rival is not None and solution.objective_ns >= rival.objective_ns:
             return solution  # it will be an alternative itself, without any of its own

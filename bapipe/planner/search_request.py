@@ -1,10 +1,9 @@
 """What every search for a plan is given: the inputs, how long it may take, and whom it tells."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
@@ -31,7 +30,7 @@ class SearchRequest:
             alone. All searches of a goal must have the same orders, and each has a memory limit of its own.
     """
 
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
     options: PlanOptions
     deadline: Deadline = UNLIMITED
@@ -40,7 +39,7 @@ class SearchRequest:
     orders_for: tuple[PlanOptions, ...] = ()
 
     @property
-    def inputs(self) -> tuple[Mapping[str, ModelProfile], Cluster, PlanOptions]:
+    def inputs(self) -> tuple[ProfilesByKind, Cluster, PlanOptions]:
         return self.profiles, self.cluster, self.options
 
     @property

@@ -1,11 +1,11 @@
 """What a reader of a plan should know besides its figures: near-ties, what was not searched, what was not measured."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import UNSET
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, has_host_times
+from bapipe.formats.profile import HALVED, HOST_OVER_DEVICE, ModelProfile, ProfilesByKind, has_host_times
 from bapipe.planner.analysis.exchange import device_ns
 from bapipe.planner.analysis.near_ties import NearTie
 from bapipe.planner.inputs.options import RUNNABLE
@@ -23,7 +23,7 @@ SCALED = "scaled_in_proportion"
 
 def plan_remarks(
     plan: Plan,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     schedules: Sequence[str],
     ties: Sequence[NearTie],
     num_stages: int | None = None,
@@ -47,7 +47,7 @@ def plan_remarks(
         yield f"not searched: {names}; `schedules` all searches every schedule that torch can run"
 
 
-def halved_words(plans: Iterable[Plan], profiles: Mapping[str, ModelProfile]) -> Iterator[str]:
+def halved_words(plans: Iterable[Plan], profiles: ProfilesByKind) -> Iterator[str]:
     """Yields that plans which run I and W apart rest on profiles that do not have them, if so."""
     halved = [profile for profile in profiles.values() if HALVED in profile.environment]
     apart = [
@@ -62,7 +62,7 @@ def halved_words(plans: Iterable[Plan], profiles: Mapping[str, ModelProfile]) ->
         )
 
 
-def scaled_words(plans: Sequence[Plan], profiles: Mapping[str, ModelProfile]) -> Iterator[str]:
+def scaled_words(plans: Sequence[Plan], profiles: ProfilesByKind) -> Iterator[str]:
     """Yields which micro-batch sizes of some plans were not measured, nor lie between two that were, if any.
 
     That is said of the first profile for which it is so.

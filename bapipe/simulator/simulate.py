@@ -10,7 +10,7 @@ from typing import Any
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.allreduce import LastBackward, reduce_buckets, sum_ns
 from bapipe.simulator.compiled import ActionTimes, CompiledSchedule, compile_schedule
@@ -25,7 +25,7 @@ from bapipe.simulator.tied_weights import TiedGradient
 from bapipe.simulator.timeline import SpanColumns, StepColumns, Sync, Timeline, Update
 
 
-def simulate(plan: Plan, profiles: Mapping[str, ModelProfile]) -> Timeline:
+def simulate(plan: Plan, profiles: ProfilesByKind) -> Timeline:
     """Returns the predicted timeline of one step of a plan, with profiles by device kind.
 
     Raises:

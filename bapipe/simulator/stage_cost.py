@@ -9,7 +9,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.simulator.cuts import Cut, check_layers, find_cuts, kept_tensor_bytes
 from bapipe.simulator.groups import check_members, check_replicas, check_tied_weights
@@ -24,7 +24,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def build_stages(
-    stages: Sequence[StagePlan], profiles: Mapping[str, ModelProfile], cluster: Cluster, microbatch_size: int
+    stages: Sequence[StagePlan], profiles: ProfilesByKind, cluster: Cluster, microbatch_size: int
 ) -> tuple[Stage, ...]:
     """Returns the cost of every stage, from the profiles by device kind.
 

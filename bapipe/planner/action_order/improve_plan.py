@@ -5,12 +5,12 @@ neighbour is searched only if its lower bound is below the best step so far, the
 continues from the first neighbour that is faster.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from bapipe.formats.plan import Alternative
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.action_order.bounds import lower_bound_ns
 from bapipe.planner.action_order.problem import order_problem, sequential_schedule
@@ -37,7 +37,7 @@ EFFORT_SHARE_PER_PARTITION = 0.1
 
 def improve_plan(
     plan: Solution,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     limits: Sequence[int],
     effort: float,
     *,
@@ -94,7 +94,7 @@ def improve_plan(
 class _Partition:
     """A partition of the layers for the devices of a plan, and what its stages cost."""
 
-    def __init__(self, stages: tuple[StagePlan, ...], plan: Solution, profiles: Mapping[str, ModelProfile]) -> None:
+    def __init__(self, stages: tuple[StagePlan, ...], plan: Solution, profiles: ProfilesByKind) -> None:
         self.stages, self.table, self.cluster = stages, plan.table, plan.cluster
         self.costs = build_stages(stages, profiles, plan.cluster, plan.microbatch_size)
 
@@ -120,7 +120,7 @@ class _Partition:
         )
 
 
-def _neighbours(stages: tuple[StagePlan, ...], profiles: Mapping[str, ModelProfile]) -> Iterator[tuple[StagePlan, ...]]:
+def _neighbours(stages: tuple[StagePlan, ...], profiles: ProfilesByKind) -> Iterator[tuple[StagePlan, ...]]:
     """Yields the stages with one layer moved over a cut; layers that share parameters stay together."""
     shares = {layer.name: set(layer.shares) for layer in next(iter(profiles.values())).layers}
     for s in range(len(stages) - 1):

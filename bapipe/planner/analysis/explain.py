@@ -5,10 +5,10 @@ between layers, coarser cuts where links are slow, memory, splits inside layers,
 the plan uses it and what leaving it out would cost, measured with the simulator or by planning again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.analysis.critical_path import time_shares
 from bapipe.planner.analysis.exchange import fixed_exchange_words
 from bapipe.planner.analysis.gap import explain_gap
@@ -49,7 +49,7 @@ TOPICS = (
 
 def explain(
     plan: Plan,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     options: PlanOptions,
     *,
     deadline: Deadline | None = None,
@@ -138,7 +138,7 @@ def _stages(plan: Plan) -> str:
     )
 
 
-def _cuts(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
+def _cuts(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, deadline: Deadline) -> str:
     """Compares the plan's cuts with those that balance compute alone: the best cuts send less if links matter."""
     if len(plan.stages) == 1:
         return "Coarse-grained cuts: none; all layers are in one stage."
@@ -167,7 +167,7 @@ def _cuts(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions
     )
 
 
-def _sent_bytes(plan: Plan, profiles: Mapping[str, ModelProfile]) -> list[int]:
+def _sent_bytes(plan: Plan, profiles: ProfilesByKind) -> list[int]:
     """Returns the activation bytes per micro-batch that each cut sends; [stages - 1]."""
     stages = build_stages(plan.stages, profiles, plan.cluster, plan.microbatch_size)
     return [stage.send_bytes for stage in stages[:-1]]

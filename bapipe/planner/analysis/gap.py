@@ -1,12 +1,11 @@
 """Explains the gap of a plan: what its lower bound leaves out, and how much of it other choices account for."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from bapipe.errors import BapipeError
 from bapipe.formats.certificate import outside_of
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.graph.layer_graph import of_layers
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
@@ -17,9 +16,7 @@ from bapipe.planner.search_request import SearchRequest
 from bapipe.units import percent_up
 
 
-def explain_gap(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, deadline: Deadline = UNLIMITED
-) -> str:
+def explain_gap(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, *, deadline: Deadline = UNLIMITED) -> str:
     """Returns what the gap of a plan consists of and what would close it.
 
     The plan's schedule and micro-batch size are searched again, alone: if little of the gap is left then, other
@@ -33,7 +30,7 @@ def explain_gap(
     return f"Gap: {_shares(plan, profiles, options)} To close it, {_remedy(plan, profiles, options, deadline)}"
 
 
-def _shares(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> str:
+def _shares(plan: Plan, profiles: ProfilesByKind, options: PlanOptions) -> str:
     """What the bound and the step are made of, and which part of the difference is the largest."""
     step_ns, bound_ns = plan.prediction.step_ns, plan.certificate.lower_bound_ns
     work_ns = min(work_bound_ns(profiles, plan.cluster, options.minibatch_size), bound_ns)
@@ -53,7 +50,7 @@ def _shares(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptio
     )
 
 
-def _remedy(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline) -> str:
+def _remedy(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, deadline: Deadline) -> str:
     longer = _longer(plan, options)
     num_choices = len(named_schedules(options)) * len(microbatch_sizes(profiles, plan.cluster, options))
     if num_choices == 1 or plan.schedule not in named_schedules(options):

@@ -1,9 +1,7 @@
 """What the groups of a plan exchange, and what larger or smaller groups would change, as sentences."""
 
-from collections.abc import Mapping
-
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.analysis.exchange import exchange_share
 
 NOT_SEARCHED = (
@@ -12,7 +10,7 @@ NOT_SEARCHED = (
 )
 
 
-def intra_layer(plan: Plan, profiles: Mapping[str, ModelProfile]) -> str:
+def intra_layer(plan: Plan, profiles: ProfilesByKind) -> str:
     """Returns whether the plan splits layers over groups, how much of their time is exchange, and the other ways."""
     others = [
         f"{other.name}: {other.step_ns / 1e6:,.1f} ms per step, {other.why_not}"
@@ -26,7 +24,7 @@ def intra_layer(plan: Plan, profiles: Mapping[str, ModelProfile]) -> str:
     return f"Intra-layer split: {used}. {'. '.join(others)}{'.' if others else ''}".strip()
 
 
-def _exchange_of(plan: Plan, s: int, profiles: Mapping[str, ModelProfile]) -> str:
+def _exchange_of(plan: Plan, s: int, profiles: ProfilesByKind) -> str:
     """How much of the compute of a stage its groups exchange data; empty for a stage on single devices."""
     stage = plan.stages[s]
     device = plan.cluster.devices[plan.cluster.index[stage.devices[0]]]

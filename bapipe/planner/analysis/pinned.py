@@ -1,13 +1,11 @@
 """Evaluates a hand-made plan: its prediction, and a lower bound on all plans of the space."""
 
-from collections.abc import Mapping
-
 import msgspec
 
 from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.partition_space import line_space
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
@@ -27,7 +25,7 @@ BEST_FOUND = "best found"
 
 def certify_pinned(
     plan: Plan,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     options: PlanOptions,
     *,
     deadline: Deadline = UNLIMITED,
@@ -76,7 +74,7 @@ def certify_pinned(
     return with_certificate(judged, certify(timeline.step_ns, bound_ns, words, memory_limit(space)))
 
 
-def reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> list[str]:
+def reasons_outside(plan: Plan, profiles: ProfilesByKind, options: PlanOptions) -> list[str]:
     """Returns what a plan decides otherwise than the options allow."""
     from bapipe.planner.stages.constraints import parse_constraints  # loads numpy
 
@@ -111,7 +109,7 @@ def reasons_outside(plan: Plan, profiles: Mapping[str, ModelProfile], options: P
     return reasons
 
 
-def _recomputes_needlessly(plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions) -> bool:
+def _recomputes_needlessly(plan: Plan, profiles: ProfilesByKind, options: PlanOptions) -> bool:
     """Returns whether a stage recomputes, all devices of which hold their stages without."""
     replace = msgspec.structs.replace
     stages = tuple(replace(stage, recompute=False, recompute_layers=msgspec.UNSET) for stage in plan.stages)

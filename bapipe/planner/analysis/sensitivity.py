@@ -1,6 +1,6 @@
 """Sensitivity: how much shorter a step would be with 10 % more of each resource."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import outside_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.analysis.pinned import BEST_FOUND
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
@@ -50,7 +50,7 @@ class Effect:
 
 
 def sensitivity(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, *, deadline: Deadline = UNLIMITED
+    plan: Plan, profiles: ProfilesByKind, options: PlanOptions, *, deadline: Deadline = UNLIMITED
 ) -> tuple[Effect, ...]:
     """Returns the effect of more speed of devices, more bandwidth of links, and more memory; largest first.
 
@@ -70,9 +70,7 @@ def sensitivity(
     return tuple(sorted(effects, key=lambda effect: (effect.ratio, effect.resource)))
 
 
-def _more_memory(
-    plan: Plan, profiles: Mapping[str, ModelProfile], options: PlanOptions, deadline: Deadline
-) -> list[Effect]:
+def _more_memory(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, deadline: Deadline) -> list[Effect]:
     """Returns the effects of more memory on the best plan: a hand-made one may not be the best for its own memory."""
 
     def planned_ns(memory_bytes: Sequence[int], limit: int | None, known_ns: int) -> int:

@@ -4,7 +4,7 @@ Data parallelism, layers split over all devices, a pipeline, the two mixes of da
 parallelism whose members share parameters, and the best plan of all. Profiles of groups are given, or estimated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -15,7 +15,7 @@ from bapipe.estimates import check_whole, estimate
 from bapipe.estimates.split_layers import tightest_limit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile, Split
+from bapipe.formats.profile import ModelProfile, ProfilesByKind, Split
 from bapipe.planner.analysis.pinned import reasons_outside
 from bapipe.planner.compute.deadline import Deadline, deadline_of
 from bapipe.planner.inputs.device_grouping import profiles_used_by
@@ -54,7 +54,7 @@ class Strategy:
     """
 
     plan: Plan | None = None
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     why_not: str = ""
     limit: Limit | None = None
 
@@ -197,7 +197,7 @@ class StrategyPlanner:
             return self._without(self._no_groups(), limit)
         return min(found, key=lambda each: each.plan.prediction.step_ns if each.plan else float("inf"))
 
-    def _on_groups(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, limit: Limit | None) -> Strategy:
+    def _on_groups(self, profiles: ProfilesByKind, cluster: Cluster, limit: Limit | None) -> Strategy:
         """One stage with a replica on each device or group of a cluster, at the fastest micro-batch size."""
         try:
             made = self._one_stage(profiles, cluster)
@@ -205,7 +205,7 @@ class StrategyPlanner:
             return self._without(str(error), limit)
         return Strategy(plan=made, profiles=profiles, limit=limit)
 
-    def _one_stage(self, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Plan:
+    def _one_stage(self, profiles: ProfilesByKind, cluster: Cluster) -> Plan:
         num_replicas, samples = len(cluster.devices), self.options.minibatch_size
         sizes = microbatch_sizes(profiles, cluster, self.options)
         if samples // sizes[0] < num_replicas:
@@ -223,7 +223,7 @@ class StrategyPlanner:
             raise too_large
         return min(plans, key=preference)
 
-    def _at(self, size: int, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Plan:
+    def _at(self, size: int, profiles: ProfilesByKind, cluster: Cluster) -> Plan:
         """One stage at a micro-batch size; recomputed if it does not fit otherwise and the options allow it."""
         names = fastest_first(profiles, cluster)
         for recompute in ((), (0,)):

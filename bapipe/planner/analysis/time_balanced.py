@@ -1,13 +1,12 @@
 """A plan's stages with cuts that balance compute alone: the classic min-max dynamic programme over (stage, cut)."""
 
-from collections.abc import Mapping
 from itertools import pairwise
 from math import inf
 
 import msgspec
 
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.stages.chain import Chain
 from bapipe.simulator.tied_weights import legal_cuts
@@ -16,7 +15,7 @@ MAX_LAYERS_TO_BALANCE = 400
 """Maximum number of layers: with more, the dynamic programme takes too long for a comparison."""
 
 
-def time_balanced_plan(plan: Plan, profiles: Mapping[str, ModelProfile], deadline: Deadline = UNLIMITED) -> Plan | None:
+def time_balanced_plan(plan: Plan, profiles: ProfilesByKind, deadline: Deadline = UNLIMITED) -> Plan | None:
     """Returns the plan with the cuts that minimize the slowest stage's compute; transfers and memory are ignored.
 
     None if devices have several stages, if there are more layers than `MAX_LAYERS_TO_BALANCE`, or if the profile's

@@ -8,7 +8,7 @@ import numpy as np
 
 from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.partition_space import disagree_at_cuts
 from bapipe.planner.branch_and_bound.problem import Layout, Problem, Root, SearchResult
 from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders, tries_any_order
@@ -155,7 +155,7 @@ class _ShortfallDP:
 
 
 def infeasible_error(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     closest: ClosestLayout | None,
@@ -191,7 +191,7 @@ def infeasible_error(
     )
 
 
-def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
+def _tried_devices(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> str:
     """Returns on which choices of devices no plan fits, in words; '' if that is so for all."""
     if tries_all_orders(profiles, cluster, options):
         return ""
@@ -201,7 +201,7 @@ def _tried_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, optio
     return f" on the first devices, {', or '.join(orders)}, of too many choices to try all,"
 
 
-def _contradiction(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
+def _contradiction(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> str:
     """Returns the error text if the constraints allow no plan: it names those that can be dropped to get one."""
     culprits = []
     for i, text in enumerate(options.constraints):
@@ -240,7 +240,7 @@ def _recomputed(layers: frozenset[int], num_layers: int) -> str:
 
 
 def _advice(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     shortfall: Mapping[int, int],
@@ -275,7 +275,7 @@ def _try(microbatch_size: int) -> str:
     return f"Try more devices, {smaller}or a smaller mini-batch"
 
 
-def _too_large_layer(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> str:
+def _too_large_layer(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> str:
     """Returns a sentence about the largest layer if it alone exceeds every memory limit, else ''."""
     layers = next(iter(profiles.values())).layers
     # Without activations, so that the sentence holds for any micro-batch size.

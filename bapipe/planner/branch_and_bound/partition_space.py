@@ -1,9 +1,9 @@
 """Describes for the certificate what searches for partitions cover: schedules, orders of devices and so on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
@@ -12,7 +12,7 @@ from bapipe.simulator.tied_weights import inseparable_layers
 
 
 def partition_space(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -46,12 +46,12 @@ def partition_space(
     )
 
 
-def has_inseparable(profiles: Mapping[str, ModelProfile]) -> bool:
+def has_inseparable(profiles: ProfilesByKind) -> bool:
     """Returns whether there are layers that no cut may part."""
     return any(True for _ in inseparable_layers(next(iter(profiles.values())).layers))
 
 
-def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, sizes: Sequence[int]) -> bool:
+def disagree_at_cuts(profiles: ProfilesByKind, cluster: Cluster, sizes: Sequence[int]) -> bool:
     """Returns whether the profiles of the cluster's kinds of devices have unequal output bytes at any of some sizes."""
     used = [profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)]
     outputs = (tuple(tuple(m.output_bytes for m in profile.at(size)) for profile in used) for size in sizes)
@@ -59,7 +59,7 @@ def disagree_at_cuts(profiles: Mapping[str, ModelProfile], cluster: Cluster, siz
 
 
 def line_space(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
+    profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions, orders: Sequence[str] = (GIVEN_ORDER,)
 ) -> PartitionSpace:
     """Returns the space of plans on the first devices of some orders, described in words.
 

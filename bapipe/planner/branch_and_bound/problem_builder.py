@@ -1,12 +1,12 @@
 """Builds the problems of a search space: one per schedule and micro-batch size."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.lower_bound import LowerBound
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.roots import make_roots, total_rate
@@ -53,7 +53,7 @@ class ProblemBuilder:
         deadline: after it, building, and later making tables, raises OutOfTime.
     """
 
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
     options: PlanOptions
     constraints: Constraints
@@ -177,7 +177,7 @@ def _runs_forwards_first(schedule: str) -> bool:
     return all(map(runs_forwards_first, SCHEDULES[schedule](PROBE_STAGES, PROBE_MICROBATCHES).order))
 
 
-def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int) -> int:
+def _min_work_ns(profiles: ProfilesByKind, cluster: Cluster, size: int) -> int:
     """Returns a lower bound on F and the backward of a micro-batch in all layers, at speed 1.
 
     Each layer counts on the kind of device that is fastest for it, with B or I + W.
@@ -189,7 +189,7 @@ def _min_work_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, size: i
     return sum(min(times) for times in zip(*rows, strict=True))
 
 
-def _chains(profiles: Mapping[str, ModelProfile], classes: Sequence[DeviceClass], size: int) -> list[Chain]:
+def _chains(profiles: ProfilesByKind, classes: Sequence[DeviceClass], size: int) -> list[Chain]:
     """Returns the layers on each class of devices; classes of one kind and speed share a chain. [classes]"""
     at_speed_1 = {kind: Chain(profiles[kind], size, 1.0) for kind in {cls.device.kind for cls in classes}}
     keys = dict.fromkeys((cls.device.kind, cls.device.speed) for cls in classes)

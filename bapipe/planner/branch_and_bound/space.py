@@ -1,11 +1,11 @@
 """The search space of some options: a problem per schedule and micro-batch size, with its choices of devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapipe.errors import ConstraintsUnmet
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.partition_space import has_inseparable
 from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.branch_and_bound.problem_builder import MAX_PERMUTED_DEVICES, ProblemBuilder
@@ -46,7 +46,7 @@ class SearchSpace:
 
 
 def search_space(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     deadline: Deadline = UNLIMITED,
@@ -63,7 +63,7 @@ def search_space(
     return build_space(profiles, cluster, options, sizes=sizes, deadline=deadline)
 
 
-def check_num_stages(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+def check_num_stages(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> None:
     """Checks, without a search, whether there are stages as the options want them, if memory is left aside.
 
     Raises:
@@ -88,7 +88,7 @@ def check_num_stages(profiles: Mapping[str, ModelProfile], cluster: Cluster, opt
 
 
 def build_space(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -124,7 +124,7 @@ def build_space(
     )
 
 
-def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+def tries_any_order(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> bool:
     """Returns whether the space has devices in any order, or only in those of `device_orders`.
 
     This is about schedules with one stage per device. With several stages on each of many devices, the space has only
@@ -133,28 +133,26 @@ def tries_any_order(profiles: Mapping[str, ModelProfile], cluster: Cluster, opti
     return _allows_any_order(profiles, cluster, options, _classes_of(profiles, cluster, options))
 
 
-def tries_all_orders(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+def tries_all_orders(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> bool:
     """Returns whether the space has all orders of the devices, for every schedule."""
     has_many = num_in_any_order(_classes_of(profiles, cluster, options)) < len(cluster.devices)
     has_some = has_many and names_looped(options)
     return not has_some and tries_any_order(profiles, cluster, options)
 
 
-def _classes_of(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
-) -> tuple[DeviceClass, ...]:
+def _classes_of(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> tuple[DeviceClass, ...]:
     """Returns the classes of the cluster's devices under some options."""
     allowed = parse_constraints(options.constraints).allowed_layers(cluster)
     return device_classes(cluster, options.limits(cluster), allowed, ns_per_sample(profiles, cluster))
 
 
-def has_sorted_devices(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> bool:
+def has_sorted_devices(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> bool:
     """Returns whether the cluster lists its devices in the order of their classes; see `are_sorted`."""
     return are_sorted(_classes_of(profiles, cluster, options))
 
 
 def _allows_any_order(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
+    profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions, classes: Sequence[DeviceClass]
 ) -> bool:
     """Returns whether the devices are few or alike enough to be taken in any order."""
     # A plan uses no more devices: a replica has at least one micro-batch, and a stage at least one layer.

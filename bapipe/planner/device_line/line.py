@@ -1,6 +1,6 @@
 """The devices of a cluster in one order, and the step time and memory of plans whose stages take consecutive ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.device_line.in_flight import check_is_described, most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
@@ -79,7 +79,7 @@ class DeviceLine:
         kinds: the kinds of its devices, in alphabetical order.
     """
 
-    def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+    def __init__(self, profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> None:
         for schedule in named_schedules(options):
             check_is_described(schedule)
         self.profiles, self.cluster, self.options = profiles, cluster, options

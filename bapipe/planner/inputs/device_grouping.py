@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile, have_common_settings, is_estimate
+from bapipe.formats.profile import ModelProfile, ProfilesByKind, have_common_settings, is_estimate
 from bapipe.planner.inputs.device_groups import consecutive_devices, with_groups
 from bapipe.planner.inputs.profiles import Profiles, listed, two_of_a_kind
 from bapipe.planner.inputs.sub_clusters import links_among
@@ -26,7 +26,7 @@ class Grouping:
     """
 
     name: str
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
 
 
@@ -99,7 +99,7 @@ def profiles_used_by(plan: Plan, profiles: Iterable[ModelProfile]) -> dict[str, 
     return {one.device.kind: one for one in profiles if plan.profiles.get(one.device.kind) == fingerprint(one)}
 
 
-def _grouping(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> Grouping:
+def _grouping(profiles: ProfilesByKind, cluster: Cluster) -> Grouping:
     kinds = [device.kind for device in cluster.devices]
     parts = []
     for kind in dict.fromkeys(kinds):

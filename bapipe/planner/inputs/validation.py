@@ -1,6 +1,6 @@
 """Checks of the planner's inputs: profiles that match the cluster and one another, sums that do not overflow."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -8,7 +8,7 @@ from bapipe.errors import BapipeError, InvalidFile, did_you_mean
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.profile import ModelProfile, ProfilesByKind, common_settings
 from bapipe.graph.layer_graph import check_connected, of_layers
 from bapipe.planner.inputs.options import EVERY_SCHEDULE, SEARCH, PlanOptions
 from bapipe.schedules import ALL, LOOPED, SCHEDULES
@@ -63,7 +63,7 @@ def check_num_devices(num_devices: int) -> None:
         raise BapipeError(f"{num_devices:,} devices: want at most {MAX_DEVICES:,}; plan for a part of them")
 
 
-def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+def check_inputs(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> None:
     """Raises BapipeError for an unknown schedule, or profiles that do not match the cluster or one another.
 
     Their settings are compared here, too, though plans are the first to need common ones: before anything is searched.
@@ -103,7 +103,7 @@ def check_inputs(profiles: Mapping[str, ModelProfile], cluster: Cluster, options
     check_same_training([profiles[kind] for kind in dict.fromkeys(device.kind for device in cluster.devices)])
 
 
-def check_figures(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
+def check_figures(profiles: ProfilesByKind, cluster: Cluster, minibatch_size: int) -> None:
     """Raises BapipeError for times, sizes, links or speeds that are too large or too small to add up over a step."""
     for profile in profiles.values():
         _check_sizes(profile, minibatch_size)
@@ -140,7 +140,7 @@ def _check_connected(profile: ModelProfile) -> None:
     check_connected(of_layers(profile), [*tied, *readers.values()])
 
 
-def _check_links(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
+def _check_links(profiles: ProfilesByKind, cluster: Cluster, minibatch_size: int) -> None:
     """Raises InvalidFile if the transfers of a step would take years on a link."""
     if len(cluster.devices) == 1:
         return
@@ -184,7 +184,7 @@ def _check_sum(
         )
 
 
-def _check_speeds(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> None:
+def _check_speeds(profiles: ProfilesByKind, cluster: Cluster, minibatch_size: int) -> None:
     """Raises BapipeError if a step would take years on a device."""
     longest_ns = {kind: _longest_step_ns(profile, minibatch_size) for kind, profile in profiles.items()}
     for device in cluster.devices:
@@ -212,7 +212,7 @@ def _longest_ns(layer: LayerMeasurement) -> int:
     return max(layer.forward_ns, host.forward_ns) + max(apart_ns, whole_ns)
 
 
-def microbatch_sizes(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> list[int]:
+def microbatch_sizes(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> list[int]:
     """Returns the micro-batch sizes to search, ascending.
 
     Raises:

@@ -1,6 +1,6 @@
 """What a plan decides, apart from what follows from it; and the step that follows, by the simulator."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +12,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.inputs.validation import check_num_forwards
 from bapipe.schedules.placement import place_schedule
@@ -148,7 +148,7 @@ def decision_of(plan: Plan) -> Decision:
     return replace(decision, own_table=plan.table)
 
 
-def check_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> None:
+def check_decision(decision: Decision, profiles: ProfilesByKind, cluster: Cluster) -> None:
     """Raises BapipeError unless every stage has layers and known devices, and the sizes divide."""
     num_layers = len(decision.layers)
     for begin, end in pairwise((0, *decision.cuts, num_layers)):
@@ -201,7 +201,7 @@ def _check_replicas(decision: Decision, layers: Sequence[LayerProfile]) -> None:
             )
 
 
-def simulate_decision(decision: Decision, profiles: Mapping[str, ModelProfile], cluster: Cluster) -> StepColumns:
+def simulate_decision(decision: Decision, profiles: ProfilesByKind, cluster: Cluster) -> StepColumns:
     """Returns one step.
 
     Raises:

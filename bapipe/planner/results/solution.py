@@ -4,7 +4,7 @@ Every search returns a `Solution`. The best one over linearizations and device g
 are added; `make_plan` then makes the `Plan`, once.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import THROUGHPUT, Alternative, Objective, Plan, with_certificate
 from bapipe.formats.prediction import Prediction
-from bapipe.formats.profile import ModelProfile, common_settings
+from bapipe.formats.profile import ProfilesByKind, common_settings
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.results.preference import Preference
 from bapipe.planner.results.searched_space import SearchedSpace, in_words, memory_limit
@@ -47,7 +47,7 @@ class Solution:
             cut off before it had looked at other schedules or orders of devices, or it searched orders of actions.
     """
 
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
     objective: Objective = "step"
     minibatch_size: int
@@ -106,7 +106,7 @@ def make_plan(solution: Solution) -> Plan:
 
 
 def uncertified_plan(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     *,
     objective: Objective = "step",

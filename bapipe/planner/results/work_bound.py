@@ -1,13 +1,13 @@
 """Lower bounds on the step of every plan for a cluster and a mini-batch; no search is needed."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from math import floor, isqrt
 
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.planner.inputs.options import SEARCH, PlanOptions
 from bapipe.planner.inputs.profiles import num_layers
 from bapipe.planner.inputs.scalable_times import scalable_times
@@ -22,7 +22,7 @@ WORK_BOUND = "all work of a step shared by all devices"
 """How a certificate names this bound."""
 
 
-def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, minibatch_size: int) -> int:
+def work_bound_ns(profiles: ProfilesByKind, cluster: Cluster, minibatch_size: int) -> int:
     """Returns a time that no step can beat, of any stages, schedule, replicas and micro-batch size of the profiles.
 
     Let t(l, d) be the time of layer l's work of a step on device d, and let each device have a price p(d) > 0. A step
@@ -41,7 +41,7 @@ def work_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, miniba
     return max(0, min(bounds, default=0))
 
 
-def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> int:
+def step_bound_ns(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> int:
     """Returns a time that no step can beat, of any stages, replicas and order of the layers that some options allow.
 
     It is the work as above, on as many devices as a plan can have, or, if that is longer, the trip of one micro-batch
@@ -60,9 +60,7 @@ def step_bound_ns(profiles: Mapping[str, ModelProfile], cluster: Cluster, option
     return max(0, floor(min(bounds)))
 
 
-def _trip_at(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, size: int, waited_for: Sequence[bool] | None
-) -> Fraction:
+def _trip_at(profiles: ProfilesByKind, cluster: Cluster, size: int, waited_for: Sequence[bool] | None) -> Fraction:
     """Returns the least time from the start of a micro-batch's first F to the end of its last backward.
 
     Args:
@@ -91,7 +89,7 @@ def _trip_at(
     return trip_ns - Fraction(PHASES_PER_MICROBATCH * len(times[0]) * is_rounded, 2)
 
 
-def _layers_waited_for(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[bool]:
+def _layers_waited_for(profiles: ProfilesByKind, cluster: Cluster) -> list[bool]:
     """Returns for each layer whether, by the profiles of all kinds, a gradient goes back from any stage it is in."""
     kinds = sorted({device.kind for device in cluster.devices})
     of_kinds = [has_gradient_to_the_end(profiles[kind].layers) for kind in kinds]
@@ -121,7 +119,7 @@ def has_gradient_to_the_end(layers: Sequence[LayerProfile]) -> list[bool]:
 
 
 def _bound_at(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     devices: Sequence[Device],
     size: int,

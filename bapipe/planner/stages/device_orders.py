@@ -1,11 +1,11 @@
 """The orders in which plans take the devices if they are many: the cluster's order, by speed, by memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.results.searched_space import GIVEN_ORDER
 from bapipe.planner.stages.constraints import parse_constraints
@@ -20,9 +20,7 @@ class DeviceOrder:
     ranks: tuple[int, ...]
 
 
-def device_orders(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
-) -> tuple[DeviceOrder, ...]:
+def device_orders(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> tuple[DeviceOrder, ...]:
     """Returns distinct orders of the devices: the cluster's, fastest first, slowest first, and most memory first.
 
     With the most memory first, early stages, which keep more micro-batches in flight, have the most memory, and plans

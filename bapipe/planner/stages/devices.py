@@ -6,11 +6,11 @@ which link joins two of them. `ClassSymmetry` recognizes placements that differ 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 
 _TypeKey = tuple[str, float, bool, int, Hashable]
 """Kind, speed, whether transfers overlap with compute, memory limit in bytes, and what constraints allow."""
@@ -123,18 +123,18 @@ def device_classes(
     return tuple(classes)
 
 
-def fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[str, ...]:
+def fastest_first(profiles: ProfilesByKind, cluster: Cluster) -> tuple[str, ...]:
     """Returns the names of the devices, the fastest first: of replicas the first ones may run one micro-batch more."""
     return tuple(cluster.devices[rank].name for rank in ranks_fastest_first(profiles, cluster))
 
 
-def ranks_fastest_first(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> tuple[int, ...]:
+def ranks_fastest_first(profiles: ProfilesByKind, cluster: Cluster) -> tuple[int, ...]:
     """Returns all ranks, the fastest first, equally fast ones in the cluster's order."""
     times_ns = ns_per_sample(profiles, cluster)
     return tuple(sorted(range(len(times_ns)), key=times_ns.__getitem__))
 
 
-def ns_per_sample(profiles: Mapping[str, ModelProfile], cluster: Cluster) -> list[float]:
+def ns_per_sample(profiles: ProfilesByKind, cluster: Cluster) -> list[float]:
     """Returns the time of F and B of all layers per sample, at the largest measured micro-batch size. [ranks]"""
     at_speed_1 = {
         kind: sum(m.forward_backward_ns for m in profile.at(profile.microbatch_sizes[-1]))

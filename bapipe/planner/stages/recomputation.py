@@ -14,7 +14,7 @@ import numpy as np
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import LOSS, ModelProfile, has_host_times
+from bapipe.formats.profile import LOSS, ProfilesByKind, has_host_times
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.scalable_times import scalable_times, scales_exchange
 from bapipe.planner.stages.intervals import INF, IntArray, IntervalIndex, Rows
@@ -133,7 +133,7 @@ class LayerChoice:
 
     def __init__(
         self,
-        profiles: Mapping[str, ModelProfile],
+        profiles: ProfilesByKind,
         cluster: Cluster,
         microbatch_size: int,
         deadline: Deadline = UNLIMITED,

@@ -1,6 +1,6 @@
 """The stages of minimal load at one micro-batch size, over given boundaries and devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -9,7 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from bapipe.formats.cluster import Bandwidth, Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.stages.devices import ranks_fastest_first
 from bapipe.planner.throughput.heterogeneous import HeterogeneousDevices
@@ -48,7 +48,7 @@ class LoadSearch:
         has_equal_replicas: whether stages of unlike devices are searched with equally many only.
     """
 
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
     boundaries: Boundaries
     has_all_downsets: bool

@@ -1,13 +1,13 @@
 """Plans for throughput: the smallest maximum load of a device once the pipeline is full."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import floor, inf
 
 from bapipe.errors import Infeasible
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.graph.downsets import downsets
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
@@ -45,7 +45,7 @@ Near = Callable[[LoadSolution], Boundaries]
 
 
 def solve_throughput(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -72,7 +72,7 @@ def solve_throughput(
 
 
 def explore_throughput(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     *,
     minibatch_size: int,
