@@ -1,16 +1,15 @@
 """Commands that train, and export what was trained: run, export, convert-checkpoint."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import bapipe
 from bapipe import report
 from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.flags import with_flags
@@ -26,7 +25,7 @@ from bapipe.job.refusal import refusals_told
 from bapipe.planner.inputs.profiles import Profiles
 from bapipe.printable import counted
 from bapipe.torchrun import is_first_rank
-from bapipe.training.run import check_profiles_used, check_training
+from bapipe.training.run import check_profiles_used, check_training, run_configured
 from bapipe.training.run import convert_checkpoint as convert
 from bapipe.training.run import export as export_checkpoint
 from bapipe.training.train_config import TrainConfig
@@ -123,9 +122,8 @@ def run(
         if not is_file(source):  # measuring takes minutes, so what is wrong with data or weights is said before
             check_training(resolve(source), key_values(arg), config)
         plan = read_or_make_plan(source, arg, device)
-        given = {name: getattr(config, name) for name in given_options(context)}
         profiles = [read(path, ModelProfile) for path in profile] if profile else None
-    plan, result = train_with_bar(plan, given, profiles)
+    plan, result = train_with_bar(plan, config, given_options(context), profiles)
     if not is_first_rank():  # of a torchrun job: rank 0 reports
         return
     if trace is not None:
@@ -190,23 +188,22 @@ def given_options(context: typer.Context) -> tuple[str, ...]:
 
 
 def train_with_bar(
-    plan: Plan, options: Mapping[str, Any], profiles: Profiles | None = None
+    plan: Plan, config: TrainConfig, given: Collection[str], profiles: Profiles | None = None
 ) -> tuple[Plan, TrainResult]:
     """Trains with a bar on a terminal, and with a line every two seconds elsewhere.
 
     Returns the last plan (a new one if devices were lost) and the measurements.
 
     Args:
-        options: of `TrainConfig`, those that the user has set.
+        given: names of the options that the user has set.
     """
-    num_steps = TrainConfig(**options).steps
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     starting = f"starting {counted(len(plan.stages), 'stage')}: building the model, comparing its stages with it"
     with (
         Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar,
         named_while_silent(starting) if is_first_rank() else nullcontext(lambda: None) as has_started,
     ):
-        task = bar.add_task(starting, total=num_steps)
+        task = bar.add_task(starting, total=config.steps)
         printed_s, first, evaluated = 0.0, None, ""
 
         def on_step(done: StepReport) -> None:
@@ -216,9 +213,9 @@ def train_with_bar(
             text = f"loss {done.loss:.4f}  {number(rate)} samples/s  bubble {done.bubble:.0%}{evaluated}"
             first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
-            if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == num_steps):
+            if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == config.steps):
                 printed_s = now_s
-                note(f"step {done.step + 1}/{num_steps}  {text}{time_left(done.step, num_steps, first, now_s)}")
+                note(f"step {done.step + 1}/{config.steps}  {text}{time_left(done.step, config.steps, first, now_s)}")
 
         def on_evaluation(done: int, total: int, evaluation: Evaluation | None) -> None:
             nonlocal evaluated
@@ -227,7 +224,7 @@ def train_with_bar(
             else:
                 evaluated = f"  {report.evaluation_words(evaluation)}"
                 duration = report.ms(evaluation.elapsed_ns)
-                note(f"step {evaluation.steps}/{num_steps}{evaluated}, {total} samples in {duration}")
+                note(f"step {evaluation.steps}/{config.steps}{evaluated}, {total} samples in {duration}")
 
         def on_replan(reason: str, new_plan: Plan) -> None:
             nonlocal plan
@@ -239,9 +236,7 @@ def train_with_bar(
                 note(with_flags(f"{reason}; continuing with stages on {devices}, {step} per step predicted"))
 
         try:
-            result = bapipe.run(
-                plan, profiles=profiles, on_step=on_step, on_evaluation=on_evaluation, on_replan=on_replan, **options
-            )
+            result = run_configured(plan, config, given, profiles, on_step, on_evaluation, on_replan)
         except KeyboardInterrupt:
             bar.stop()
             note("interrupted: all ranks have ended")

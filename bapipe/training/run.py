@@ -59,10 +59,28 @@ def run(
             finite; or a checkpoint cannot be written.
         Stopped: SIGTERM or SIGHUP asked the run to end, and all ranks have ended.
     """
-    check_not_imported()
-    check_plan(plan)
     given = options if config is None else _set_in(config)
     config = options_from(TrainConfig, config, options)
+    return run_configured(plan, config, given, profiles, on_step, on_evaluation, on_replan)
+
+
+def run_configured(
+    plan: Plan,
+    config: TrainConfig,
+    given: Collection[str],
+    profiles: Profiles | None,
+    on_step: OnStep | None,
+    on_evaluation: OnEvaluation | None,
+    on_replan: Callable[[str, Plan], None] | None,
+) -> TrainResult:
+    """Trains as `run` does, with the same arguments and errors.
+
+    Args:
+        given: names of the options that the user has set, even to their defaults: with `resume`, the others are those
+            of the checkpoint's run.
+    """
+    check_not_imported()
+    check_plan(plan)
     check_profiles_used(profiles, config)
     with refusals_told():
         if config.resume:

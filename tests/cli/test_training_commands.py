@@ -10,7 +10,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -27,6 +26,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.hardware import num_cores
 from bapipe.training.run import run
+from bapipe.training.train_config import TrainConfig
 from bapipe.training.train_result import StepReport
 from tests import ROOT
 
@@ -169,11 +169,12 @@ def test_the_reason_to_plan_again_names_flags(
 ) -> None:
     plan = read(folder / "plan.json", Plan)
 
-    def lost(*_: object, on_replan: Callable[[str, Plan], None], **__: object) -> None:
+    def lost(*arguments: Any) -> None:
+        *_, on_replan = arguments
         on_replan("rank 1 was killed: plan with a smaller `microbatch_size`", plan)
 
-    monkeypatch.setattr("bapipe.run", lost)
-    train_with_bar(plan, {})
+    monkeypatch.setattr("bapipe.cli.run.run_configured", lost)
+    train_with_bar(plan, TrainConfig(), ())
     assert "plan with a smaller --microbatch-size; continuing with stages on cpu0, cpu1, " in capsys.readouterr().err
 
 
@@ -205,7 +206,7 @@ def test_ranks_that_take_long_to_start_are_named_until_the_first_step(
 
     monkeypatch.setattr("bapipe.cli.progress.SILENT_S", 0.02)
     monkeypatch.setattr("bapipe.run", slow)
-    train_with_bar(read(folder / "plan.json", Plan), {"steps": 2})
+    train_with_bar(read(folder / "plan.json", Plan), TrainConfig(steps=2), ("steps",))
     assert "".join(said).count(starting) >= 2
     assert starting not in capsys.readouterr().err
 
