@@ -33,7 +33,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe-2bp": gpipe_2bp,
     "1f1b-2bp": one_f_one_b_2bp,
 }
-"""`(num_stages, num_microbatches) -> Schedule`, with stage s on rank s."""
+"""`(num_ranks, num_microbatches) -> Schedule`, with stage s on rank s."""
 
 ORDER_OF_RANK: dict[str, Callable[[int, int, int], tuple[Action, ...]]] = {
     "gpipe": gpipe_order_of_rank,

@@ -1,6 +1,6 @@
 """2BP: GPipe and 1F1B with the weight gradients delayed (Rae et al. 2024, arXiv:2405.18047)."""
 
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, one_per_rank
 from bapipe.schedules.zero_bubble import late_weights
 
 
@@ -10,12 +10,10 @@ def gpipe_2bp(num_ranks: int, num_microbatches: int) -> Schedule:
     Any rank, 2 micro-batches:  F0 F1 I0 I1 W0 W1
     """
     phases = Phase.FORWARD, Phase.INPUT_GRAD, Phase.WEIGHT_GRAD
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(
-            tuple(Action(s, phase, m) for phase in phases for m in range(num_microbatches)) for s in range(num_ranks)
-        ),
+    return one_per_rank(
+        num_ranks,
+        num_microbatches,
+        lambda rank: tuple(Action(rank, phase, m) for phase in phases for m in range(num_microbatches)),
     )
 
 
@@ -27,8 +25,8 @@ def one_f_one_b_2bp(num_ranks: int, num_microbatches: int) -> Schedule:
     Rank 1 of 3, 4 micro-batches:  F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
                                    as 1F1B; once no F is left, a W after each I; then the others
     """
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(late_weights(s, num_ranks - s, num_microbatches, num_microbatches) for s in range(num_ranks)),
+    return one_per_rank(
+        num_ranks,
+        num_microbatches,
+        lambda rank: late_weights(rank, num_ranks - rank, num_microbatches, num_microbatches),
     )

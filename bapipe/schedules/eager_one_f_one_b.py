@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from bapipe.errors import InvalidSchedule
 from bapipe.schedules.one_f_one_b import one_rank
-from bapipe.schedules.table import Schedule
+from bapipe.schedules.table import Schedule, one_per_rank
 
 
 def eager_one_f_one_b(num_ranks: int, num_microbatches: int, *, depths: Sequence[int] | None = None) -> Schedule:
@@ -25,11 +25,7 @@ def eager_one_f_one_b(num_ranks: int, num_microbatches: int, *, depths: Sequence
     """
     depths = [2 * (num_ranks - s) - 1 for s in range(num_ranks)] if depths is None else list(depths)
     _check(depths, num_ranks)
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(one_rank(s, depth, num_microbatches) for s, depth in enumerate(depths)),
-    )
+    return one_per_rank(num_ranks, num_microbatches, lambda rank: one_rank(rank, depths[rank], num_microbatches))
 
 
 def _check(depths: Sequence[int], num_ranks: int) -> None:

@@ -1,15 +1,11 @@
 """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965, fig. 2c)."""
 
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, one_per_rank
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Equal stages idle (p-1)(F+B) a step; every stage keeps all micro-batches in flight."""
-    return Schedule(
-        devices=tuple((s,) for s in range(num_stages)),
-        num_microbatches=num_microbatches,
-        order=tuple(order_of_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
-    )
+    return one_per_rank(num_ranks, num_microbatches, lambda rank: order_of_rank(rank, num_ranks, num_microbatches))
 
 
 def order_of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

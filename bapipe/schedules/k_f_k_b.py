@@ -1,7 +1,7 @@
 """kFkB: 1F1B over groups of k micro-batches, which hides transfers (Wang et al. 2023, arXiv:2303.01675)."""
 
 from bapipe.errors import InvalidSchedule
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, one_per_rank
 
 
 def k_f_k_b(num_ranks: int, num_microbatches: int, *, k: int = 2) -> Schedule:
@@ -21,14 +21,10 @@ def k_f_k_b(num_ranks: int, num_microbatches: int, *, k: int = 2) -> Schedule:
     """
     if k < 1:
         raise InvalidSchedule(f"groups of {k} micro-batches: give k of at least 1")
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(_rank(s, num_ranks - s, num_microbatches, k) for s in range(num_ranks)),
-    )
+    return one_per_rank(num_ranks, num_microbatches, lambda rank: _order(rank, num_ranks - rank, num_microbatches, k))
 
 
-def _rank(stage: int, depth: int, num_microbatches: int, k: int) -> tuple[Action, ...]:
+def _order(stage: int, depth: int, num_microbatches: int, k: int) -> tuple[Action, ...]:
     groups = [range(start, min(start + k, num_microbatches)) for start in range(0, num_microbatches, k)]
     phases = [(Phase.FORWARD, group) for group in groups[:depth]]
     for place, group in enumerate(groups):

@@ -1,19 +1,15 @@
 """1F1B, also called PipeDream-flush (Narayanan et al. 2021, arXiv:2104.04473, fig. 4)."""
 
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, one_per_rank
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Equal stages idle (p-1)(F+B) a step; stage s of p keeps min(p-s, m) micro-batches in flight.
 
     Stage 1 of 3, 4 micro-batches:  F0 F1 B0 F2 B1 F3 B2 B3
                                     warm-up, then one F and one B in turn, then what is left of B
     """
-    return Schedule(
-        devices=tuple((s,) for s in range(num_stages)),
-        num_microbatches=num_microbatches,
-        order=tuple(order_of_rank(s, num_stages, num_microbatches) for s in range(num_stages)),
-    )
+    return one_per_rank(num_ranks, num_microbatches, lambda rank: order_of_rank(rank, num_ranks, num_microbatches))
 
 
 def order_of_rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

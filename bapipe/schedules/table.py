@@ -6,7 +6,7 @@ The text of an action (`2F0`: stage 2, forward, micro-batch 0) is the one torch 
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
@@ -85,6 +85,15 @@ class Schedule:
         """Returns the rank that runs a micro-batch of a stage."""
         replicas = self.devices[stage]
         return replicas[microbatch % len(replicas)]
+
+
+def one_per_rank(num_ranks: int, num_microbatches: int, order_of_rank: Callable[[int], tuple[Action, ...]]) -> Schedule:
+    """Returns the schedule with stage s on rank s, and each rank's order from `order_of_rank`."""
+    return Schedule(
+        devices=tuple((rank,) for rank in range(num_ranks)),
+        num_microbatches=num_microbatches,
+        order=tuple(map(order_of_rank, range(num_ranks))),
+    )
 
 
 def stages_of_ranks(schedule: Schedule) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """ZB-H1 and ZB-H2: weight gradients wait and fill what 1F1B leaves idle (Qi et al. 2023, arXiv:2401.10241)."""
 
-from bapipe.schedules.table import Action, Phase, Schedule
+from bapipe.schedules.table import Action, Phase, Schedule, one_per_rank
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -9,10 +9,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     Rank 1 of 3, 4 micro-batches:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
                                    as 1F1B, with each W one I late on rank 1, two on rank 2, and so on
     """
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(late_weights(s, num_ranks - s, s, num_microbatches) for s in range(num_ranks)),
+    return one_per_rank(
+        num_ranks, num_microbatches, lambda rank: late_weights(rank, num_ranks - rank, rank, num_microbatches)
     )
 
 
@@ -22,10 +20,10 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     Rank 1 of 2, 4 micro-batches:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
                                    as ZB-H1, with twice the warm-up and each W twice as late
     """
-    return Schedule(
-        devices=tuple((s,) for s in range(num_ranks)),
-        num_microbatches=num_microbatches,
-        order=tuple(late_weights(s, 2 * (num_ranks - s) - 1, 2 * s, num_microbatches) for s in range(num_ranks)),
+    return one_per_rank(
+        num_ranks,
+        num_microbatches,
+        lambda rank: late_weights(rank, 2 * (num_ranks - rank) - 1, 2 * rank, num_microbatches),
     )
 
 
