@@ -1,27 +1,26 @@
 """Plans for many devices: a lower bound by bisection over prefixes of the devices, and the best of the plans near it.
 
-    1. first plans       naive ones, equal groups of devices, cut evenly; if memory is tight, with cuts moved so that
-                         they fit; and stages that grow from the first to the last, so that all end at the same time
-    2. climb             local search from the best plans over cuts and numbers of devices, for as long as it helps
+First, `_time_first_plans`: naive plans, equal groups of devices, cut evenly; if memory is tight, with cuts moved so
+that they fit; and stages that grow from the first to the last, so that all end at the same time. Then, in this order:
 
-1F1B and GPipe with replicas:
+1F1B and GPipe with replicas (`_climb_and_raise_by_rings`)
 
-    3. raise_by_rings    bisection by ranges of the number of cuts and of replicas, with the rings of early stages
-                         after later backwards
+    _climb                 local search from the best plans over cuts and numbers of devices, for as long as it helps
+    _raise_by_rings        bisection by ranges of the number of cuts and of replicas, with the rings of early stages
+                           after later backwards
+    _climb_on              the rest of a time limit: stages on single devices, and longer climbs while they help; then
+                           `_raise_by_rings` once more
 
-Other schedules, and stages on single devices:
+Other schedules, and stages on single devices (`_climb_and_raise`)
 
-    3. raise_bound       bisection; the stages that the relaxation chooses are also timed
-    4. equal_groups      the relaxation with equal numbers of replicas: cuts that suit the order of the stages;
-                         without replicas, step 6, and the stages that its relaxation chooses are timed
-    5. climb             from the best of the plans found since
-    6. raise_by_cuts     bisection by ranges of the number of cuts, with the transfers over all of them; with replicas
-                         and long transfers also before step 5, and then step 4 is left out
-
-All:
-
-    7. climb_on          the rest of a time limit: stages on single devices, and longer climbs while they help; then
-                         step 3 again, if it was not done
+    _climb                 as above, by estimates only
+    raise_bound            of `PrefixBisection`; the stages that the relaxation chooses are also timed
+    time_equal_groups      of `PrefixBisection`, with replicas: the relaxation with equal numbers of them, for cuts that
+                           suit the order of the stages. Without replicas, or if transfers are long, `_raise_by_cuts`
+    _climb                 from the best of the plans found since
+    _raise_by_cuts         bisection by ranges of the number of cuts, with the transfers over all of them; without
+                           replicas, the stages that its relaxation chooses are also timed
+    _climb_on              as above
 
 If only a bound above a rival's matters, the bounds come first. Budgets are counted in simulated actions and in
 estimates, so that results do not depend on the speed of the machine.
@@ -152,7 +151,7 @@ class LineSearch:
                 self._climb_and_raise(problems)
 
     def _time_first_plans(self) -> None:
-        """Step 1."""
+        """Times first plans, those with the shortest estimates first."""
         plans, of_time = self._plans, self.deadline.share(4)
         first = first_plans(self.lines, self.schedules, self.sizes, self._climbs, self.deadline.share(4))
         self._estimated, plans.is_memory_tight = first.estimated, first.is_memory_tight
@@ -244,7 +243,7 @@ class LineSearch:
         return list(of_shapes.values())[:MAX_RUNNERS]
 
     def _climb_on(self) -> None:
-        """Step 7: climbs again, each time for twice as long, while the time limit allows and it helps."""
+        """Climbs again, each time for twice as long, while the time limit allows and it helps."""
         if self.best is None or self._plans.is_over or not self._may_climb_on:
             return
         if self._has_replicas:
@@ -260,7 +259,7 @@ class LineSearch:
             num_useless = num_useless + 1 if self.best.step_ns > before_ns * USEFUL else 0
 
     def _raise_by_cuts(self, problems: Sequence[PlanRelaxation], deadline: Deadline) -> None:
-        """Step 6: bounds by ranges of the number of cuts, for which the relaxation counts more transfers."""
+        """Raises the bound by ranges of the number of cuts, for which the relaxation counts more transfers."""
         if self.best is None or (self._has_replicas and not self._bisection.has_long_transfers(problems[0])):
             return
         asked = iter(range(MAX_CUTS_WORK // self._num_devices**2))
@@ -275,7 +274,7 @@ class LineSearch:
             self._bisection.time_paths(self._cut_ranges.ranges, self._climbs, self.deadline.share(4))
 
     def _raise_by_rings(self, problems: Sequence[PlanRelaxation], deadline: Deadline) -> None:
-        """Step 3: bounds by ranges, counting the rings of early stages after the backwards of later ones."""
+        """Raises the bound by ranges, counting the rings of early stages after the backwards of later ones."""
         if self.best is None or self.best.step_ns <= self.bound_ns * NEAR_BOUND:
             return
         if self._ring_ranges is None:
