@@ -18,7 +18,7 @@ from bapipe.equivalence.stage_pass import (
     run_weight_grads,
 )
 from bapipe.errors import InvalidModel
-from bapipe.tracing.changing_state import inseparable_layers
+from bapipe.tracing.changing_state import layers_in_one_stage
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
@@ -50,7 +50,7 @@ def finest_stages(model: TracedModel, no_cut_after: Collection[str]) -> tuple[St
 def _allowed_cuts(model: TracedModel) -> list[int]:
     """Returns the layers before which a cut may be."""
     place = {layer.name: index for index, layer in enumerate(model.layers)}
-    together = [(place[layers[0]], place[layer]) for layers in inseparable_layers(model) for layer in layers]
+    together = [(place[layers[0]], place[layer]) for layers in layers_in_one_stage(model) for layer in layers]
     return [cut for cut in range(1, len(model.layers)) if not any(min(pair) < cut <= max(pair) for pair in together)]
 
 

@@ -133,16 +133,16 @@ def model_json(profile: ModelProfile) -> Json:
     return {
         "model": profile.model,
         "layers": [{"name": row.layer.name, "kind": row.layer.kind} for row in rows],
-        "rails": _rails([row.lanes for row in rows]),
+        "rails": _rails([row.rails for row in rows]),
     }
 
 
-def _rails(lanes: Sequence[Sequence[str | None]]) -> list[tuple[int, int, int]]:
-    """Returns for each tensor its lane, the layer that makes it, and the layer that uses it last."""
+def _rails(rails: Sequence[Sequence[str | None]]) -> list[tuple[int, int, int]]:
+    """Returns for each tensor its rail, the layer that makes it, and the layer that uses it last."""
     begun: dict[tuple[int, str], int] = {}
     found = []
-    for row, tensors in enumerate([*lanes, ()]):
-        alive = {(lane, tensor) for lane, tensor in enumerate(tensors) if tensor is not None}
+    for row, tensors in enumerate([*rails, ()]):
+        alive = {(rail, tensor) for rail, tensor in enumerate(tensors) if tensor is not None}
         found += [(key[0], begun.pop(key), row) for key in sorted(set(begun) - alive)]
         begun |= dict.fromkeys(alive - set(begun), row)
     return found

@@ -107,7 +107,7 @@ def shape_table(profile: ModelProfile) -> Table:
         carried = number(row.cut_bytes / 2**20) if row.num_tensors else ""
         add_row(
             table,
-            Text(row.rails, no_wrap=True),
+            Text(row.marks, no_wrap=True),
             row.layer.name,
             number(row.forward_backward_ns / 1e6),
             carried,

@@ -47,7 +47,7 @@ def layers_that_keep_values(model: TracedModel, changed: Collection[str]) -> fro
     )
 
 
-def inseparable_layers(model: TracedModel) -> list[tuple[str, ...]]:
+def layers_in_one_stage(model: TracedModel) -> list[tuple[str, ...]]:
     """Returns layers that must share a stage, whose parameters need not have anything in common.
 
     These are the layers that use the same changing buffer, and the two of an in-place change that the reader must see,

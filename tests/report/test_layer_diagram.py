@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import DeviceKind, ModelProfile
-from bapipe.report.layer_diagram import MAX_LANES, bar, layer_rows
+from bapipe.report.layer_diagram import MAX_RAILS, bar, layer_rows
 from tests.builders import chain
 
 
@@ -36,8 +36,8 @@ def _profile() -> ModelProfile:
     )  # fmt: skip
 
 
-def test_a_tensor_keeps_its_lane_until_its_last_use() -> None:
-    found = [(row.rails, row.lanes, row.cut_bytes, row.num_tensors) for row in layer_rows(_profile())]
+def test_a_tensor_keeps_its_rail_until_its_last_use() -> None:
+    found = [(row.marks, row.rails, row.cut_bytes, row.num_tensors) for row in layer_rows(_profile())]
     assert found == [
         ("●", ("a",), 4, 1),
         ("├╮", ("a", "b"), 6, 2),
@@ -47,7 +47,7 @@ def test_a_tensor_keeps_its_lane_until_its_last_use() -> None:
     assert [row.forward_backward_ns for row in layer_rows(_profile())] == [6] * 4
 
 
-def test_beyond_a_number_of_lanes_tensors_count_and_are_not_drawn() -> None:
+def test_beyond_a_number_of_rails_tensors_count_and_are_not_drawn() -> None:
     """Every layer feeds the last one, as with very many skip connections."""
     num = 2000
     profile = chain([1] * num, output_bytes=2)
@@ -56,9 +56,9 @@ def test_beyond_a_number_of_lanes_tensors_count_and_are_not_drawn() -> None:
     rows = layer_rows(replace(profile, layers=(*inputs, last)))
     assert [row.num_tensors for row in rows] == [*range(1, num), 0]
     assert [row.cut_bytes for row in rows] == [*range(2, 2 * num, 2), 0]
-    assert rows[MAX_LANES - 1].rails == "│" * (MAX_LANES - 1) + "╮"
-    assert [row.rails for row in rows[MAX_LANES:-1]] == ["│" * MAX_LANES + "…"] * (num - 1 - MAX_LANES)
-    assert rows[-1].rails == "●" + "╯" * (MAX_LANES - 1)
+    assert rows[MAX_RAILS - 1].marks == "│" * (MAX_RAILS - 1) + "╮"
+    assert [row.marks for row in rows[MAX_RAILS:-1]] == ["│" * MAX_RAILS + "…"] * (num - 1 - MAX_RAILS)
+    assert rows[-1].marks == "●" + "╯" * (MAX_RAILS - 1)
 
 
 def test_bars_are_in_eighths() -> None:

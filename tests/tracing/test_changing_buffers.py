@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from bapipe.tracing.aliasing import written_buffers
-from bapipe.tracing.changing_state import changing_buffers, inseparable_layers, shared_changing_buffers
+from bapipe.tracing.changing_state import changing_buffers, layers_in_one_stage, shared_changing_buffers
 from bapipe.tracing.layers import trace
 
 
@@ -92,11 +92,11 @@ def test_of_the_buffers_of_other_code_those_bind_layers_that_it_was_seen_to_chan
     assert not written_buffers(traced)
     assert shared_changing_buffers(traced) == {"shared.n": bound}
     assert shared_changing_buffers(replace(traced, changed=frozenset({"shared.n"}))) == {"shared.n": bound}
-    assert inseparable_layers(replace(traced, changed=frozenset({"shared.n"}))) == [bound]
+    assert layers_in_one_stage(replace(traced, changed=frozenset({"shared.n"}))) == [bound]
     assert not shared_changing_buffers(replace(traced, changed=frozenset({"another.n"})))
 
 
 def test_buffers_that_torch_changes_bind_layers_whatever_was_seen() -> None:
     """Running statistics may have the values already that they get."""
     traced = replace(trace(Twice(nn.BatchNorm1d(8)), (torch.ones(3, 8),)), changed=frozenset())
-    assert inseparable_layers(traced) == [("shared", "shared#2")]
+    assert layers_in_one_stage(traced) == [("shared", "shared#2")]

@@ -185,8 +185,8 @@ explorer.Layers = class {
   drawRails(context, left, y, height) {
     context.strokeStyle = explorer.colour("transfer");
     context.beginPath();
-    for (const [lane, begin, end] of this.model.rails) {
-      const top = y(begin + 0.5), bottom = y(end + 0.5), x = left + Math.min(lane, 7) * 6 + 2.5;
+    for (const [rail, begin, end] of this.model.rails) {
+      const top = y(begin + 0.5), bottom = y(end + 0.5), x = left + Math.min(rail, 7) * 6 + 2.5;
       if (bottom < 0 || top > height) continue;
       context.moveTo(x, Math.max(top, -9));
       context.lineTo(x, Math.min(bottom, height + 9));
