@@ -11,7 +11,8 @@ class TiedGradient:
     """The gradient of tied weights of which several stages have a copy; they sum it before any of them updates.
 
     Attributes:
-        owner: the layer that counts the parameters.
+        owner: the layer that counts the parameters. It tells gradients of equal size apart: stages with equal gradients
+            sum them, see `simulate.py`.
         group_bytes: how many of the bytes the members of groups sum, too.
     """
 
