@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from bapipe.planner.inputs.goal import Goal
     from bapipe.planner.inputs.options import PlanOptions
     from bapipe.planner.make import make
-    from bapipe.planner.plan import plan, simulate
+    from bapipe.planner.plan import plan
+    from bapipe.planner.simulate import simulate
     from bapipe.profiler.profile import profile
     from bapipe.runtime.evaluation import ForwardResult
     from bapipe.runtime.pipeline import PendingLoss, Pipeline
@@ -97,7 +98,7 @@ _MODULE_OF = {
     "profile": "bapipe.profiler.profile",
     "read": "bapipe.formats.codec",
     "run": "bapipe.training.run",
-    "simulate": "bapipe.planner.plan",
+    "simulate": "bapipe.planner.simulate",
     "to_networkx": "bapipe.formats.multigraph",
     "weighted_mean": "bapipe.losses",
     "write": "bapipe.formats.codec",

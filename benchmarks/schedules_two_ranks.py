@@ -23,8 +23,8 @@ import bapipe
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read, write
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.inputs.clusters import local_cluster
 from bapipe.planner.inputs.options import SEARCH
-from bapipe.planner.inputs.profiles import local_cluster
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
 from benchmarks import parser_of

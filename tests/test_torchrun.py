@@ -2,7 +2,7 @@
 
 import pytest
 
-from bapipe.planner.inputs.profiles import probed_cluster
+from bapipe.planner.inputs.clusters import probed_cluster
 from bapipe.profiler import probe
 from bapipe.torchrun import current_job, is_first_rank
 from tests.sources import FILES, relative

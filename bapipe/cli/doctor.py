@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 from bapipe.cli.options import AsJson
 from bapipe.cli.printing import show_json, show_line
-from bapipe.planner.inputs.profiles import ASSUMED_LINK
+from bapipe.planner.inputs.clusters import ASSUMED_LINK
 from bapipe.profiler.diagnosis import Finding, diagnose
 
 

@@ -17,8 +17,9 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.formats.settings import Settings
 from bapipe.hardware import num_cores
+from bapipe.planner.inputs.clusters import homogeneous_cluster, local_cluster
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.inputs.profiles import by_kind, homogeneous_cluster, local_cluster
+from bapipe.planner.inputs.profiles import by_kind
 from bapipe.planner.plan import plan_cached
 from bapipe.profiler.profile import profile_model_cached
 from bapipe.simulator.cuts import check_layers

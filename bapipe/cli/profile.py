@@ -15,8 +15,8 @@ from bapipe.formats.codec import read
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, import_group
+from bapipe.planner.inputs.clusters import local_cluster, probed_cluster
 from bapipe.planner.inputs.link_catalogue import CATALOGUE, cluster_like
-from bapipe.planner.inputs.profiles import local_cluster, probed_cluster
 from bapipe.planner.inputs.validation import MAX_DEVICES
 from bapipe.profiler.profile import profile_model
 from bapipe.torchrun import is_first_rank

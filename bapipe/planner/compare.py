@@ -11,8 +11,9 @@ from bapipe.formats.profile import ProfilesByKind
 from bapipe.options import options_from
 from bapipe.planner.baselines import BASELINES, Baselines, baseline_alternatives
 from bapipe.planner.compute.deadline import Deadline, deadline_of
+from bapipe.planner.inputs.clusters import as_cluster
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
+from bapipe.planner.inputs.profiles import Profiles, by_kind
 from bapipe.planner.inputs.validation import microbatch_sizes, named_schedules
 from bapipe.planner.plan import plan_once
 from bapipe.planner.results.solution import sort_alternatives

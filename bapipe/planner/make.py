@@ -23,8 +23,9 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ProfilesByKind
+from bapipe.planner.inputs.clusters import as_cluster
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind
+from bapipe.planner.inputs.profiles import Profiles, by_kind
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
 from bapipe.planner.results.decision import Decision, check_devices, simulate_decision
 from bapipe.planner.results.searched_space import is_of_stages

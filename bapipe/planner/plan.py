@@ -12,16 +12,17 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_plan, plan_path, store_plan, store_profile_by_fingerprint
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import fingerprint
-from bapipe.formats.plan import THROUGHPUT, Plan, check_plan
+from bapipe.formats.plan import THROUGHPUT, Plan
 from bapipe.formats.profile import ProfilesByKind
 from bapipe.options import options_from
 from bapipe.planner.best_grouping import best_grouping, order_to_search
 from bapipe.planner.compute.deadline import Deadline, deadline_of
+from bapipe.planner.inputs.clusters import as_cluster
 from bapipe.planner.inputs.device_grouping import Grouping, groupings, profiles_with_fewest_threads
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.inputs.profiles import Profiles, as_cluster, by_kind, collected, listed
+from bapipe.planner.inputs.profiles import Profiles, collected, listed
 from bapipe.planner.inputs.repeat_block import profiles_of_copies
-from bapipe.planner.inputs.validation import check_figures, check_inputs
+from bapipe.planner.inputs.validation import check_inputs
 from bapipe.planner.least_memory import with_least_memory
 from bapipe.planner.plan_step import add_baselines, solve_step_time, with_step_bound
 from bapipe.planner.results.solution import Rival, Solution, make_plan
@@ -29,8 +30,6 @@ from bapipe.planner.results.work_bound import step_bound_ns
 from bapipe.planner.search_request import SearchRequest
 from bapipe.planner.whole_progress import WholeProgress
 from bapipe.progress import SearchProgress
-from bapipe.simulator.simulate import simulate as simulate_by_kind
-from bapipe.simulator.timeline import Timeline
 from bapipe.units import MAX_INT
 
 
@@ -247,15 +246,3 @@ def _check_throughput_options(options: PlanOptions) -> None:
     for name, value in given.items():
         if value:
             raise BapipeError(f"`objective` throughput does not know `{name}`: leave it out, or use `objective` step")
-
-
-def simulate(plan: Plan, profiles: Profiles) -> Timeline:
-    """Returns the predicted timeline of one step of a plan; see `bapipe.simulator.simulate`.
-
-    Raises:
-        BapipeError: as there; or figures of the profiles or of the plan's cluster with which a step would take years.
-    """
-    check_plan(plan)
-    of_kind = by_kind(profiles)
-    check_figures(of_kind, plan.cluster, plan.minibatch_size)
-    return simulate_by_kind(plan, of_kind)

@@ -9,7 +9,7 @@ from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.exchange import exchange_ns
 from bapipe.planner.analysis.strategies import Strategy
-from bapipe.planner.plan import simulate
+from bapipe.planner.simulate import simulate
 from bapipe.printable import MAX_LINE, counted, printable
 from bapipe.report.formatting import add_row, empty_table
 from bapipe.report.idle_time import idle_ns_by_cause

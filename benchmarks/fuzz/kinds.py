@@ -20,7 +20,7 @@ from bapipe.formats.codec import encode, read
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.importers import ImportMetadata, import_file
-from bapipe.planner.inputs.profiles import homogeneous_cluster
+from bapipe.planner.inputs.clusters import homogeneous_cluster
 from bapipe.report import encode_trace, gantt, render_cluster, render_plan, render_profile
 from bapipe.report.chrome_trace import read_trace
 from bapipe.simulator.simulate import unit_cost_timeline

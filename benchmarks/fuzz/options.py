@@ -24,7 +24,7 @@ import typer
 from bapipe.cli import app, main
 from bapipe.cli.lazy_group import COMMANDS
 from bapipe.formats.codec import write
-from bapipe.planner.inputs.profiles import homogeneous_cluster
+from bapipe.planner.inputs.clusters import homogeneous_cluster
 from bapipe.planner.plan import plan
 from benchmarks import parser_of
 from benchmarks.fuzz.group_kinds import small_profile

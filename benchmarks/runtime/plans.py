@@ -10,7 +10,7 @@ from bapipe.formats.codec import read, write
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
-from bapipe.planner.inputs.profiles import local_cluster
+from bapipe.planner.inputs.clusters import local_cluster
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas

@@ -15,7 +15,8 @@ from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.inputs.device_groups import with_groups
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.planner.plan import plan, simulate
+from bapipe.planner.plan import plan
+from bapipe.planner.simulate import simulate
 from bapipe.planner.stages.constraints import parse_constraints
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import layouts

@@ -10,7 +10,8 @@ from bapipe.formats.cluster import Cluster, Link
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.make import make
-from bapipe.planner.plan import plan_once, simulate
+from bapipe.planner.plan import plan_once
+from bapipe.planner.simulate import simulate
 from bapipe.planner.stages.fast_links import MAX_DEVICES, paths_along_fast_links
 from tests.builders import chain, devices
 

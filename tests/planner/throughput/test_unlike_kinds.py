@@ -7,7 +7,8 @@ from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device, Link
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.make import make
-from bapipe.planner.plan import plan, simulate
+from bapipe.planner.plan import plan
+from bapipe.planner.simulate import simulate
 from tests.builders import MS, chain, devices
 
 FAST = Bandwidth(bytes_per_s=10**9, latency_ns=0)
