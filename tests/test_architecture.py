@@ -38,7 +38,7 @@ LAYERS = [
     {"schedules"},
     {"formats"},
     {"graph", "losses", "torch_device", "torch_settings", "torch_private"},
-    {"job"},
+    {"job", "diagnosis"},
     {"simulator", "tracing"},
     {"importers", "estimates", "zoo", "equivalence"},
     {"profiler"},
@@ -66,6 +66,7 @@ PLANNER_FOLDERS = [
 
 TORCH = {
     "job",
+    "diagnosis",
     "tracing",
     "equivalence",
     "losses",

@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 from bapipe.cli.options import AsJson
 from bapipe.cli.printing import show_json, show_line
+from bapipe.diagnosis import Finding, diagnose
 from bapipe.planner.inputs.clusters import ASSUMED_LINK
-from bapipe.profiler.diagnosis import Finding, diagnose
 
 
 def doctor(as_json: AsJson = False) -> None:

@@ -15,9 +15,9 @@ from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.layer_calls import callable_layers
 from bapipe.profiler.layer_memory import LayerMemory
-from bapipe.profiler.layer_shapes import layer_shapes
 from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, time_optimizer_step
 from bapipe.tracing.changing_state import layers_in_one_stage
+from bapipe.tracing.layer_shapes import layer_shapes
 from bapipe.tracing.model import TracedModel, input_name, unused_state
 from bapipe.tracing.reached import reached
 
@@ -49,7 +49,7 @@ def layer_profiles(
     # Buffers do not tie layers: a mask that all of them read would tie all.
     shared = [[p for p in used if first_layer[id(p)] != index] for index, used in enumerate(parameters)]
     updates = _optimizer_steps(training_pass, [_trained(tensors) for tensors in counted], optimizer, all_on_device)
-    shapes = layer_shapes(training_pass)
+    shapes = layer_shapes(model, training_pass.inputs)
     inseparable = [*layers_in_one_stage(model), *_chains(model, parameters, first_layer)]
     made = []
     for index, layer in enumerate(model.layers):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bapipe import diagnosis
+from bapipe.diagnosis import diagnose
 from bapipe.errors import BapipeError
-from bapipe.profiler import diagnosis
 from bapipe.profiler.cluster import check_devices
-from bapipe.profiler.diagnosis import diagnose
 
 
 def test_every_fact_has_a_value_and_every_missing_package_a_purpose(

@@ -1,7 +1,7 @@
 """The channels, planes and heads of layers, for `bapipe estimate`: of those whose splits are known."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from numbers import Integral
 
@@ -12,15 +12,14 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.profiler.attention_heads import (
+from bapipe.torch_device import CPU
+from bapipe.tracing.attention_heads import (
     KEEPS_HEADS_APART,
     depending_on_parameters,
     find_attentions,
     linear_sizes,
     queries,
 )
-from bapipe.profiler.instrument import TrainingPass
-from bapipe.torch_device import CPU
 from bapipe.tracing.model import TracedLayer, TracedModel
 from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.sizes import meta_values
@@ -36,12 +35,11 @@ ELEMENTWISE_OPERATORS = {
 """Operators that may follow a module in its layer: each keeps channels and planes apart, or lines them up in order."""
 
 
-def layer_shapes(training_pass: TrainingPass) -> dict[str, LayerShape]:
+def layer_shapes(model: TracedModel, inputs: Sequence[Tensor]) -> dict[str, LayerShape]:
     """Returns the shapes of layers whose split is known, by the layers' names: of single modules, and of attention.
 
-    The shapes of tensors come from a pass on the meta device; without one there are none.
+    The shapes of tensors come from a pass of the inputs on the meta device; without one there are none.
     """
-    model = training_pass.model
     operators: dict[str, list[fx.Node]] = {layer.name: [] for layer in model.layers}
     for node, name in model.layer_of.items():
         if node not in model.replicated:
@@ -49,7 +47,7 @@ def layer_shapes(training_pass: TrainingPass) -> dict[str, LayerShape]:
     calls = {name: call for name, nodes in operators.items() if (call := _module_call(nodes)) is not None}
     nodes = [node for call in calls.values() for node in (call.all_input_nodes[0], call)] + queries(model.module)
     try:
-        values = dict(zip(nodes, meta_values(model.module, training_pass.inputs, 2, nodes), strict=True))
+        values = dict(zip(nodes, meta_values(model.module, inputs, 2, nodes), strict=True))
     except Exception:
         return {}
     found = {name: shape for name, shape in _with_heads(model, operators, values).items() if name in calls}

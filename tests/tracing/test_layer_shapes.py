@@ -10,17 +10,13 @@ from msgspec import UNSET
 from torch import Tensor, nn
 
 from bapipe.formats.layer_shape import LayerShape
-from bapipe.profiler.instrument import TrainingPass
-from bapipe.profiler.layer_shapes import layer_shapes
+from bapipe.tracing.layer_shapes import layer_shapes
 from bapipe.tracing.layers import trace
 from bapipe.zoo.gpt2 import gpt2
 
 
 def shapes(module: nn.Module, inputs: Tensor) -> dict[str, LayerShape]:
-    model = trace(module, [inputs])
-    return layer_shapes(
-        TrainingPass(model=model, loss=nn.functional.mse_loss, inputs=(inputs,), target=inputs, autocast=None)
-    )
+    return layer_shapes(trace(module, [inputs]), [inputs])
 
 
 @pytest.mark.parametrize(
