@@ -38,7 +38,7 @@ LAYERS = [
     {"schedules"},
     {"formats"},
     {"graph", "losses", "torch_device", "torch_settings", "torch_private"},
-    {"job", "diagnosis"},
+    {"job", "diagnosis", "module_state"},
     {"simulator", "tracing"},
     {"importers", "estimates", "zoo", "equivalence"},
     {"profiler"},
@@ -67,6 +67,7 @@ PLANNER_FOLDERS = [
 TORCH = {
     "job",
     "diagnosis",
+    "module_state",
     "tracing",
     "equivalence",
     "losses",

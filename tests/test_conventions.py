@@ -36,6 +36,23 @@ MIN_COMMENTS = {
 """Whole-line comments per 1,000 lines of each folder of the planner, "" its own; to be raised, never lowered."""
 
 
+NAMES_EACH_FILE = (
+    "explorer",
+    "graph",
+    "module_state",
+    "planner/action_order",
+    "planner/device_line",
+    "planner/fixed_placements",
+    "planner/inputs",
+    "planner/long_chain",
+    "planner/stages",
+    "tracing",
+    "training",
+    "training/evaluate",
+)
+"""Packages whose docstring names each of their files; to be extended, never shortened."""
+
+
 def docstrings(path: Path) -> set[int]:
     """Returns the ids of the nodes of strings that stand alone: docstrings of modules, classes, functions, attributes."""
     return {
@@ -53,6 +70,13 @@ def strings(path: Path) -> Iterator[str]:
     for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.value
+
+
+@pytest.mark.parametrize("package", NAMES_EACH_FILE)
+def test_the_docstring_of_a_package_names_each_of_its_files(package: str) -> None:
+    docstring = ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or ""
+    names = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert {name for name in names if not re.search(rf"\b{name}\b", docstring)} == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)

@@ -2,9 +2,9 @@
 
 from torch import nn
 
+from bapipe.module_state.assigned_attributes import assigns_attributes, names_in_forward
+from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import hooks_in_words
-from bapipe.tracing.assigned_attributes import assigns_attributes, names_in_forward
-from bapipe.tracing.torch_layers import calls_other_code
 
 KEEPS_ATTRIBUTES = (
     "keeps values in attributes between calls; let it return them, and pass them to the code that uses them"

@@ -26,12 +26,12 @@ from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
+from bapipe.module_state.python_state import same_tensor, state_restored
+from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import same_tensor, state_restored
 from bapipe.tracing.sizes import repeat_to_batch
-from bapipe.tracing.torch_layers import is_of_torch
 
 _log = logging.getLogger(__name__)
 

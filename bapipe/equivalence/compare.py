@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
+from bapipe.module_state.python_state import values_restored
 from bapipe.torch_device import CPU
-from bapipe.tracing.python_state import values_restored
 
 _ROUNDING = 64
 """Differences of this many rounding units of a tensor's largest value are rounding, in any model."""

@@ -10,14 +10,14 @@ from bapipe.equivalence.outcome import Microbatch, counters_in, trial
 from bapipe.equivalence.stage_pass import NoTensor, Stage, StageFailed, run_stage
 from bapipe.equivalence.stages import on_finest_stages
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_random import generators_restored
+from bapipe.module_state.python_state import numbers_kept, state_restored
 from bapipe.tracing.changing_state import (
     is_read_by_next_forward,
     layers_with_own_generators,
     limited_embeddings,
 )
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_random import generators_restored
-from bapipe.tracing.python_state import numbers_kept, state_restored
 
 _MANY_FORWARDS = 2**30
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from bapipe.tracing.assigned_attributes import assigned_names, may_be_inlined, names_in_forward
+from bapipe.module_state.assigned_attributes import assigned_names, may_be_inlined, names_in_forward
 from bapipe.tracing.model import TracedModel
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from bapipe.tracing.reached_state import KeptState
+from bapipe.module_state.reached_state import KeptState
 
 
 def state_of_loss(loss: Callable[..., Any], model: nn.Module) -> KeptState:

@@ -13,9 +13,9 @@ from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
 from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
+from bapipe.module_state.modes import evaluation_mode
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.torch_private.tensors import tree_flatten, tree_map, tree_unflatten
-from bapipe.tracing.modes import evaluation_mode
-from bapipe.tracing.python_random import all_generators_restored
 
 _IGNORED = -100
 """What torch's cross entropy ignores by default."""

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.losses import is_by_rows
 from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.module_state.modes import evaluation_mode
 from bapipe.torch_private.tensors import tree_flatten
-from bapipe.tracing.modes import evaluation_mode
 
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 """Of differences, relative to the largest value: kernels add up in another order in a batch of another size."""

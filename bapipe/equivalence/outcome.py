@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
 from bapipe.errors import InvalidModel
+from bapipe.module_state.left_outside import left_outside
+from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import numbers_kept, state_restored
+from bapipe.module_state.reached_state import KeptState
 from bapipe.torch_device import CPU
-from bapipe.tracing.left_outside import left_outside
-from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import numbers_kept, state_restored
-from bapipe.tracing.reached_state import KeptState
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the model returns, target) -> mean loss over the micro-batch, a scalar."""

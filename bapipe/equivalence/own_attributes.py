@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from bapipe.equivalence.outcome import Loss
-from bapipe.tracing.python_state import (
+from bapipe.module_state.python_state import (
     attributes_of,
     copied,
     plain_attributes,
@@ -14,7 +14,7 @@ from bapipe.tracing.python_state import (
     set_attributes,
     states_of_hooks,
 )
-from bapipe.tracing.reached_state import KeptState
+from bapipe.module_state.reached_state import KeptState
 
 
 class OwnAttributes:

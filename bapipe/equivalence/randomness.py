@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapipe.module_state.python_random import seed_all_generators
 from bapipe.torch_private.tensors import DispatchMode, OpOverload
-from bapipe.tracing.python_random import seed_all_generators
 
 
 class SeededOperators(DispatchMode):  # type: ignore[no-untyped-call]

@@ -12,14 +12,14 @@ from bapipe.equivalence.outcome import Loss, Microbatch, check_scalar
 from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
-from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
-from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_random import (
+from bapipe.module_state.python_random import (
     GlobalGeneratorStates,
     generators_restored,
     global_generator_states,
     restore_global_generators,
 )
+from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
+from bapipe.tracing.model import TracedModel
 from bapipe.tracing.results import no_tensor
 from bapipe.tracing.stages import StageTensors
 

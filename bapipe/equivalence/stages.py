@@ -18,9 +18,9 @@ from bapipe.equivalence.stage_pass import (
     run_weight_grads,
 )
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_state import numbers_kept
 from bapipe.tracing.changing_state import layers_in_one_stage
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import numbers_kept
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, StageTensors, stages_of
 

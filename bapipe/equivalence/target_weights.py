@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMeans, scaled_mean
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import one_line
+from bapipe.module_state.python_state import state_restored
+from bapipe.module_state.reached_state import KeptState
 from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
-from bapipe.tracing.python_state import state_restored
-from bapipe.tracing.reached_state import KeptState
 
 
 class Means(NamedTuple):

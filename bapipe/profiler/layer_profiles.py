@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Loss
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.profile import LOSS, TARGET
+from bapipe.graph.reached import reached
 from bapipe.optimizers import OPTIMIZERS
 from bapipe.profiler.instrument import TrainingPass, layer_error, parameters_of
 from bapipe.profiler.layer_calls import callable_layers
@@ -19,7 +20,6 @@ from bapipe.profiler.optimizer_step import OptimizerStep, time_one_step_of_all, 
 from bapipe.tracing.changing_state import layers_in_one_stage
 from bapipe.tracing.layer_shapes import layer_shapes
 from bapipe.tracing.model import TracedModel, input_name, unused_state
-from bapipe.tracing.reached import reached
 
 
 def layer_profiles(

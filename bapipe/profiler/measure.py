@@ -15,6 +15,7 @@ from bapipe.errors import BapipeError
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
 from bapipe.formats.settings import Settings
+from bapipe.module_state.python_random import generators_restored
 from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
 from bapipe.profiler.instrument import TrainingPass
 from bapipe.profiler.isolated import measure_isolated
@@ -30,7 +31,6 @@ from bapipe.torch_settings import autocast_dtype, in_memory_format
 from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_random import generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
 NUM_PARTS_PER_SIZE = 2

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
+from bapipe.module_state.modes import enter_training_mode, idle_dropout
+from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import state_restored
 from bapipe.printable import shortened
 from bapipe.torch_device import describe, move_tensors
 from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
-from bapipe.tracing.modes import enter_training_mode, idle_dropout
-from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)

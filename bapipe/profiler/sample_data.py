@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.profiler.prepare import batch_on_device
 from bapipe.torch_device import CPU
-from bapipe.tracing.python_random import all_generators_restored
 from bapipe.zoo.data.dataset import PipelineDataset
 
 REPEATED, MADE_UP = "the example, repeated", "made up"

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from bapipe.module_state.python_state import same_tensor
 from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.torch_private.tensors import version
-from bapipe.tracing.python_state import same_tensor
 
 
 class ChangedInputs:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
+from bapipe.module_state.modes import evaluation_mode
 from bapipe.runtime.split import for_bucket, split
 from bapipe.runtime.stage_check import check_stages_equal
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.layers import granularity, trace
-from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.stages import Split
 
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.target_weights import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
+from bapipe.module_state.modes import evaluation_mode
+from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import state_restored
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
@@ -19,9 +22,6 @@ from bapipe.runtime.tensor_changes import TensorWrites
 from bapipe.runtime.transfers import Channels
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing.changing_state import limited_embeddings, limited_embeddings_restored
-from bapipe.tracing.modes import evaluation_mode
-from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.stages import Split, at_size
 
 

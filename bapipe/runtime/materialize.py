@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_random import all_generators_restored, seed_cpu_generators
+from bapipe.module_state.python_state import values_restored
 from bapipe.runtime.other_ranks import is_on_another_rank, mark_as_on_another_rank
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_private.modules import reset_method, without_weak_references
 from bapipe.torch_private.tensors import give_storage, version
 from bapipe.tracing.model import layer_states, unused_state
-from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
-from bapipe.tracing.python_state import values_restored
 from bapipe.tracing.stages import Split
 
 _UNSET = -(2**40) - 7

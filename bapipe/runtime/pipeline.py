@@ -15,6 +15,8 @@ from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
+from bapipe.module_state.modes import idle_dropout, is_evaluating
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.clock import clock_for
@@ -53,8 +55,6 @@ from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, onl
 from bapipe.tracing.capture import check_has_layers
 from bapipe.tracing.changing_state import changing_buffers
 from bapipe.tracing.model import persistent_state, state_names, unused_state
-from bapipe.tracing.modes import idle_dropout, is_evaluating
-from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.stage_module import argument_names, stage_module
 
 _log = logging.getLogger(__name__)

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.changed_inputs import ChangedInputs
-from bapipe.runtime.tensor_changes import TensorWrites, replaced
-from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
-from bapipe.tracing.python_state import (
+from bapipe.module_state.python_state import (
     Attributes,
     GeneratorStates,
     attributes_of,
@@ -29,7 +26,10 @@ from bapipe.tracing.python_state import (
     set_attributes,
     states_of_hooks,
 )
-from bapipe.tracing.reached_state import KeptState
+from bapipe.module_state.reached_state import KeptState
+from bapipe.runtime.changed_inputs import ChangedInputs
+from bapipe.runtime.tensor_changes import TensorWrites, replaced
+from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 
 Result = TypeVar("Result")
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_state import generator_state, generators_kept, numbers_kept, same_value, tensors_kept
 from bapipe.runtime.tensor_changes import TensorChanges
 from bapipe.tracing.changing_state import is_read_by_next_forward
-from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, same_value, tensors_kept
 
 
 def check_changes_of_replicas(stage: int, changed: Iterable[str]) -> None:

@@ -4,8 +4,8 @@ import hashlib
 
 import torch
 
+from bapipe.module_state.python_random import seed_all_generators, seed_cpu_generators, set_generators
 from bapipe.schedules.table import Action
-from bapipe.tracing.python_random import seed_all_generators, seed_cpu_generators, set_generators
 
 
 def derived_seed(seed: int, what: str) -> int:

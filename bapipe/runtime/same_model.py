@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.reached_state import is_of_the_user
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.randomness import names_in
-from bapipe.tracing.reached_state import is_of_the_user
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from bapipe.equivalence.outcome import TRAINING, Conditions, Microbatch, device_
 from bapipe.equivalence.stage_pass import NoTensor, Stage
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
+from bapipe.module_state.modes import evaluation_mode
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.model_errors import hint
 from bapipe.runtime.recompute import RecomputedStage
@@ -25,7 +26,6 @@ from bapipe.torch_device import CPU, describe
 from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
 from bapipe.tracing.model import layer_states, state_names
-from bapipe.tracing.modes import evaluation_mode
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffers
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bapipe.module_state.python_state import same_tensor
 from bapipe.runtime.tensor_samples import Comparison, SampledValues, sample_of, sampled_values
 from bapipe.torch_private.tensors import address, version
-from bapipe.tracing.python_state import same_tensor
 
 
 def content(tensor: Tensor) -> bytes:

@@ -2,8 +2,8 @@
 
 import logging
 
+from bapipe.module_state.python_state import same_value
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.python_state import same_value
 
 _log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from bapipe.graph.reached import reached
 from bapipe.runtime.replicas import BucketHook
 from bapipe.torch_private.split_backward import can_begin_at, construct_reverse_graph, get_param_groups
 from bapipe.torch_private.tensors import parameter_hooks
-from bapipe.tracing.reached import reached
 from bapipe.tracing.weight_nodes import weight_nodes
 
 

@@ -2,13 +2,22 @@
 
 Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in four steps.
 
-1. `capture`: the operators of the module as one torch.fx graph, by torch.fx (`fx_capture`), by recording what its code
-   calls (`recorded_capture`: `record`, then `merge_recordings`), or by torch.export
-   (`export_capture`).
-2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random.
-3. `layers`: assigns each operator to a layer, and names the tensors between layers.
+1. `capture`: the operators of the module as one graph of torch.fx, a `Captured` (`captured`). Tried are torch.fx
+   (`fx_capture`), recording what the module's code calls (`recorded_capture`), and torch.export (`export_capture`).
+   A recording (`recording`) is made at three batch sizes by `record`, and `merge_recordings` makes one graph of them;
+   `recorded_functions` writes calls as nodes, `nested_tensors` finds tensors in values, `constant_values` and
+   `run_with_values` know values that code branches on. `kept_calls` are kept as they are, `seeding` is noticed, and
+   `code_position` is for messages.
+2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random,
+   `shared_memory` refuses parameters that share memory with other tensors.
+3. `layers`: assigns each operator to a layer, and names the tensors between layers. `results` says how what the model
+   returns is nested.
 4. `sizes`: values that are not tensors, such as batch sizes, as functions of the batch size.
 
-`extract` goes the other way: from some layers to a module that computes them. `stages` cuts all layers into stages, and
-`stage_module` makes the module that a stage runs.
+`extract` goes the other way: from some layers to a module that computes them. `stages` cuts all layers into stages;
+`stage_module` makes the module that a stage runs, `stage_parts` one of which some layers are recomputed.
+
+About traced models: `changing_state` says which layers must share a stage, or have no replicas, for what a forward
+changes; `layer_shapes` has their channels, planes and heads (`attention_heads`); `weight_nodes` finds the part of a
+backward that W runs. `bound_inputs` makes inputs that are no tensors part of a module before it is traced.
 """

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from bapipe.graph.reached import reached
+from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import NormBase
 from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator
 from bapipe.tracing.model import TracedModel, attribute
-from bapipe.tracing.reached import reached
 from bapipe.tracing.recorded_functions import writes_to_a_list
-from bapipe.tracing.torch_layers import calls_other_code
 
 MEMORY = "memory"
 """Key in a node's `meta`: its `Memory`, if the operator was seen running."""

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from bapipe.module_state.python_state import generators_kept, values_restored
 from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
 from bapipe.tracing.model import TracedModel, attribute, layer_states, state_names
-from bapipe.tracing.python_state import generators_kept, values_restored
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 """Names of the buffers of batch norm, and of other norms, that a forward in training changes but does not read."""

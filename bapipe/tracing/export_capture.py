@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.python_random import all_generators_restored, global_generator_states
 from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
-from bapipe.tracing.python_random import all_generators_restored, global_generator_states
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 

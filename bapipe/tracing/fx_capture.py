@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.python_random import all_generators_restored, global_generator_states
+from bapipe.module_state.python_state import attributes_of, state_restored
 from bapipe.torch_private.tensors import tree_flatten, tree_leaves, tree_map
 from bapipe.tracing.captured import (
     AUTOCAST,
@@ -35,8 +37,6 @@ from bapipe.tracing.kept_calls import (
     functions_intercepted,
     hook_operator,
 )  # fmt: skip
-from bapipe.tracing.python_random import all_generators_restored, global_generator_states
-from bapipe.tracing.python_state import attributes_of, state_restored
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 

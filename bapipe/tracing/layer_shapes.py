@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from bapipe.formats.layer_shape import LayerShape
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.torch_device import CPU
 from bapipe.tracing.attention_heads import (
     KEEPS_HEADS_APART,
@@ -21,7 +22,6 @@ from bapipe.tracing.attention_heads import (
     queries,
 )
 from bapipe.tracing.model import TracedLayer, TracedModel
-from bapipe.tracing.python_random import all_generators_restored
 from bapipe.tracing.sizes import meta_values
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.graph.reached import reached
+from bapipe.module_state.assigned_attributes import may_be_inlined
+from bapipe.module_state.python_state import state_restored
 from bapipe.tracing.aliasing import (
     alias_set,
     may_alias,
@@ -18,14 +21,11 @@ from bapipe.tracing.aliasing import (
     writers,
     writes_to_state,
 )
-from bapipe.tracing.assigned_attributes import may_be_inlined
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, autocast_of_training, is_layer, output_node
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, input_name, node_state
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.randomness import is_random
-from bapipe.tracing.reached import reached
 from bapipe.tracing.recorded_capture import capture_by_recording
 from bapipe.tracing.results import (
     NoTensorReturned,

@@ -1,18 +1,18 @@
 """Finds the operators of a graph that draw random numbers, by torch's own tag of its operators."""
 
-from collections.abc import Iterator
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from bapipe.graph.reached import reached
+from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.tensors import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
-from bapipe.tracing.reached import reached
-from bapipe.tracing.torch_layers import calls_other_code
 
 _KNOWN_CODE = ("torch", "bapipe")
 
@@ -77,19 +77,6 @@ def _called(function: Any) -> list[Any]:
     found += [getattr(functional, name, None) for name in names_in(function)]
     found += [cell.cell_contents for cell in function.__closure__ or ()]
     return [called for called in found if isinstance(called, FunctionType) and called.__module__.startswith("torch.")]
-
-
-def names_in(function: Any) -> list[str]:
-    """Returns the names of functions and attributes in a function written in Python."""
-    return [name for code in _codes(getattr(function, "__code__", None)) for name in code.co_names]
-
-
-def _codes(code: Any) -> Iterator[CodeType]:
-    """Yields the code of a function and of the functions inside it."""
-    if isinstance(code, CodeType):
-        yield code
-        for constant in code.co_consts:
-            yield from _codes(constant)
 
 
 def _module_is_random(module: nn.Module) -> bool:

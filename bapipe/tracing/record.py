@@ -17,6 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.python_random import (
+    all_generators_restored,
+    generators_restored,
+    global_generator_states,
+    restore_global_generators,
+)
+from bapipe.module_state.python_state import generators_kept
 from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import (
     FakeTensor,
@@ -43,13 +50,6 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
-from bapipe.tracing.python_random import (
-    all_generators_restored,
-    generators_restored,
-    global_generator_states,
-    restore_global_generators,
-)
-from bapipe.tracing.python_state import generators_kept
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item, writes_to_a_list
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import ExampleForward

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.tracing.captured import Captured, output_node
 from bapipe.tracing.model import Result
 from bapipe.tracing.recorded_functions import PLAIN
 from bapipe.tracing.sizes import BATCH_SIZES, meta_values
-from bapipe.tracing.torch_layers import is_of_torch
 
 
 def returned(value: Any) -> Any:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import without_fake_tensors
 from bapipe.tracing.captured import autocast_as, autocast_modes
 from bapipe.tracing.nested_tensors import map_tensors, tensors_in
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.recording import ExamplesFail, NotRecorded, in_words
 from bapipe.tracing.sizes import repeat_to_batch
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from bapipe.tracing.python_state import generators_kept
+from bapipe.module_state.python_state import generators_kept
 
 SEEDS_ITSELF = "its forward seeds torch's random numbers (a seed holds within its layer only)"
 _MADE = "its forward draws random numbers from a generator that no module has as an attribute"

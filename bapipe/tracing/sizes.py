@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
+from bapipe.graph.reached import reached
+from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import tree_map
-from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import state_restored
-from bapipe.tracing.reached import reached
 
 BATCH_SIZES = (5, 7)
 """The two batch sizes; odd, so that other dimensions, mostly even, are not mistaken for the batch."""

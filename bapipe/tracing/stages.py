@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
+from bapipe.module_state.python_random import all_generators_restored, generators_restored
+from bapipe.module_state.python_state import state_restored
 from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states, state_names
-from bapipe.tracing.python_random import all_generators_restored, generators_restored
-from bapipe.tracing.python_state import state_restored
 from bapipe.tracing.results import no_tensor
 from bapipe.tracing.sizes import empty_meta_like, meta_values, repeat_to_batch
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from bapipe.tracing.reached import reached
+from bapipe.graph.reached import reached
 
 
 def weight_nodes(group: Mapping[str, Any], reverse: Mapping[Node, Iterable[Node | None]]) -> set[Node]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_random import all_generators_restored, seed_all_generators
 from bapipe.runtime.materialize import reset_layer
 from bapipe.torch_private.tensors import (
     DispatchMode,
@@ -28,7 +29,6 @@ from bapipe.torch_private.tensors import (
     tree_map,
 )
 from bapipe.tracing.captured import is_layer
-from bapipe.tracing.python_random import all_generators_restored, seed_all_generators
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import Factory, build
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from bapipe.errors import Stopped
 from bapipe.formats.plan import Plan
+from bapipe.module_state.modes import enter_training_mode
 from bapipe.printable import counted
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
 from bapipe.schedules.table import Action
 from bapipe.torch_settings import autocast_dtype
-from bapipe.tracing.modes import enter_training_mode
 from bapipe.training.checkpoint.folder import Checkpoint, set_damaged_aside
 from bapipe.training.checkpoint.manifest import Position
 from bapipe.training.checkpoint.state_outside import StateOutside

@@ -17,8 +17,8 @@ from bapipe.equivalence.check import (
 )
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_state import attributes_of, copied, set_attributes
 from bapipe.tracing.layers import trace
-from bapipe.tracing.python_state import attributes_of, copied, set_attributes
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages
 

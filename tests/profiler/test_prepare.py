@@ -10,8 +10,8 @@ from torch import nn
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import DeviceKind
 from bapipe.formats.settings import Settings
+from bapipe.module_state.python_random import seed_cpu_generators
 from bapipe.profiler import prepare
-from bapipe.tracing.python_random import seed_cpu_generators
 
 CPU = torch.device("cpu")
 

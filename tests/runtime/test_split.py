@@ -16,6 +16,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
 from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan
+from bapipe.module_state.python_random import global_generator_states, seed_cpu_generators
 from bapipe.profiler.measure import measure_model
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.runnable import check_runnable
@@ -23,7 +24,6 @@ from bapipe.runtime.split import split
 from bapipe.tracing import stages
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.layers import trace
-from bapipe.tracing.python_random import global_generator_states, seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, at_size, cut_into_stages
 from tests.multiprocess.runtime_cases import Permuting, Residual, Tied, TwoInputs, make_plan, named_order

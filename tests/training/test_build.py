@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
+from bapipe.module_state.python_random import seed_cpu_generators
 from bapipe.runtime.materialize import materialize
 from bapipe.runtime.split import split
 from bapipe.tracing.layers import trace
-from bapipe.tracing.python_random import seed_cpu_generators
 from bapipe.tracing.stage_module import stage_module
 from bapipe.training.build import ModelBuild, model_build
 from bapipe.zoo import ZOO

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.module_state.python_state import generator_state, generators_kept, numbers_kept, same_value
 from bapipe.runtime.tensor_changes import content
-from bapipe.tracing.python_state import generator_state, generators_kept, numbers_kept, same_value
 
 _log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from bapipe.errors import BapipeError, first_line
 from bapipe.formats.plan import Plan
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.processes import end_with
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import derived_seed, seed_item
 from bapipe.stop_signals import ignore_signals
 from bapipe.torch_device import CPU, is_out_of_memory
-from bapipe.tracing.python_random import all_generators_restored
 from bapipe.training.checkpoint.manifest import Position
 from bapipe.training.data.buckets import bucket_of_batch, bucketed_order, crop
 from bapipe.training.data.index_array import index_array

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from bapipe.module_state.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.runtime.plan_digest import NUM_DIGITS
 from bapipe.runtime.tensor_changes import content
 from bapipe.torch_device import CPU
-from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from bapipe.errors import BapipeError
+from bapipe.module_state.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.runtime.rng import derived_seed
 from bapipe.torch_device import dtype_name
-from bapipe.tracing.python_random import all_generators_restored, seed_cpu_generators
 from bapipe.training.build import ModelBuild
 from bapipe.training.train_config import TrainConfig
 from bapipe.zoo.data.dataset import PipelineDataset, item_parts

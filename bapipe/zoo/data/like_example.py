@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import DispatchMode, storage_key
-from bapipe.tracing.python_random import all_generators_restored
-from bapipe.tracing.python_state import state_restored
 from bapipe.zoo.data.dataset import NUM_SYNTHETIC, PipelineDataset
 
 _MIN_VALUES = 3

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from bapipe.errors import BapipeError
-from bapipe.tracing.python_random import global_generator_states
+from bapipe.module_state.python_random import global_generator_states
 from bapipe.training.checkpoint.manifest import Position
 from bapipe.training.data import loader
 from bapipe.training.data.loader import HELD_OUT, batches, warn_if_items_change

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from bapipe.tracing.modes import enter_training_mode, idle_dropout, is_evaluating
+from bapipe.module_state.modes import enter_training_mode, idle_dropout, is_evaluating
 
 
 class Classifier(nn.Module):

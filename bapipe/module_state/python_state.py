@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from bapipe.module_state.left_outside import left_outside
+from bapipe.module_state.reached_state import KeptState
+from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import hooks_of, is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
-from bapipe.tracing.left_outside import left_outside
-from bapipe.tracing.reached_state import KeptState
-from bapipe.tracing.torch_layers import calls_other_code
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""

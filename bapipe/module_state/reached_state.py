@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version, version_kept
-from bapipe.tracing.randomness import names_in
-from bapipe.tracing.torch_layers import is_of_torch
 
 _CONSTANTS = (
     int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, Enum, Decimal, date, timedelta, PurePath,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.tracing.randomness import names_in
-from bapipe.tracing.reached_state import is_of_the_user, is_plain
+from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.reached_state import is_of_the_user, is_plain
 
 _MAX_OBJECTS, _MAX_DEPTH = 1_000, 3
 """How many objects that a forward names are looked into at most, and how deep tensors may be nested in what it leaves.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bapipe.tracing import reached_state
-from bapipe.tracing.python_state import state_restored
+from bapipe.module_state import reached_state
+from bapipe.module_state.python_state import state_restored
 
 KeptState = partial(reached_state.KeptState, module_restored=state_restored)
 CLASSES = 4

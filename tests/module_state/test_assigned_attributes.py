@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bapipe.tracing.assigned_attributes import assigned_names, assigns_attributes, may_be_inlined, names_in_forward
+from bapipe.module_state.assigned_attributes import assigned_names, assigns_attributes, may_be_inlined, names_in_forward
 
 
 class Base(nn.Module):

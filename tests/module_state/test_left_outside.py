@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.tracing.left_outside import left_outside
-from bapipe.tracing.python_state import state_restored
+from bapipe.module_state.left_outside import left_outside
+from bapipe.module_state.python_state import state_restored
 
 SEEN: list[object] = ["before"]
 BY_NAME: dict[str, object] = {"number": 1}

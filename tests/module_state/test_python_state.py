@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.python_state import numbers_kept, same_value, state_restored
 from bapipe.tracing.layers import trace
-from bapipe.tracing.python_state import numbers_kept, same_value, state_restored
 
 
 class Remembers(nn.Module):

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from bapipe.tracing.randomness import names_in
-from bapipe.tracing.reached import reached
-from bapipe.tracing.torch_layers import is_of_torch
+from bapipe.graph.reached import reached
+from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.torch_layers import is_of_torch
 
 
 def forward_functions(module: nn.Module) -> list[FunctionType]:

@@ -1,0 +1,10 @@
+"""What the code of a module keeps between calls, beside parameters and buffers, and how to put it back.
+
+Begin with `python_state`: `state_restored` undoes what forwards change in a module and in what it reaches.
+
+- `reached_state`: the objects that code reaches and may change, and numbers that it keeps. `left_outside`: tensors
+  that forwards leave elsewhere, such as in a global list.
+- `python_random`: the random generators of Python and numpy. `modes`: training and evaluation mode.
+- `assigned_attributes`, `names_in_code`: what code assigns and names, read from the code itself.
+- `torch_layers`: which modules are torch's own.
+"""
