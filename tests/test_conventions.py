@@ -72,6 +72,18 @@ def strings(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def test_types_of_arrays_have_one_name_each_in_the_planner() -> None:
+    found = [
+        (ast.unparse(node.targets[0]), ast.unparse(node.value))
+        for path in FILES
+        if path.is_relative_to(PACKAGE / "planner")
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("NDArray[np.")
+    ]
+    assert found
+    assert max(Counter(name for name, _ in found).values()) == max(Counter(kind for _, kind in found).values()) == 1
+
+
 @pytest.mark.parametrize("package", NAMES_EACH_FILE)
 def test_the_docstring_of_a_package_names_each_of_its_files(package: str) -> None:
     docstring = ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or ""

@@ -1,1 +1,1 @@
-"""The time and the processors of a search: deadlines, compiled code, threads, and how fast plans are simulated."""
+"""The time and the processors of a search (deadlines, compiled code, threads, how fast plans are simulated); arrays."""

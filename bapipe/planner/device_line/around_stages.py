@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats, Ints
 from bapipe.planner.compute.compiled import inlined, least
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP, Floats, Ints
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, TRIP
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import (
     ARRIVAL,

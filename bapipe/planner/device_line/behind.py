@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.trip_tables import ANY
 from bapipe.planner.stages.intervals import IntArray
 
@@ -24,8 +24,8 @@ class Behind(NamedTuple):
     limit: float
     cuts: tuple[int, int]
     lows: IntArray
-    tables: tuple[FloatArray, ...]
-    gradients: tuple[FloatArray, ...]
+    tables: tuple[Floats, ...]
+    gradients: tuple[Floats, ...]
     numbers: IntArray
     num_passes: int = 0
 
@@ -53,12 +53,12 @@ class Behind(NamedTuple):
         ends: IntArray = np.flatnonzero(is_reached) + self.lows[num_replicas]
         return ends
 
-    def behind_stages(self, num_stages: int, *, or_more: bool) -> FloatArray:
+    def behind_stages(self, num_stages: int, *, or_more: bool) -> Floats:
         """Returns the table of what is known after `num_stages` stages, or after that many or more."""
         tables = self.tables[min(num_stages, len(self.tables) - 1) :]
         return np.minimum.reduce(tables) if or_more else tables[0]
 
-    def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> FloatArray:
+    def gradients_behind(self, num_stages: int, numbers: IntArray, *, or_more: bool) -> Floats:
         """Returns when gradients arrive, for micro-batches from each of `numbers` to the next; see `behind_stages`."""
         begin = min(num_stages, len(self.tables) - 1)
         if self.numbers.size * numbers.size == 0:
@@ -70,7 +70,7 @@ class Behind(NamedTuple):
         after = np.append(np.searchsorted(self.numbers, numbers[1:], side="left"), self.numbers.size)
         return np.stack([known[..., a:b].min(axis=-1) for a, b in zip(first, after, strict=True)], axis=-1)
 
-    def at_boundary(self, boundary: int, times: FloatArray) -> FloatArray:
+    def at_boundary(self, boundary: int, times: Floats) -> Floats:
         """Returns the times of a table at a boundary, by devices before it; infinite where it is not in the table."""
         columns = boundary - self.lows
         is_inside = (columns >= 0) & (columns < times.shape[1])

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import BoundInputs, Floats
+from bapipe.planner.device_line.stage_arrays import BoundInputs
 from bapipe.planner.stages.intervals import IntArray
 
 

@@ -16,9 +16,9 @@ from bapipe.planner.device_line.neighbourhood import Neighbourhood
 from bapipe.planner.device_line.recomputed_layers import layer_items
 from bapipe.planner.device_line.search_arrays import (
     DEVICE,
+    ESTIMATED_STAGE,
     LAYER,
     RECOMPUTED,
-    STAGE,
     Costs,
     Notes,
     Records,
@@ -142,7 +142,7 @@ def _devices(line: DeviceLine) -> Records:
 def _notes(most_stages: int, num_devices: int, num_microbatches: int, num_layers: int) -> Notes:
     """Returns arrays for notes on any plan; rows that are never used take no memory."""
     return Notes(
-        stages=np.zeros(most_stages, dtype=STAGE),
+        stages=np.zeros(most_stages, dtype=ESTIMATED_STAGE),
         replicas=Replicas(np.zeros(num_devices, dtype=np.int64), *np.zeros((4, num_devices))),
         sent=np.empty((most_stages + 1, num_microbatches)),
         returned=np.empty((most_stages + 1, num_microbatches)),

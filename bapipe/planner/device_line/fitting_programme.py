@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats, Ints
 from bapipe.planner.compute.compiled import compiled, inlined
-from bapipe.planner.device_line.search_arrays import Floats, Ints
 
 
 class FittingLayers(NamedTuple):

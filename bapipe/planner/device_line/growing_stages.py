@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.in_flight import IN_FLIGHT
 from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.stages.intervals import IntArray
 from bapipe.simulator.stage_cost import BUCKET_BYTES
 
@@ -152,7 +152,7 @@ class _Growth:
         numbers: IntArray = np.minimum(nearest, self._num_microbatches)
         return numbers
 
-    def _sum_ns(self, begin: int, first: int, ends: IntArray, numbers: IntArray) -> FloatArray:
+    def _sum_ns(self, begin: int, first: int, ends: IntArray, numbers: IntArray) -> Floats:
         """Returns about how long stages sum gradients after their last backward. [ends]"""
         last = np.minimum(first + numbers, self._num_devices) - 1
         crosses = (self._hosts[last] > self._hosts[first]).astype(np.int64)
@@ -161,5 +161,5 @@ class _Growth:
         rings = self._latency[crosses] * num_buckets + self._ns_per_byte[crosses] * gradients / numbers
         # The first bucket is full when the last backward has passed its layers.
         shown = np.maximum(0.0, self._backward[ends] - self._backward[begin]) * (1 - 1 / np.maximum(num_buckets, 1))
-        summed: FloatArray = 2 * (numbers - 1) * rings - shown / self._speeds[first]
+        summed: Floats = 2 * (numbers - 1) * rings - shown / self._speeds[first]
         return summed

@@ -8,8 +8,8 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Link
 from bapipe.formats.measurement import LayerMeasurement
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.line import DeviceLine
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.savings import with_returned
 from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.planner.stages.intervals import IntArray
@@ -35,13 +35,13 @@ class TimeSums:
         least_shares: the minimum shares of forward and of critical in the work of any layers.
     """
 
-    forward: FloatArray
-    backward: FloatArray
-    critical: FloatArray
-    work: FloatArray
-    trip: FloatArray
-    first_bucket: FloatArray
-    before_gradients: FloatArray
+    forward: Floats
+    backward: Floats
+    critical: Floats
+    work: Floats
+    trip: Floats
+    first_bucket: Floats
+    before_gradients: Floats
     least_shares: tuple[float, float]
 
 
@@ -108,7 +108,7 @@ class LayerSums:
             self._of_kinds[chosen] = self._sum_times(self._times[[kind in chosen for kind in self._kinds]].min(axis=0))
         return self._of_kinds[chosen]
 
-    def _sum_times(self, times: FloatArray) -> TimeSums:
+    def _sum_times(self, times: Floats) -> TimeSums:
         """Sums the times of layers: forward, backward and critical. [layers, 3]"""
         ends = np.array(self.line.cuts)
         of_layers = np.concatenate([np.zeros((1, 3)), np.cumsum(times, axis=0)])
@@ -134,7 +134,7 @@ class LayerSums:
         cuts, profiles = self.line.cuts, [self.line.profiles[kind] for kind in self._kinds]
         layers = [profile.layers for profile in profiles]
 
-        def least(values: Sequence[Sequence[int]]) -> FloatArray:
+        def least(values: Sequence[Sequence[int]]) -> Floats:
             return prefix_sums(np.min(values, axis=0).tolist())[cuts].astype(float)
 
         stashes = [[m.stash_bytes for m in profile.at(self.size)] for profile in profiles]
@@ -178,7 +178,7 @@ class LayerSums:
         links: list[Bandwidth | Link] = [cluster.intra_host, cluster.inter_host, *cluster.links]
         rate, latency = max(link.bytes_per_s for link in links), min(link.latency_ns for link in links)
 
-        def times(num_bytes: IntArray, latency: int = latency, rate: int = rate) -> FloatArray:
+        def times(num_bytes: IntArray, latency: int = latency, rate: int = rate) -> Floats:
             return np.where(num_bytes > 0, latency + num_bytes * 1e9 / rate, 0.0)
 
         zero = [0.0]

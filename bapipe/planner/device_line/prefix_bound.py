@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.in_flight import (
@@ -28,10 +29,10 @@ from bapipe.planner.device_line.layer_sums import LayerSums
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.replica_classes import MAX_ALIKE, ReplicaClasses, replica_classes
-from bapipe.planner.device_line.replica_weights import FloatArray, replica_weights
+from bapipe.planner.device_line.replica_weights import replica_weights
 from bapipe.planner.device_line.rings import Rings
 from bapipe.planner.device_line.savings import no_savings, savings_of
-from bapipe.planner.device_line.stage_arrays import LAYER_SUMS, STAGE, Boundaries, BoundInputs, Savings
+from bapipe.planner.device_line.stage_arrays import BOUNDED_STAGE, LAYER_SUMS, Boundaries, BoundInputs, Savings
 from bapipe.planner.device_line.stage_kinds import StageKinds
 from bapipe.planner.stages.intervals import IntArray
 from bapipe.schedules import splits_backwards
@@ -134,7 +135,7 @@ class PrefixBound(LayerSums):
         """Whether `ring_bound.py` gives stronger bounds: 1F1B or GPipe, with replicas."""
         return self.schedule in ("1f1b", "gpipe") and self.line.options.replicas
 
-    def _list_memory(self) -> FloatArray:
+    def _list_memory(self) -> Floats:
         """Returns the bytes that the devices of a stage may hold besides buffers. [positions, classes]"""
         limits = np.array(self.line.limits[: self.num_devices], dtype=float)
         limit_bytes = np.full((self.num_devices, self.classes.fewest.size), limits.max())
@@ -197,7 +198,7 @@ class PrefixBound(LayerSums):
         return savings_of(profiles, self.size, self.line.cuts, self._times[:, :, 0].min(axis=0), self.returned)
 
     def _stages(self) -> NDArray[np.void]:
-        """Returns what is known of stages by their first device and class: `STAGE`. [positions, classes]"""
+        """Returns what is known of stages by their first device and class: `BOUNDED_STAGE`. [positions, classes]"""
         weights, rings, kinds = self.weights, self.rings, self.kinds_of_stages
         n = weights.counts
         in_flight, last_in_flight, num_rounds = np.zeros_like(n), np.zeros_like(n[0]), np.zeros_like(n)
@@ -234,7 +235,7 @@ class PrefixBound(LayerSums):
             "may_recompute": self.line.options.recompute,
             "is_behind": np.arange(self.num_devices)[:, None] > 0,
         }
-        stages = np.zeros(n.shape, dtype=STAGE)
+        stages = np.zeros(n.shape, dtype=BOUNDED_STAGE)
         for name, values in columns.items():
             stages[name] = values
         share = 0.5 if self.schedule in IN_PAIRS else 1.0  # of F + r: from one F or r to the next
@@ -266,11 +267,11 @@ class PrefixBound(LayerSums):
         most = self.classes.most
         return -(-self.num_microbatches // most) if self.has_one_speed else self.num_microbatches // most
 
-    def _slack(self, in_flight: IntArray) -> FloatArray:
+    def _slack(self, in_flight: IntArray) -> Floats:
         """Returns by how much a chain of actions may be shorter than its layers' sums, in ns. [positions, classes]"""
         n, v = self.weights.counts, self.weights.speed
         trips = 1 + (n - 1) // np.maximum(in_flight, 1) * (in_flight > 0)
-        slack: FloatArray = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
+        slack: Floats = (ROUNDING_NS * n + self._rounded_stages * trips) * (1 + 1 / v)
         return slack
 
     def _num_rounds(self, depth: int) -> IntArray:

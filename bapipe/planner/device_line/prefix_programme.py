@@ -8,10 +8,11 @@ stages exceed the limits even then, and one test says so.
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Ints
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs
 from bapipe.planner.device_line.stage_delays import Delays, place
 from bapipe.planner.device_line.stage_limits import forced_host_cuts, is_passed, last_within, start_behind
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Bools
 from bapipe.planner.compute.compiled import compiled, inlined
 from bapipe.planner.device_line.search_arrays import LayerItems
 
@@ -85,9 +86,7 @@ def choose_recomputed(items: LayerItems, need: Need, came: NDArray[np.int8]) -> 
 
 
 @compiled
-def note_recomputed(
-    items: LayerItems, need: Need, chosen: Chosen, came: NDArray[np.int8], recomputed: NDArray[np.bool_]
-) -> None:
+def note_recomputed(items: LayerItems, need: Need, chosen: Chosen, came: NDArray[np.int8], recomputed: Bools) -> None:
     """Stores in `recomputed` the layers of a choice.
 
     Args:

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST
 from bapipe.planner.device_line.replica_classes import ReplicaClasses
 from bapipe.planner.stages.intervals import IntArray
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +29,17 @@ class ReplicaWeights:
     """
 
     counts: IntArray
-    speed: FloatArray
-    forward_speed: FloatArray
-    busiest: FloatArray
-    fastest: FloatArray
-    until: FloatArray
-    before: FloatArray
-    behind: FloatArray
-    from_here: FloatArray
+    speed: Floats
+    forward_speed: Floats
+    busiest: Floats
+    fastest: Floats
+    until: Floats
+    before: Floats
+    behind: Floats
+    from_here: Floats
 
 
-def replica_weights(
-    speeds: FloatArray, schedule: str, num_microbatches: int, classes: ReplicaClasses
-) -> ReplicaWeights:
+def replica_weights(speeds: Floats, schedule: str, num_microbatches: int, classes: ReplicaClasses) -> ReplicaWeights:
     """Returns the weights of stages of `classes` on devices of the given speeds."""
     fewest, most = tuple(classes.fewest.tolist()), tuple(classes.most.tolist())
     return _weights(tuple(speeds.tolist()), schedule in FORWARDS_FIRST, num_microbatches, fewest, most)
@@ -77,14 +73,14 @@ def _weights(
     )
 
 
-def _largest_of_next(v: FloatArray, number: int) -> FloatArray:
+def _largest_of_next(v: Floats, number: int) -> Floats:
     """Returns the maximum of the `number` values from each position on. [positions]"""
     padded = np.append(v, np.zeros(number - 1))
-    largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, number).max(axis=1)
+    largest: Floats = np.lib.stride_tricks.sliding_window_view(padded, number).max(axis=1)
     return largest
 
 
-def _replica(v: FloatArray, num: int, few: int, most: int) -> tuple[IntArray, FloatArray]:
+def _replica(v: Floats, num: int, few: int, most: int) -> tuple[IntArray, Floats]:
     """Returns micro-batches and maximum speed of one replica of stages of `few` to `most` devices. [positions]
 
     Every replica, even the slowest, has at least M // R micro-batches, and M mod R replicas have one more: whichever

@@ -3,8 +3,8 @@
 import numpy as np
 from msgspec import UNSET
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.layer_sums import LayerSums
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.stages.intervals import IntArray
 
 
@@ -34,8 +34,8 @@ class Rings:
         self.last_ns = (self.latency + self.rate * sums.min_bucket) * (sums.min_bucket > 0)
         self._least_latency, self._least_rate = self.latency.min(axis=0), self.rate.min(axis=0)  # [classes]
 
-    def least_ns(self, class_number: int, gradient_bytes: FloatArray) -> FloatArray:
+    def least_ns(self, class_number: int, gradient_bytes: Floats) -> Floats:
         """Returns a lower bound on the time of all rings of a stage with devices of a class, wherever it begins."""
         latency, rate = self._least_latency[class_number], self._least_rate[class_number]
-        rings: FloatArray = latency * np.ceil(gradient_bytes / self._max_bucket) + rate * gradient_bytes
+        rings: Floats = latency * np.ceil(gradient_bytes / self._max_bucket) + rate * gradient_bytes
         return rings

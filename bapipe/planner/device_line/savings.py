@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from bapipe.formats.profile import ModelProfile
-from bapipe.planner.device_line.replica_weights import FloatArray
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.stage_arrays import Savings
 
 MAX_RATES = 8
@@ -14,7 +14,7 @@ MAX_RATES = 8
 
 
 def savings_of(
-    profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: FloatArray, returned: FloatArray
+    profiles: Sequence[ModelProfile], size: int, cuts: Sequence[int], forward_ns: Floats, returned: Floats
 ) -> Savings:
     """Returns, for a range of prices in ns of F per byte, the value of recomputing up to each boundary.
 
@@ -54,7 +54,7 @@ def savings_of(
     return Savings(rates, reached, both)
 
 
-def with_returned(sums: FloatArray, returned: FloatArray) -> FloatArray:
+def with_returned(sums: Floats, returned: Floats) -> Floats:
     """Adds, to sums over the layers before each boundary, the bytes that come back to a stage that ends there.
 
     The last stage gets nothing back. Each sum is lowered to the minimum over this and all later boundaries, so that the

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from bapipe.planner.compute.arrays import Floats, Ints
 
 Records = Any
 """A numpy record array: several named values for each index."""
@@ -41,7 +40,7 @@ DEVICE = np.dtype(
 )
 """`same_host` is the previous device on the same host, -1 if none. Replicas take micro-batches in order of class."""
 
-STAGE = np.dtype(
+ESTIMATED_STAGE = np.dtype(
     [
         *((name, "i8") for name in ("begin", "end", "first", "count", "in_flight")),
         *((name, "i8") for name in ("num_forward", "num_backward", "sent_each")),
@@ -136,7 +135,7 @@ class Notes(NamedTuple):
     """The state of an estimate of a plan's step.
 
     Attributes:
-        stages: see `STAGE`. [S]
+        stages: see `ESTIMATED_STAGE`. [S]
         sent, returned: when the outputs arrive at each stage, and the gradients at the one before it. [S + 1, M]
         hosts: the host of each micro-batch's replica; stage s has row s + 1. [S + 2, M]
         recomputed: see `RECOMPUTED`; a cache of choices, by a hash of the stage. [entries]

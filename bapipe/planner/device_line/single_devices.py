@@ -29,13 +29,13 @@ import numpy as np
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.compute.arrays import Bools, Floats
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.device_line.in_flight import FORWARDS_FIRST, IN_FLIGHT, IN_PAIRS
 from bapipe.planner.device_line.line import DeviceLine, LinePlan
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.inputs.scalable_times import scalable_times
 from bapipe.schedules import splits_backwards
-from bapipe.simulator.interval_costs import BoolArray, cut_bytes, gradient_crosses, prefix_sums, transfer_ns
+from bapipe.simulator.interval_costs import cut_bytes, gradient_crosses, prefix_sums, transfer_ns
 
 MICROBATCH_ROUNDING_NS = 2.0
 """By how much the times of the actions of one micro-batch on a device may be shorter than the sums over its layers."""
@@ -105,7 +105,7 @@ class SingleDevices:
             microbatch_size=self._size,
         )
 
-    def _search(self, limit_ns: int, deadline: Deadline) -> "tuple[list[_Prefixes], FloatArray] | None":
+    def _search(self, limit_ns: int, deadline: Deadline) -> "tuple[list[_Prefixes], Floats] | None":
         """Returns what precedes each stage up to a possible last one, and the round trips after; None if refuted."""
         fewest, most = self.num_cuts[0] + 1, self.num_cuts[1] + 1
         last = len(self.line.cuts) - 1
@@ -137,7 +137,7 @@ class SingleDevices:
             )
         return None
 
-    def _behind(self, fewest: int, most: int) -> FloatArray:
+    def _behind(self, fewest: int, most: int) -> Floats:
         """Returns the round trip of one micro-batch after each end of each stage, with transfers. [stages, boundaries]
 
         The minimum over all cuts and numbers of stages.
@@ -154,9 +154,7 @@ class SingleDevices:
             begun = np.append(least[1:], np.inf) - trip
         return behind
 
-    def _keeps(
-        self, stage: int, prefix: "_Prefixes", behind: FloatArray, limit_ns: int, end: int | None = None
-    ) -> BoolArray:
+    def _keeps(self, stage: int, prefix: "_Prefixes", behind: Floats, limit_ns: int, end: int | None = None) -> Bools:
         """Returns whether, for each end, every limit is kept by some begin; or for a given `end`, by each begin."""
         num, fewest, most = self._num_microbatches, self.num_cuts[0] + 1, self.num_cuts[1] + 1
         sums, speed = self._sums[stage], self._speeds[stage]
@@ -166,11 +164,11 @@ class SingleDevices:
             x[:-1], y[:-1] = self._sent[stage][:-1], self._returned[stage][:-1]
         limit = limit_ns * (1 + 1e-12)
 
-        def within(before: FloatArray, at_stage: FloatArray, at_end: FloatArray | float, trips: int = 1) -> BoolArray:
+        def within(before: Floats, at_stage: Floats, at_end: Floats | float, trips: int = 1) -> Bools:
             """Returns whether before(i) + at_stage(j) - at_stage(i) + at_end(j) is within the limit."""
             room = limit + self._rounding_ns * (num + most * (trips + 1))
             if end is None:
-                found: BoolArray = _least_before(before - at_stage) + at_stage + at_end <= room
+                found: Bools = _least_before(before - at_stage) + at_stage + at_end <= room
                 return found
             of_end = at_end if isinstance(at_end, float) else at_end[end]
             found = before - at_stage + at_stage[end] + of_end <= room
@@ -223,9 +221,9 @@ class _Prefixes:
         there_and_back: lower bound on F and r of one micro-batch in these stages, with the transfers both ways.
     """
 
-    reached: BoolArray
-    arrival: FloatArray
-    there_and_back: FloatArray
+    reached: Bools
+    arrival: Floats
+    there_and_back: Floats
 
 
 class _KindSums:
@@ -235,7 +233,7 @@ class _KindSums:
         measured, cuts = scalable_times(profile, size, line.cluster), line.cuts
         splits = splits_backwards(schedule)
 
-        def sums(value: Callable[[LayerMeasurement], int]) -> FloatArray:
+        def sums(value: Callable[[LayerMeasurement], int]) -> Floats:
             return prefix_sums([value(m) for m in measured])[cuts].astype(float)
 
         self.forward = sums(lambda m: m.forward_ns)
@@ -250,16 +248,16 @@ class _KindSums:
         self.update = prefix_sums([layer.update_ns for layer in profile.layers])[cuts].astype(float)
         send, grad = cut_bytes(profile, size)
         self._send, self._grad = send[cuts], grad[cuts]
-        self._transfers: dict[tuple[Bandwidth, bool], FloatArray] = {}
+        self._transfers: dict[tuple[Bandwidth, bool], Floats] = {}
 
-    def transfers(self, link: Bandwidth, *, back: bool) -> FloatArray:
+    def transfers(self, link: Bandwidth, *, back: bool) -> Floats:
         """Returns the time of a transfer over each boundary, on one link."""
         if (link, back) not in self._transfers:
             self._transfers[link, back] = transfer_ns(self._grad if back else self._send, link).astype(float)
         return self._transfers[link, back]
 
 
-def _least_before(values: FloatArray) -> FloatArray:
+def _least_before(values: Floats) -> Floats:
     """Returns the minimum of all values before each one. [n] -> [n]"""
-    least: FloatArray = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
+    least: Floats = np.concatenate([[np.inf], np.minimum.accumulate(values)[:-1]])
     return least

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from bapipe.planner.compute.arrays import Floats, Ints
+
 Boundaries = NDArray[np.int32]
 
 LAYER_SUMS = np.dtype(
@@ -41,7 +41,7 @@ LAYER_SUMS = np.dtype(
 ) = range(len(LAYER_SUMS.names or ()))
 """The places of these sums in `BoundInputs.columns`."""
 
-STAGE = np.dtype(
+BOUNDED_STAGE = np.dtype(
     [
         ("own", np.int64),  # the index of the set of kinds of the stage,
         ("before", np.int64),  # of the kinds of the stage and the devices before it,
@@ -97,7 +97,7 @@ class BoundInputs(NamedTuple):
     Attributes:
         layers: `LAYER_SUMS` on each set of kinds; the first set is all kinds. [sets, boundaries]
         columns: the same numbers, contiguous for each sum. [sets, LAYER_SUMS, boundaries]
-        stages: `STAGE`. [positions, classes]
+        stages: `BOUNDED_STAGE`. [positions, classes]
         savings: of recomputation, on the kinds where it saves the most.
         one_way, both_ways: lower bounds on transfers over 0, 1, 2 ... cuts, in ns. [cuts]
         boundaries_before: the boundaries between hosts before each position. [positions]

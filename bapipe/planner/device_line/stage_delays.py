@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import compiled, inlined
-from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Floats
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 
 

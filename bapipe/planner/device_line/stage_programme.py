@@ -2,9 +2,10 @@
 
 from math import inf
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.recompute_programme import Need, choose_recomputed
-from bapipe.planner.device_line.search_arrays import Costs, Ints, Notes, Plan, Records, Replicas
+from bapipe.planner.device_line.search_arrays import Costs, Notes, Plan, Records, Replicas
 
 PRIME = 1_000_003
 """Multiplier of the hash by which choices of recomputed layers are cached."""

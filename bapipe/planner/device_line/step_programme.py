@@ -8,8 +8,9 @@ action by action, as in the simulator (`longest_path.py`).
 
 from math import inf
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import compiled, inlined
-from bapipe.planner.device_line.search_arrays import Costs, Floats, Notes, Plan, Records
+from bapipe.planner.device_line.search_arrays import Costs, Notes, Plan, Records
 from bapipe.planner.device_line.stage_programme import fill_stages
 
 SMOOTHING = 0.03

@@ -4,10 +4,11 @@ A state is a number of devices and of cuts; its value is the first boundary afte
 work. Prefixes that do not reach it are pruned.
 """
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.compiled import compiled
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs, Ints
+from bapipe.planner.device_line.stage_arrays import Boundaries, BoundInputs
 from bapipe.planner.device_line.stage_limits import first_within, is_passed, start_behind
 
 

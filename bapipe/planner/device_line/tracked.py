@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked_arrays import (
     GRADIENT,
     MAX_GRADIENTS,
@@ -179,7 +179,7 @@ class _Rows:
         """
         return self.least(np.minimum.reduceat(first, firsts), np.maximum.reduceat(last, firsts))
 
-    def earlier(self, sizes: IntArray, firsts: IntArray, num: int) -> tuple[FloatArray, IntArray]:
+    def earlier(self, sizes: IntArray, firsts: IntArray, num: int) -> tuple[Floats, IntArray]:
         """Returns how many micro-batches at least a replica had before one of each row, and the rows of its first ones.
 
         Args:
@@ -234,7 +234,7 @@ def _waits(prefix: PrefixBound, before: _Rows) -> NDArray[np.void]:
 
 def _replicas(
     prefix: PrefixBound, looked_at: IntArray, before: _Rows, behind: _Rows
-) -> tuple[NDArray[np.void], FloatArray]:
+) -> tuple[NDArray[np.void], Floats]:
     """Returns considered replicas of each class, and lower bounds on the time of 1 ns of work on them; see `Tracked`.
 
     Args:
@@ -374,7 +374,7 @@ def _places(prefix: PrefixBound, few: int, most: int, left: int) -> Iterator[tup
 @lru_cache(maxsize=4096)
 def _speeds(
     speeds: tuple[float, ...], is_sorted: bool, few: int, most: int, numbers: tuple[tuple[int, bool], ...]
-) -> FloatArray:
+) -> Floats:
     """Returns upper bounds on the speeds of some replicas of the stages of `few` to `most` devices from each one on.
 
     Args:
@@ -391,7 +391,7 @@ def _speeds(
         return np.repeat(windows.max(axis=1)[:, None], len(numbers), axis=1)
     # With more devices, the replica with a given number is no slower, and the last one no faster.
     places = [q for q, _ in numbers]
-    found: FloatArray = -np.partition(-windows, places, axis=1)[:, places]
+    found: Floats = -np.partition(-windows, places, axis=1)[:, places]
     padded = np.append(v, np.full(few - 1, v.max()))
     slowest = np.lib.stride_tricks.sliding_window_view(padded, few).min(axis=1)
     are_last = np.array([is_last for _, is_last in numbers])

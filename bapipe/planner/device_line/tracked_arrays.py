@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bapipe.planner.device_line.stage_arrays import Floats, Ints
+from bapipe.planner.compute.arrays import Floats, Ints
 
 MAX_REPLICAS = 8
 """The maximum number of replicas of a stage that are considered individually."""
@@ -104,16 +104,16 @@ class Tracked(NamedTuple):
 
     behind: Ints
     more_behind: Floats
-    then_behind: NDArray[np.int64]
+    then_behind: Ints
     of_class: Ints
     of_any: Ints
     of_all: Ints
-    of_more: NDArray[np.int64]
+    of_more: Ints
     before: Ints
     more_before: Floats
-    then_before: NDArray[np.int64]
-    last_before: NDArray[np.int64]
-    then_late: NDArray[np.int64]
+    then_before: Ints
+    last_before: Ints
+    then_late: Ints
     num_levels: int
     places: Ints
     speeds: Floats

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bapipe.hardware import num_cores
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.compute.threads import in_waves
 from bapipe.planner.device_line.behind import Behind, in_band
 from bapipe.planner.device_line.furthest_prefixes import FurthestPrefixes
 from bapipe.planner.device_line.plan_kind import PlanKind
 from bapipe.planner.device_line.prefix_bound import PrefixBound
-from bapipe.planner.device_line.replica_weights import FloatArray
 from bapipe.planner.device_line.tracked import tracked_microbatches
 from bapipe.planner.stages.intervals import IntArray
 
@@ -240,7 +240,7 @@ class TripBound:
         none = np.empty((*trips.shape, 0))
         return in_band(Behind(asked.limit, asked.kind[:2], lows, tables, (none,), np.arange(0)))
 
-    def _fill_before(self, asked: _Asked, known: Behind) -> list[FloatArray] | None:
+    def _fill_before(self, asked: _Asked, known: Behind) -> list[Floats] | None:
         """Fills the tables before; returns them by the number of stages before, None if no plan is left."""
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_before import fill_before
@@ -277,7 +277,7 @@ class TripBound:
         num_tables = in_waves(fill, min(most + 1, max_tables), asked.deadline, asked.max_threads())
         return before[: num_tables + 1] if any(are_reached) else None
 
-    def _fill_behind(self, asked: _Asked, known: Behind, before: Sequence[FloatArray]) -> Behind | None:
+    def _fill_behind(self, asked: _Asked, known: Behind, before: Sequence[Floats]) -> Behind | None:
         """Fills the tables behind; None if no plan is left."""
         from bapipe.planner.device_line.trip_tables import Tables
         from bapipe.planner.device_line.trips_behind import fill_behind
@@ -323,7 +323,7 @@ class TripBound:
         filling: _Filling,
         parts: Sequence[tuple[int, int]],
         deadline: Deadline,
-        far_ends: FloatArray | None = None,
+        far_ends: Floats | None = None,
     ) -> None:
         """Fills a table in which stages follow one another, with each part of the classes in a thread of its own.
 
@@ -347,7 +347,7 @@ class TripBound:
         classes: tuple[int, int],
         begin: Callable[[int], None],
         deadline: Deadline,
-        far_ends: FloatArray | None = None,
+        far_ends: Floats | None = None,
     ) -> None:
         """Fills a table with the stages of some classes, each part of the devices once `begin` allows it.
 

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.early_waits import Waits, count_cycles, count_turns
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import BoundInputs, Floats, Savings
+from bapipe.planner.device_line.stage_arrays import BoundInputs, Savings
 from bapipe.planner.device_line.stage_limits import forwards_apart, least_again, rings_ns, until_first_bucket
 from bapipe.planner.device_line.tracked_arrays import MAX_GRADIENTS, MAX_KINDS, MAX_REPLICAS, MAX_ROUNDS, Tracked
 from bapipe.planner.device_line.trip_tables import ANY_BACK, FIRST_BACK, FLAT_AROUND, STEEP_AROUND

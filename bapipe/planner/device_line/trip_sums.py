@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats, Ints
 from bapipe.planner.compute.compiled import inlined
 from bapipe.planner.device_line.stage_arrays import (
     BACKWARD,
@@ -27,8 +28,6 @@ from bapipe.planner.device_line.stage_arrays import (
     UPDATE,
     WORK,
     BoundInputs,
-    Floats,
-    Ints,
 )
 from bapipe.planner.device_line.stage_limits import least_again
 from bapipe.planner.device_line.trip_limits import (

@@ -2,10 +2,7 @@
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bapipe.planner.device_line.stage_arrays import Floats, Ints
+from bapipe.planner.compute.arrays import Floats, Ints
 
 ARRIVED, BACK, AFTER = range(3)
 """The rows (last index) of `Tables.before_begins`: from `AFTER` on for each number of micro-batches that follow, then
@@ -37,12 +34,12 @@ class Tables(NamedTuple):
     """
 
     lows: Ints
-    before_begins: NDArray[np.float64]
-    before_ends: NDArray[np.float64]
-    behind_begins: NDArray[np.float64]
-    behind_ends: NDArray[np.float64]
-    gradient_begins: NDArray[np.float64]
-    gradient_ends: NDArray[np.float64]
+    before_begins: Floats
+    before_ends: Floats
+    behind_begins: Floats
+    behind_ends: Floats
+    gradient_begins: Floats
+    gradient_ends: Floats
 
 
 class Scratch(NamedTuple):

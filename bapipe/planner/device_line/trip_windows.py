@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats, Ints
 from bapipe.planner.compute.compiled import inlined
-from bapipe.planner.device_line.stage_arrays import Floats, Ints
 from bapipe.planner.device_line.trip_tables import Scratch, Window
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import inlined, least
 from bapipe.planner.device_line.around_stages import note_least
-from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, BoundInputs, Floats
+from bapipe.planner.device_line.stage_arrays import BACKWARD, CRITICAL, FORWARD, BoundInputs
 from bapipe.planner.device_line.stage_limits import rings_ns, until_first_bucket
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_tables import AFTER, AROUND, ARRIVED, BACK, Scratch, Tables, Window

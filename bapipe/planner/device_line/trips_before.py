@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import compiled, inlined, least
 from bapipe.planner.device_line.around_stages import (
     add,
@@ -23,7 +24,7 @@ from bapipe.planner.device_line.around_stages import (
 )
 from bapipe.planner.device_line.early_waits import Waits
 from bapipe.planner.device_line.plan_kind import PlanKind
-from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, BoundInputs, Floats
+from bapipe.planner.device_line.stage_arrays import CRITICAL, FORWARD, BoundInputs
 from bapipe.planner.device_line.tracked_arrays import Tracked
 from bapipe.planner.device_line.trip_limits import of_class_behind, stage_of
 from bapipe.planner.device_line.trip_sums import Sums, first_begins

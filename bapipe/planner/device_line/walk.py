@@ -6,9 +6,10 @@ A plan that is better is always kept, one that is worse by x with probability ex
 
 from math import log
 
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.compute.compiled import compiled
 from bapipe.planner.device_line.moves import copy_plan, draw, fraction
-from bapipe.planner.device_line.search_arrays import Costs, Floats, Moves, Notes, Plan, Random
+from bapipe.planner.device_line.search_arrays import Costs, Moves, Notes, Plan, Random
 from bapipe.planner.device_line.step_programme import STAGE_ACTIONS, estimate_ns
 
 

@@ -10,11 +10,9 @@ all-reduces and updates of its stages.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.simulator.compiled import CompiledSchedule
-
-IntArray = NDArray[np.int64]
 
 NONE = -1
 """Stands for no action, or no link."""
@@ -96,13 +94,13 @@ class LongestPath:
                 append_arrival(arrival)
         return ends, arrivals
 
-    def lengths(self, duration_ns: IntArray, transfer_ns: IntArray, tail_ns: IntArray) -> IntArray:
+    def lengths(self, duration_ns: Ints, transfer_ns: Ints, tail_ns: Ints) -> Ints:
         """Returns the lengths of the longest paths for n columns of times; see `find`.
 
         [durations, n], [channels, n], [ranks, n] -> [n]
         """
         compiled = self.compiled
-        rank_ends, arrivals = list(np.zeros_like(tail_ns)), list[IntArray]()
+        rank_ends, arrivals = list(np.zeros_like(tail_ns)), list[Ints]()
         link_ends = list(np.zeros((len(compiled.links) + 1, tail_ns.shape[1]), dtype=np.int64))
         for rank, producer, duration, channel, link in zip(
             compiled.ranks, self._producer, compiled.durations, compiled.channel_of, self._links, strict=True
@@ -115,7 +113,7 @@ class LongestPath:
                 arrival = arrival + transfer_ns[channel]
             arrivals.append(arrival)
         ends = [rank_ends[rank] + tail_ns[rank] for rank in self.last_actions]
-        longest: IntArray = np.maximum.reduce(ends)
+        longest: Ints = np.maximum.reduce(ends)
         return longest
 
     def _trace_back(

@@ -1,7 +1,9 @@
 """Rounds wanted cuts to boundaries between layers."""
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
+
+from bapipe.planner.compute.arrays import Ints
 
 
 def nearest_cuts(positions: ArrayLike, targets: ArrayLike) -> tuple[int, ...]:
@@ -15,6 +17,6 @@ def nearest_cuts(positions: ArrayLike, targets: ArrayLike) -> tuple[int, ...]:
     at = np.asarray(positions, dtype=float)
     nearest = np.searchsorted((at[1:] + at[:-1]) / 2, targets)
     # All cuts are made distinct: moved to the right where they coincide, then to the left at the end. [stages - 1]
-    steps: NDArray[np.int64] = np.arange(len(nearest))
+    steps: Ints = np.arange(len(nearest))
     apart = np.maximum.accumulate(np.maximum(nearest - steps, 1)) + steps
     return tuple(np.minimum(apart, len(at) - 1 - len(nearest) + steps).tolist())

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +18,9 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.graph.downsets import members
 from bapipe.graph.layer_graph import Graph
 from bapipe.graph.minimum_cut import minimum_cut
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.scalable_times import scalable_times
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
 
 MAX_WINDOWS = 256
 """Windows of equal work, with two minimum cuts each; at most four for each node."""
@@ -48,19 +45,19 @@ class CutWindows:
         node_sets: downsets with the fewest bytes in some window, as bit sets of nodes.
     """
 
-    least_ns: "IntArray"
-    most_ns: "IntArray"
-    send_bytes: "IntArray"
-    grad_bytes: "IntArray"
-    least_gradient_bytes: "IntArray"
-    most_gradient_bytes: "IntArray"
+    least_ns: Ints
+    most_ns: Ints
+    send_bytes: Ints
+    grad_bytes: Ints
+    least_gradient_bytes: Ints
+    most_gradient_bytes: Ints
     node_sets: tuple[int, ...]
 
     def backwards(self) -> "CutWindows":
         """Returns the same cuts of the graph with every arc reversed: what lies behind them is before them."""
 
-        def after(values: "IntArray") -> "IntArray":
-            found: IntArray = np.append((values[-1] - values)[:-1][::-1], values[-1])
+        def after(values: Ints) -> Ints:
+            found: Ints = np.append((values[-1] - values)[:-1][::-1], values[-1])
             return found
 
         return CutWindows(
@@ -113,7 +110,7 @@ def cut_windows(
         fixed_bytes = _sum(gradients, inside), _sum(gradients, every & ~outside)
         rows.append((least_ns, most_ns, *(num_bytes for num_bytes, _ in cuts), *fixed_bytes))
     rows.append((total_ns, total_ns, 0, 0, sum(gradients), sum(gradients)))
-    columns: list[IntArray] = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
+    columns: list[Ints] = [np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)]
     return CutWindows(
         least_ns=columns[0],
         most_ns=columns[1],

@@ -9,16 +9,13 @@ looked at: O(covers * devices**2) for each limit. Memory is left out, hence this
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.downset_covers import Covers
 from bapipe.planner.throughput.homogeneous import HomogeneousDevices
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
 
 MAX_VALUES = 1 << 29
 """Values that are compared for one limit: covers times devices times replicas."""
@@ -50,20 +47,20 @@ class DownsetBound:
 
     covers: Covers
     num_devices: int
-    compute_ns: "IntArray"
-    longest_ns: "IntArray"
-    crossing_ns: "IntArray"
-    times: "IntArray"
-    rounding_ns: "IntArray"
+    compute_ns: Ints
+    longest_ns: Ints
+    crossing_ns: Ints
+    times: Ints
+    rounding_ns: Ints
 
-    def before(self, limit_ns: int, deadline: Deadline) -> "IntArray":
+    def before(self, limit_ns: int, deadline: Deadline) -> Ints:
         """Returns the fewest devices that run the layers before each downset, one too many if none can. [downsets]
 
         No plan with less has all loads within the limit; memory and what comes after the downset are left out.
         """
         return self._fewest(limit_ns, True, np.full(len(self.longest_ns), self.num_devices), deadline)
 
-    def after(self, limit_ns: int, before: "IntArray", deadline: Deadline) -> "IntArray":
+    def after(self, limit_ns: int, before: Ints, deadline: Deadline) -> Ints:
         """Returns the fewest devices that run the layers after each downset, one too many if none can. [downsets]
 
         Args:
@@ -71,7 +68,7 @@ class DownsetBound:
         """
         return self._fewest(limit_ns, False, self.num_devices - before, deadline)
 
-    def path(self, limit_ns: int, before: "IntArray") -> list[int]:
+    def path(self, limit_ns: int, before: Ints) -> list[int]:
         """Returns the downsets between the stages of a relaxed plan, the empty one and all layers among them.
 
         Args:
@@ -98,7 +95,7 @@ class DownsetBound:
         found: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] = self.longest_ns[:, None] * self.times <= limit_ns
         return found
 
-    def _fewest(self, limit_ns: int, is_growing: bool, most: "IntArray", deadline: Deadline) -> "IntArray":
+    def _fewest(self, limit_ns: int, is_growing: bool, most: Ints, deadline: Deadline) -> Ints:
         """Returns the fewest devices on one side of each downset. [downsets]
 
         Args:
@@ -115,7 +112,7 @@ class DownsetBound:
         needed = potential + crossing_ns - self.rounding_ns - limit_ns
         counts = np.arange(1, self.compute_ns.shape[1] + 1)
         used = np.arange(self.num_devices)[:, None]  # devices of all stages before: [devices, 1]
-        fewest: IntArray = np.full(len(self.longest_ns), self.num_devices + 1, dtype=np.int64)
+        fewest: Ints = np.full(len(self.longest_ns), self.num_devices + 1, dtype=np.int64)
         fewest[start] = 0
         # The largest `stage_begins` that so many devices reach on this side: [downsets, devices, counts]
         largest = np.broadcast_to(stage_begins[start], (1, self.num_devices, len(counts)))

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.graph.layer_graph import Graph
+from bapipe.planner.compute.arrays import Bools, Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    IntArray = NDArray[np.int64]
     BitArray = NDArray[np.uint8]
 
 
@@ -34,8 +34,8 @@ class Step:
     first: int
     stop: int
     first_before: int
-    near: "IntArray"
-    offsets: "IntArray"
+    near: Ints
+    offsets: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,8 +65,8 @@ def covers_of(graph: Graph, listed: Sequence[int]) -> Covers:
     packed = packed_bits(listed, graph.num_nodes)
     number = {nodes: i for i, nodes in enumerate(listed)}
 
-    def inside(node: int) -> "NDArray[np.bool_]":
-        found: NDArray[np.bool_] = packed[:, node // 8] >> node % 8 & 1 == 1
+    def inside(node: int) -> Bools:
+        found: Bools = packed[:, node // 8] >> node % 8 & 1 == 1
         return found
 
     larger: list[int] = []
@@ -89,7 +89,7 @@ def covers_of(graph: Graph, listed: Sequence[int]) -> Covers:
     )
 
 
-def _steps(levels: Sequence[tuple[int, int]], of: "IntArray", near: "IntArray") -> tuple[Step, ...]:
+def _steps(levels: Sequence[tuple[int, int]], of: Ints, near: Ints) -> tuple[Step, ...]:
     # By the downset of the next size, so that the neighbours of each are consecutive.
     order = np.lexsort((near, of))
     of, near = of[order], near[order]

@@ -9,19 +9,16 @@ if every later device took part, which is safe: it overestimates the micro-batch
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
+from bapipe.planner.compute.arrays import Bools, Indices, Ints
 from bapipe.planner.stages.equal_replicas import doublings
 from bapipe.planner.throughput.loads import INFEASIBLE_LOAD, Boundaries, StageCostSums, load_ceiling_ns, slowest_of
 from bapipe.planner.throughput.problem import END
 from bapipe.simulator.interval_costs import transfer_ns
 from bapipe.units import decimal
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
 
 MAX_DEVICES_WITH_GAPS = 8
 """Up to this number of devices, a plan may leave out devices between those that it uses."""
@@ -81,7 +78,7 @@ class HeterogeneousDevices:
         # Caches: many states have the same pair of stages, and many pairs the same slowest link.
         self._ordered: dict[Replicas, tuple[int, ...]] = {}
         self._links: dict[tuple[Replicas, Replicas], Bandwidth] = {}
-        self._transfer_ns: dict[tuple[bool, str, Bandwidth], IntArray] = {}
+        self._transfer_ns: dict[tuple[bool, str, Bandwidth], Ints] = {}
         self._set_bounds()
 
     def _set_bounds(self) -> None:
@@ -133,11 +130,11 @@ class HeterogeneousDevices:
             return [END]
         return [self._number[replicas, after, later] for later in [*self._replicas_after[after], NO_REPLICAS]]
 
-    def begins(self, state: int, limit: float) -> "BoolArray":
+    def begins(self, state: int, limit: float) -> Bools:
         start = self.states[state][1][0]
         return self._possible(self._rates[:start].sum(), self._rates[start:].sum(), limit)
 
-    def ends(self, state: int, limit: float) -> "BoolArray":
+    def ends(self, state: int, limit: float) -> Bools:
         _, replicas, after = self.states[state]
         stop = sum(replicas)
         possible = self._possible(self._rates[:stop].sum(), self._rates[stop:].sum(), limit)
@@ -146,14 +143,14 @@ class HeterogeneousDevices:
         possible[:-1] &= after != NO_REPLICAS
         return possible
 
-    def _possible(self, rate_before: float, rate_after: float, limit: float) -> "BoolArray":
+    def _possible(self, rate_before: float, rate_after: float, limit: float) -> Bools:
         """Boundaries whose layers on each side the devices on that side can run below the limit; [boundaries]."""
         per_microbatch = limit / self._num_microbatches * (1 + 1e-9)
         return (self._before_ns <= rate_before * per_microbatch) & (self._after_ns <= rate_after * per_microbatch)
 
-    def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "IntArray":
+    def load(self, state: int, begin: Indices, end: Indices, limit: float) -> Ints:
         replicas = self.replicas(state)
-        loads: IntArray = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
+        loads: Ints = np.where(self._boundaries.nested[np.ix_(begin, end)], np.int64(0), INFEASIBLE_LOAD)
         seen = set()  # replicas with the same cost, memory and number of micro-batches are computed once
         for position, rank in enumerate(replicas):
             device = self._cluster.devices[rank]
@@ -164,7 +161,7 @@ class HeterogeneousDevices:
                 np.maximum(loads, self._device_load(rank, times, self.states[state], begin, end), out=loads)
         return loads
 
-    def _device_load(self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray") -> "IntArray":
+    def _device_load(self, rank: int, times: int, state: State, begin: Indices, end: Indices) -> Ints:
         """Returns the load of one device that runs `times` micro-batches; [begins, ends]."""
         load = self._load_without_memory(rank, times, state, begin, end)
         before, replicas, _ = state
@@ -181,9 +178,7 @@ class HeterogeneousDevices:
         load = self._sums[rank].with_feasible_replicas(load, begin[:, None], end[None, :], count)
         return np.where(fits, load, INFEASIBLE_LOAD)
 
-    def _load_without_memory(
-        self, rank: int, times: int, state: State, begin: "IndexArray", end: "IndexArray"
-    ) -> "IntArray":
+    def _load_without_memory(self, rank: int, times: int, state: State, begin: "Indices", end: "Indices") -> "Ints":
         sums, (before, replicas, after) = self._sums[rank], state
         begin, end = begin[:, None], end[None, :]
         # A ring all-reduce is as slow as its slowest link.
@@ -200,15 +195,15 @@ class HeterogeneousDevices:
             load = np.maximum(load, transfer) if self._cluster.devices[rank].overlaps_transfers else load + transfer
         return load
 
-    def _send_ns(self, before: Replicas, after: Replicas) -> "IntArray":
+    def _send_ns(self, before: Replicas, after: Replicas) -> "Ints":
         """Returns the time of one micro-batch's activations at each boundary between two stages; [boundaries]."""
         return self._crossing_ns(True, before, self._slowest_link(before, after))
 
-    def _return_ns(self, after: Replicas, before: Replicas) -> "IntArray":
+    def _return_ns(self, after: Replicas, before: Replicas) -> "Ints":
         """Returns the time of one micro-batch's gradients at each boundary between two stages; [boundaries]."""
         return self._crossing_ns(False, before, self._slowest_link(after, before))
 
-    def _crossing_ns(self, is_forward: bool, before: Replicas, link: Bandwidth) -> "IntArray":
+    def _crossing_ns(self, is_forward: bool, before: Replicas, link: Bandwidth) -> "Ints":
         """Returns the time of what crosses a cut: its bytes are those of the first device of the stage before it."""
         first = self._in_order(before)[0]
         key = is_forward, self._cluster.devices[first].kind, link

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.compute.arrays import Bools, Indices, Ints
 from bapipe.planner.throughput.loads import Boundaries, StageCostSums, load_ceiling_ns
 from bapipe.simulator.interval_costs import transfer_ns
 
 if TYPE_CHECKING:
     from bapipe.planner.throughput.loads import Counts, Positions
-    from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
 
-    DevicesAround = Callable[[float], tuple[IntArray, IntArray]]
+    DevicesAround = Callable[[float], tuple[Ints, Ints]]
     """Lower bounds on the devices before and after each boundary, for a limit on the load."""
 
 NO_REPLICAS_NS = 1 << 45
@@ -63,24 +63,24 @@ class HomogeneousDevices:
         """An upper bound on the load of every plan."""
         return load_ceiling_ns(self._boundaries, [self._sums], self.num_microbatches, self.num_devices, [self._ring])
 
-    def loads(self, devices: "Counts", begin: "Positions", end: "Positions") -> "IntArray":
+    def loads(self, devices: "Counts", begin: "Positions", end: "Positions") -> Ints:
         """Returns the loads of stages; the arguments broadcast."""
         times = -(-self.num_microbatches // devices)
         compute = self._compute_ns(devices, begin, end)
         transfers = [times * cut for cut in self._transfers_ns(begin, end)]
         if self._overlaps:
-            largest: IntArray = np.maximum.reduce([compute, *np.broadcast_arrays(compute, *transfers)[1:]])
+            largest: Ints = np.maximum.reduce([compute, *np.broadcast_arrays(compute, *transfers)[1:]])
             return self._sums.with_feasible_replicas(largest, begin, end, devices)
         return self._sums.with_feasible_replicas(compute + sum(transfers), begin, end, devices)
 
-    def _compute_ns(self, devices: "Counts", begin: "Positions", end: "Positions") -> "IntArray":
+    def _compute_ns(self, devices: "Counts", begin: "Positions", end: "Positions") -> Ints:
         """Returns F and B of all micro-batches that a device runs, update and all-reduce."""
         times = -(-self.num_microbatches // devices)
         once = self._sums.per_step_ns(begin, end, devices, self._ring)
-        compute: IntArray = times * self._sums.microbatch_ns(begin, end) + once
+        compute: Ints = times * self._sums.microbatch_ns(begin, end) + once
         return compute
 
-    def costs_before(self) -> "tuple[IntArray, IntArray, IntArray]":
+    def costs_before(self) -> tuple[Ints, Ints, Ints]:
         """Returns what a `DownsetBound` needs of each boundary but the first, which is empty.
 
         The compute of all layers before it as one stage of r devices, [boundaries, counts]; its longest transfer, and
@@ -92,7 +92,7 @@ class HomogeneousDevices:
         send, back = self._send_ns[1:], self._return_ns[1:]
         return compute, np.maximum(send, back), np.zeros_like(send) if self._overlaps else send + back
 
-    def rounding_of_stages_ns(self) -> "IntArray":
+    def rounding_of_stages_ns(self) -> Ints:
         """Returns how much less a stage of r devices may compute than the difference of two costs before. [counts]
 
         F is rounded once, B once or as I and W; so is what is subtracted. That is 4.5 ns at most, and 1.5 of an update.
@@ -101,24 +101,22 @@ class HomogeneousDevices:
         times = -(-self.num_microbatches // np.arange(1, self.max_replicas + 1))
         return 5 * times + 2 if self._sums.is_rounded else np.zeros_like(times)
 
-    def _transfers_ns(self, begin: "Positions", end: "Positions") -> "tuple[IntArray, ...]":
+    def _transfers_ns(self, begin: "Positions", end: "Positions") -> tuple[Ints, ...]:
         """Per micro-batch: activations in, gradients back, activations out, gradients in."""
         return self._send_ns[begin], self._return_ns[begin], self._send_ns[end], self._return_ns[end]
 
     def load(self, devices: int, begin: int, end: int) -> float:
         return int(self.loads(devices, begin, end))
 
-    def fits(self, devices: "Counts", begin: "Positions", end: "Positions", after: "Counts") -> "BoolArray":
+    def fits(self, devices: "Counts", begin: "Positions", end: "Positions", after: "Counts") -> Bools:
         """Returns whether a stage fits in memory if `after` more devices run the stages after it."""
         times = -(-self.num_microbatches // devices)
         in_flight = np.minimum(-(-(after + devices) // devices), times)
         return self._sums.fits(begin, end, in_flight, times, self._memory_bytes)
 
-    def min_devices(
-        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", available: "IntArray", limit: float
-    ) -> "IntArray":
+    def min_devices(self, begin: Indices, end: Indices, after: Ints, available: Ints, limit: float) -> Ints:
         """Starts from a lower bound on the devices of each stage, and adds one until its load is below the limit."""
-        result: IntArray = np.full((begin.size, end.size), self.num_devices + 1, dtype=np.int64)
+        result: Ints = np.full((begin.size, end.size), self.num_devices + 1, dtype=np.int64)
         rows, columns = np.nonzero(self._boundaries.nested[np.ix_(begin, end)] & (available > 0))
         # From here on everything has shape [stages still undecided].
         first, last, later = begin[rows], end[columns], np.broadcast_to(after, result.shape)[rows, columns]
@@ -144,7 +142,7 @@ class HomogeneousDevices:
             # A finished stage leaves the loop: more devices than there are.
             devices = np.where(good, self.num_devices + 1, devices + 1)
 
-    def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
+    def min_devices_around(self, limit: float) -> tuple[Ints, Ints]:
         """The devices that the compute on each side needs, and the transfers at the boundary."""
         everywhere = np.arange(self.num_boundaries)
         # Slightly rounded down, so that floating point cannot make a bound too large.

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.throughput.loads import Boundaries
-from bapipe.simulator.interval_costs import IntArray, IntervalCosts, cut_bytes
+from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes
 
 MORE_THAN_ANY = 1 << 62
 """Bytes: no stage needs so many."""
@@ -46,9 +47,9 @@ def lightest_cuts(
     held = costs.param_bytes(begin, end) + costs.gradient_bytes(begin, end) + costs.optimizer_bytes(begin, end)
     stash = costs.stash_bytes(begin, end)
     once, in_flight = (stash, sent[begin]) if recompute else (np.zeros_like(stash), stash)
-    constant: IntArray = held + max_stages * received + once
-    least: list[IntArray] = [np.where(np.arange(last + 1) == last, 0, MORE_THAN_ANY)]
-    ends: list[IntArray] = []
+    constant: Ints = held + max_stages * received + once
+    least: list[Ints] = [np.where(np.arange(last + 1) == last, 0, MORE_THAN_ANY)]
+    ends: list[Ints] = []
     for k in range(1, min(max_stages, last) + 1):
         deadline.check()
         stage = np.where(boundaries.nested, constant + k * in_flight, MORE_THAN_ANY)

@@ -23,16 +23,15 @@ import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ModelProfile
+from bapipe.planner.compute.arrays import Bools, Indices, Ints
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.throughput.downset_covers import packed_bits
 from bapipe.simulator.interval_costs import IntervalCosts, cut_bytes, ring_ns, transfer_ns
 
 if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import BoolArray, IndexArray, IntArray
-
-    Positions = int | IndexArray
+    Positions = int | Indices
     """Numbers of boundaries, of any shape; results have the shape that the arguments broadcast to."""
-    Counts = int | np.int64 | IntArray
+    Counts = int | np.int64 | Ints
 
 INFEASIBLE_LOAD = np.int64(1 << 61)
 """The load of a stage that does not fit its devices, or whose boundaries are not nested."""
@@ -63,9 +62,9 @@ class Boundaries:
         has_node = _has_node(node_sets, len(layers_of_node))
         for node, layers in enumerate(layers_of_node):
             inside[:, list(layers)] = has_node[:, [node]]
-        self.inside: IntArray = inside
+        self.inside: Ints = inside
         num_inside = inside.sum(axis=1)
-        self.nested: BoolArray = np.triu(np.ones((len(node_sets),) * 2, dtype=bool), 1)
+        self.nested: Bools = np.triu(np.ones((len(node_sets),) * 2, dtype=bool), 1)
         if any(smaller & ~larger for smaller, larger in pairwise(node_sets)):  # else a chain: all are nested
             # a is a subset of b if and only if they have |a| layers in common; a product of floats uses BLAS.
             floats = inside.astype(np.float32)  # exact up to 2^24 layers
@@ -87,10 +86,10 @@ class Boundaries:
         return [int(i) for i in np.nonzero(self.inside[end] - self.inside[begin])[0]]
 
 
-def _has_node(node_sets: Sequence[int], num_nodes: int) -> "BoolArray":
+def _has_node(node_sets: Sequence[int], num_nodes: int) -> Bools:
     """Returns whether each set has each node. [sets, nodes]"""
     bits = np.unpackbits(packed_bits(node_sets, num_nodes), axis=1, bitorder="little")
-    has_node: BoolArray = bits[:, :num_nodes].astype(bool)
+    has_node: Bools = bits[:, :num_nodes].astype(bool)
     return has_node
 
 
@@ -111,7 +110,7 @@ class StageCostSums:
         microbatch_size: int,
         speed: float,
         member_links: Sequence[Bandwidth] = (),
-        crossing_bytes: "tuple[IntArray, IntArray] | None" = None,
+        crossing_bytes: tuple[Ints, Ints] | None = None,
         host_sum: Sequence[Bandwidth] = (),
     ) -> None:
         """`member_links` are those among the members of a group, `crossing_bytes` those of `cut_bytes` if known.
@@ -125,30 +124,30 @@ class StageCostSums:
         self._inside = inside
         without_replicas = np.array([not layer.allows_replicas for layer in profile.layers], dtype=np.int64)  # [layers]
         self._num_without_replicas = inside @ without_replicas  # [boundaries]
-        self._workspaces: IntArray = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
+        self._workspaces: Ints = np.array([m.workspace_bytes for m in measured])  # [layers]; a maximum, not a sum
         self._max_workspace = int(self._workspaces.max())
         self.send_bytes, self.grad_bytes = crossing_bytes or cut_bytes(profile, microbatch_size, inside)
 
-    def microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
+    def microbatch_ns(self, begin: "Positions", end: "Positions") -> Ints:
         """Returns F + B of one micro-batch, rounded as the simulator rounds them."""
         return self._costs.forward_ns(begin, end) + self._costs.backward_ns(begin, end)
 
-    def own_microbatch_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
+    def own_microbatch_ns(self, begin: "Positions", end: "Positions") -> Ints:
         """Returns the part of that which the speed divides: without the host, and without what members exchange."""
         own = self._costs.own_work()
         return own.forward_ns(begin, end) + own.backward_ns(begin, end)
 
-    def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> "IntArray":
+    def per_step_ns(self, begin: "Positions", end: "Positions", devices: "Counts", ring: Bandwidth) -> Ints:
         """Returns the update and the ring all-reduce over `devices` devices and their members, once per step."""
         return self.update_ns(begin, end) + self.all_reduce_ns(begin, end, devices, [ring])
 
-    def update_ns(self, begin: "Positions", end: "Positions") -> "IntArray":
+    def update_ns(self, begin: "Positions", end: "Positions") -> Ints:
         """Returns the update, once per step."""
         return self._costs.update_ns(begin, end)
 
     def all_reduce_ns(
         self, begin: "Positions", end: "Positions", devices: "Counts", links: Sequence[Bandwidth]
-    ) -> "IntArray":
+    ) -> Ints:
         """Returns the ring all-reduce over `devices` devices, joined by `links`, and their members."""
         in_group = np.asarray(self._costs.group_gradient_bytes(begin, end))
         num_devices = np.asarray(devices)
@@ -160,18 +159,16 @@ class StageCostSums:
             all_reduce = all_reduce + np.where(num_devices > 1, over_all, in_each)
         return all_reduce
 
-    def with_feasible_replicas(
-        self, loads: "IntArray", begin: "Positions", end: "Positions", devices: "Counts"
-    ) -> "IntArray":
+    def with_feasible_replicas(self, loads: Ints, begin: "Positions", end: "Positions", devices: "Counts") -> Ints:
         """Returns the loads of stages, `INFEASIBLE_LOAD` where several devices would run a layer without replicas."""
         if not self._num_without_replicas[-1]:
             return loads
         has_any = self.num_without_replicas(begin, end) > 0
         return np.where(has_any & (np.asarray(devices) > 1), INFEASIBLE_LOAD, loads)
 
-    def num_without_replicas(self, begin: "Positions", end: "Positions") -> "IntArray":
+    def num_without_replicas(self, begin: "Positions", end: "Positions") -> Ints:
         """Returns how many layers several devices cannot run."""
-        found: IntArray = self._num_without_replicas[end] - self._num_without_replicas[begin]
+        found: Ints = self._num_without_replicas[end] - self._num_without_replicas[begin]
         return found
 
     @property
@@ -193,8 +190,8 @@ class StageCostSums:
         in_flight: "Counts",
         num_microbatches: "Counts",
         limit_bytes: int,
-        received_bytes: "tuple[IntArray, IntArray] | None" = None,
-    ) -> "BoolArray":
+        received_bytes: tuple[Ints, Ints] | None = None,
+    ) -> Bools:
         """Returns whether the layers, their stashes in flight, and the receive buffers fit in a device's memory.
 
         Args:
@@ -206,10 +203,10 @@ class StageCostSums:
         buffers = num_microbatches * (send_bytes[begin] + grad_bytes[end])
         # Every device runs F and whole B only, without recomputation: only stashes are in flight.
         stashes = in_flight * costs.stash_bytes(begin, end)
-        free_bytes: IntArray = np.asarray(limit_bytes - (constant + stashes + buffers))
+        free_bytes: Ints = np.asarray(limit_bytes - (constant + stashes + buffers))
         # The largest workspace of a stage is a range maximum, which differences cannot give. It is computed only for
         # the few stages whose free memory lies between zero and the largest workspace of all layers.
-        fits: BoolArray = free_bytes >= self._max_workspace
+        fits: Bools = free_bytes >= self._max_workspace
         undecided = np.nonzero((free_bytes >= 0) & ~fits)
         if undecided[0].size:
             begins, ends = np.broadcast_arrays(begin, end)

@@ -14,10 +14,10 @@ L exists if and only if N(0) is at most the number of devices. The minimal load 
 from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.problem import (
     LIMIT_GROWTH,
@@ -27,9 +27,6 @@ from bapipe.planner.throughput.problem import (
     StagePath,
 )
 from bapipe.progress import LoadProgress
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
 
 
 def min_max_load_homogeneous(
@@ -99,10 +96,10 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float, deadline: Dea
     before, after = problem.min_devices_around(limit)  # [boundaries]
     # Pruning: too few devices for the layers before and after, or none left for the stage that begins here.
     candidates = np.nonzero((before + after <= num_devices) & (before < num_devices))[0]
-    min_devices: IntArray = np.full(last + 1, num_devices + 1, dtype=np.int64)  # N(b)
+    min_devices: Ints = np.full(last + 1, num_devices + 1, dtype=np.int64)  # N(b)
     min_devices[last] = after[last] = 0
-    stage_devices: IntArray = np.zeros(last + 1, dtype=np.int64)  # of the stage that begins at each boundary
-    stage_end: IntArray = np.zeros(last + 1, dtype=np.int64)
+    stage_devices: Ints = np.zeros(last + 1, dtype=np.int64)  # of the stage that begins at each boundary
+    stage_end: Ints = np.zeros(last + 1, dtype=np.int64)
     # If a stage's memory depends on N(e), N must be final for every later boundary: one beginning at a time.
     rows = 1 if problem.depends_on_later_devices else max(1, MAX_STAGES_PER_BLOCK // (last + 1))
     position = candidates.size
@@ -127,7 +124,7 @@ def find_plan_below(problem: HomogeneousLoadProblem, limit: float, deadline: Dea
     return _path(problem, stage_devices, stage_end)
 
 
-def _path(problem: HomogeneousLoadProblem, stage_devices: "IntArray", stage_end: "IntArray") -> StagePath:
+def _path(problem: HomogeneousLoadProblem, stage_devices: Ints, stage_end: Ints) -> StagePath:
     """Returns the plan of the best stages, from boundary 0 to the last one."""
     boundaries, devices, load = [0], [], 0.0
     while boundaries[-1] < problem.num_boundaries - 1:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bapipe.planner.compute.arrays import Indices
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.throughput.problem import (
     END,
@@ -27,7 +28,7 @@ from bapipe.planner.throughput.problem import (
 from bapipe.progress import LoadProgress
 
 if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IndexArray, LoadArray
+    from bapipe.planner.throughput.problem import LoadArray
 
 
 def min_max_load(
@@ -94,7 +95,7 @@ class _StageEnds:
     """The best plan that ends a stage of one state at each boundary: its load, and the stage's begin; [boundaries]."""
 
     load: "LoadArray"
-    begin: "IndexArray"
+    begin: Indices
 
 
 class _Table:
@@ -106,7 +107,7 @@ class _Table:
         """By state: R, the minimal largest load of the stages before one that begins at each boundary; [boundaries]."""
         self._number = number
         self._num_boundaries = num_boundaries
-        self._previous_state: dict[int, IndexArray] = {}  # by state, of the best stage before each boundary
+        self._previous_state: dict[int, Indices] = {}  # by state, of the best stage before each boundary
         self._ends: dict[int, _StageEnds] = {}
 
     def loads_before(self, state: int) -> "LoadArray":
@@ -116,7 +117,7 @@ class _Table:
             self._previous_state[state] = np.full(self._num_boundaries, -1, dtype=np.intp)
         return self.before[state]
 
-    def add_stage(self, problem: LoadProblem, state: int, begin: "IndexArray", end: "IndexArray") -> None:
+    def add_stage(self, problem: LoadProblem, state: int, begin: Indices, end: Indices) -> None:
         """Extends every plan by a stage of one state, and updates R of the successors."""
         ends = self._best_ends(problem, state, begin, end)
         feasible = np.nonzero(ends.load < self.limit)[0]
@@ -137,11 +138,11 @@ class _Table:
                 before[boundaries[better]] = load[better]
                 self._previous_state[successor][boundaries[better]] = state
 
-    def _best_ends(self, problem: LoadProblem, state: int, begin: "IndexArray", end: "IndexArray") -> _StageEnds:
+    def _best_ends(self, problem: LoadProblem, state: int, begin: Indices, end: Indices) -> _StageEnds:
         """Minimizes max(R(a, x), load(x, a, b)) over a, for every b, in blocks of beginnings a."""
         before = self.before[state]
         load: LoadArray = np.full(self._num_boundaries, self.limit, dtype=self._number)
-        origin: IndexArray = np.full(self._num_boundaries, -1, dtype=np.intp)
+        origin: Indices = np.full(self._num_boundaries, -1, dtype=np.intp)
         # Blocks of rows bound the memory: [rows, ends] loads at a time.
         rows = max(1, MAX_STAGES_PER_BLOCK // end.size)
         for first in range(0, begin.size, rows):

@@ -13,21 +13,18 @@ its step cannot beat, and those are simulated in which that is below the best.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.plan import Alternative
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.results.solution import sort_alternatives
 from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution
 from bapipe.planner.throughput.loads import StageCostSums, host_sum_links, slowest_of
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
 
 ONE_DEVICE, DATA_PARALLEL = "one-device", "data-parallel"
 
@@ -197,7 +194,7 @@ def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]
     for start, of_start in enumerate(links):
         # A device beyond the number of micro-batches would have nothing to do.
         counts = np.arange(1, min(num_devices - start, num_microbatches) + 1)
-        loads: IntArray = np.zeros(counts.size, dtype=np.int64)  # [counts]
+        loads: Ints = np.zeros(counts.size, dtype=np.int64)  # [counts]
         least, fits = loads.copy(), np.ones(counts.size, dtype=bool)
         seen = set()
         for rank in range(start, start + counts.size):
@@ -254,8 +251,8 @@ def _sums_of_alike(whole: LoadSearch, size: int) -> list[tuple[StageCostSums, bo
 
 
 def _times_ns(
-    sums: StageCostSums, num_microbatches: int, counts: "IntArray", links: Sequence[Links], positions: "IntArray"
-) -> "tuple[IntArray, IntArray]":
+    sums: StageCostSums, num_microbatches: int, counts: Ints, links: Sequence[Links], positions: Ints
+) -> tuple[Ints, Ints]:
     """Returns the loads of a device for some numbers of replicas, and times that no step beats.
 
     Both are [counts].
@@ -265,7 +262,7 @@ def _times_ns(
     """
     times = -(-(num_microbatches - positions) // counts)
     each, update = int(sums.microbatch_ns(0, -1)), int(sums.update_ns(0, -1))
-    loads: IntArray = times * each + update
+    loads: Ints = times * each + update
     # The all-reduces begin when the last backward has begun.
     shortest = loads - each
     numbers = {of_count: number for number, of_count in enumerate(dict.fromkeys(links))}

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
+
+    from bapipe.planner.compute.arrays import Bools, Indices, Ints
 
     LoadArray = NDArray[Any]
     """Loads: 64-bit integers (nanoseconds) or floats."""
-    IntArray = NDArray[np.int64]
-    IndexArray = NDArray[np.intp]
-    BoolArray = NDArray[np.bool_]
 
 END = -1
 """The successor of a state whose stage is the last."""
@@ -55,15 +53,15 @@ class LoadProblem(Protocol):
         """The states that the next stage can have; `END` among them if this stage can be the last."""
         ...
 
-    def begins(self, state: int, limit: float) -> "BoolArray":
+    def begins(self, state: int, limit: float) -> "Bools":
         """Boundaries at which a stage in this state can begin in a plan below the limit; a superset is also correct."""
         ...  # [boundaries]
 
-    def ends(self, state: int, limit: float) -> "BoolArray":
+    def ends(self, state: int, limit: float) -> "Bools":
         """Boundaries at which a stage in this state can end in a plan below the limit; a superset is also correct."""
         ...  # [boundaries]
 
-    def load(self, state: int, begin: "IndexArray", end: "IndexArray", limit: float) -> "LoadArray":
+    def load(self, state: int, begin: "Indices", end: "Indices", limit: float) -> "LoadArray":
         """The loads of the stages from each of `begin` to each of `end`, of shape [begins, ends].
 
         At least the limit if the boundaries are not nested or the stage does not fit in memory.
@@ -85,9 +83,7 @@ class HomogeneousLoadProblem(Protocol):
         """Whether `min_devices` depends on `after`; if so, stages must be computed from the last boundary backwards."""
         ...
 
-    def min_devices(
-        self, begin: "IndexArray", end: "IndexArray", after: "IntArray", available: "IntArray", limit: float
-    ) -> "IntArray":
+    def min_devices(self, begin: "Indices", end: "Indices", after: "Ints", available: "Ints", limit: float) -> "Ints":
         """The fewest devices with which the stages from each of `begin` to each of `end` have loads below the limit.
 
         Args:
@@ -99,7 +95,7 @@ class HomogeneousLoadProblem(Protocol):
         """
         ...
 
-    def min_devices_around(self, limit: float) -> "tuple[IntArray, IntArray]":
+    def min_devices_around(self, limit: float) -> "tuple[Ints, Ints]":
         """Lower bounds on the devices that run the layers before, and after, each boundary; [boundaries] each."""
         ...
 

@@ -7,16 +7,13 @@ plan is below the limit. The same from the end backwards says which work a cut a
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapipe.formats.cluster import Bandwidth
+from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.throughput.cut_windows import CutWindows
 from bapipe.simulator.interval_costs import ring_ns, transfer_ns
-
-if TYPE_CHECKING:
-    from bapipe.planner.throughput.problem import IntArray
 
 PRECISION = 1.0005
 """Bisection ends when the limits without and with a relaxed plan are within this factor."""
@@ -49,7 +46,7 @@ class WindowBound:
         """Returns whether the relaxation has a plan of which no load exceeds the limit; if not, there is none."""
         return bool(self._reached(self.windows, limit_ns)[-1] >= self.windows.most_ns[-1])
 
-    def devices_around(self, work_ns: "IntArray", limit_ns: float) -> "tuple[IntArray, IntArray]":
+    def devices_around(self, work_ns: Ints, limit_ns: float) -> tuple[Ints, Ints]:
         """Returns how many devices at least run what is before, and after, cuts; from the work before them. [cuts]"""
         total_ns = int(self.windows.most_ns[-1])
         before = np.searchsorted(self._reached(self.windows, limit_ns), work_ns, side="left")
