@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
+from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.strict_json import json_or_text
+from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import MAX_DEVICES
 from bapipe.schedules import ALL, SIDE_BY_SIDE
+
+PLAN_HELP = attribute_docs(PlanOptions)
+"""The help of the options of planning, by their names in `PlanOptions`."""
 
 Output = Annotated[Path, typer.Option("-o", "--output", help="File to write.", dir_okay=False)]
 Devices = Annotated[
@@ -29,13 +34,13 @@ Arguments = Annotated[
     typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the model's factory. May be repeated."),
 ]
 DEFAULT_MINIBATCH_SIZE = 32
-Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help="Number of samples per optimizer step.")]
+Minibatch = Annotated[int, typer.Option("--minibatch-size", min=1, help=PLAN_HELP["minibatch_size"])]
 MinibatchIfGiven = Annotated[
     int | None,
     typer.Option(
         "--minibatch-size",
         min=1,
-        help=f"Number of samples per optimizer step. Default: {DEFAULT_MINIBATCH_SIZE}, or that of the plan given.",
+        help=f"{PLAN_HELP['minibatch_size']} Default: {DEFAULT_MINIBATCH_SIZE}, or that of the plan given.",
     ),
 ]
 Sizes = Annotated[
@@ -49,9 +54,7 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", help="Cluster file, for devices and links that are known. Default: see --devices."),
 ]
-Microbatch = Annotated[
-    int | None, typer.Option("--microbatch-size", min=1, help="Fix the micro-batch size, in samples.")
-]
+Microbatch = Annotated[int | None, typer.Option("--microbatch-size", min=1, help=PLAN_HELP["microbatch_size"])]
 UNITS = {"": 1, "b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgt", start=1)
@@ -78,26 +81,23 @@ MemoryLimit = Annotated[
         "--memory-limit",
         parser=num_bytes,
         metavar="BYTES",
-        help="Maximum number of bytes that any device may use, such as 2000000000 or 2GB.",
+        help=f"{PLAN_HELP['memory_limit_bytes']} For example 2000000000 or 2GB.",
     ),
 ]
 SCHEDULES = f"{', '.join(ALL)}, or all (but {', '.join(sorted(SIDE_BY_SIDE))})"
 """What `--schedule` takes, in words."""
 
-Replicas = Annotated[
-    bool, typer.Option("--replicas/--no-replicas", help="Whether a stage may be replicated over several devices.")
-]
+Replicas = Annotated[bool, typer.Option("--replicas/--no-replicas", help=PLAN_HELP["replicas"])]
 Recompute = Annotated[
     bool,
-    typer.Option("--recompute/--no-recompute", help="Whether stages that do not fit may recompute activations."),
+    typer.Option("--recompute/--no-recompute", help=PLAN_HELP["recompute"]),
 ]
 TimeLimit = Annotated[
     float | None,
     typer.Option(
         "--time-limit",
         min=0.0,
-        help="Time limit of all searches together, in seconds. Default: a fixed amount of work, at most a minute of "
-        "computing (longer on a busy machine).",
+        help=PLAN_HELP["time_limit_s"],
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -19,6 +19,7 @@ from bapipe.cli.inputs import (
 )
 from bapipe.cli.options import (
     DEFAULT_MINIBATCH_SIZE,
+    PLAN_HELP,
     SCHEDULES,
     Arguments,
     AsJson,
@@ -75,39 +76,21 @@ def plan(
             help=f"Schedules to try: {SCHEDULES}; 'search' also searches an order, without replicas.",
         ),
     ] = "1f1b,gpipe",
-    stages: Annotated[int | None, typer.Option("--stages", min=1, help="Fix the number of stages.")] = None,
+    stages: Annotated[int | None, typer.Option("--stages", min=1, help=PLAN_HELP["num_stages"])] = None,
     memory_limit: MemoryLimit = None,
-    objective: Annotated[
-        Objective,
-        typer.Option(
-            "--objective", help="Minimize the time of one step, or the work of the most loaded device (throughput)."
-        ),
-    ] = "step",
+    objective: Annotated[Objective, typer.Option("--objective", help=PLAN_HELP["objective"])] = "step",
     memory_margin: Annotated[
-        float,
-        typer.Option(
-            "--memory-margin",
-            min=0.0,
-            max=0.99,
-            help="Share to leave free of what a device may use: its memory, or --memory-limit.",
-        ),
+        float, typer.Option("--memory-margin", min=0.0, max=0.99, help=PLAN_HELP["memory_margin"])
     ] = 0.0,
     replicas: Replicas = True,
     recompute: Recompute = True,
-    group: Annotated[
-        int | None,
-        typer.Option("--group", min=1, help="Fix how many devices run a micro-batch together, of the profiles given."),
-    ] = None,
+    group: Annotated[int | None, typer.Option("--group", min=1, help=PLAN_HELP["group"])] = None,
     least: Least = None,
     largest: Largest = None,
     within: Within = None,
     min_throughput: MinThroughput = None,
     constraint: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--constraint",
-            help="'LAYER with LAYER', 'LAYER without LAYER', 'LAYER on DEVICE,DEVICE'. May be repeated.",
-        ),
+        list[str] | None, typer.Option("--constraint", help=f"{PLAN_HELP['constraints']} May be repeated.")
     ] = None,
     time_limit: TimeLimit = None,
     pin: Annotated[

@@ -32,23 +32,26 @@ EVERY_SCHEDULE = "all"
 class PlanOptions:
     """What a user fixes or allows, besides the profiles and the cluster.
 
+    The command line shows most of these texts as the help of `bapipe plan`.
+
     Attributes:
-        minibatch_size: the samples of one optimizer step, those of all replicas together.
+        minibatch_size: number of samples per optimizer step, those of all replicas together.
         schedules: names in `bapipe.schedules`, or a single one; `all` is all that torch can run. With `search` among
             them, the order of the best plan with stages of one device each is then improved by a search that starts
             from the other named schedules (if there are none, from all with one stage per device). The result is never
             slower than the best plan with those, with replicas if they are allowed.
-        num_stages, microbatch_size: None to search them.
-        memory_limit_bytes: a limit on the bytes of every device, besides its memory.
-        memory_margin: the share to leave free of what a device may use: its memory, or `memory_limit_bytes`.
-        replicas: whether a stage may have several devices.
+        num_stages: number of stages; by default it is searched.
+        microbatch_size: number of samples of a micro-batch; by default it is searched.
+        memory_limit_bytes: maximum number of bytes that any device may use, where it has more memory.
+        memory_margin: share to leave free of what a device may use: its memory, or `memory_limit_bytes`.
+        replicas: whether a stage may be replicated over several devices.
         recompute: whether stages that do not fit otherwise may recompute their forward.
-        constraints: such as `conv1 with conv2`, or a single one; see `bapipe.planner.stages.constraints`.
-        objective: minimize the time of one step, or the work of the most loaded device (`bapipe.planner.throughput`).
-        time_limit_s: how long planning may take, all its searches together; the result then depends on the machine.
-            Without a limit a search does a fixed amount of work, some seconds, and the same input gives the same plan;
-            only after `deadline.DEFAULT_LIMIT_S` of compute does it end before.
-        group: how many members each device has, of the profiles given: 1 for single devices. None for any.
+        constraints: where layers are: 'LAYER with LAYER', 'LAYER without LAYER', or 'LAYER on DEVICE,DEVICE'.
+        objective: minimize the time of one step, or the work of the most loaded device (throughput).
+        time_limit_s: time limit of all searches together, in seconds; the plan then depends on how fast the machine is.
+            By default searches do a fixed amount of work, and the same input gives the same plan; only after about a
+            minute of computing (longer on a busy machine) do they end before.
+        group: how many devices run a micro-batch together, of the profiles given: 1 for single devices; by default any.
         goal: the least memory or devices, or the largest model, in place of the shortest step; see `bapipe.Goal`.
         search_effort: how much work the search for an order does: about so many seconds of it.
 

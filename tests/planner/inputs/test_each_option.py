@@ -3,13 +3,16 @@
 import ast
 from collections.abc import Callable
 from dataclasses import fields
+from inspect import getdoc
 from typing import Any
 
 import pytest
+import typer
 from msgspec.structs import replace
 
 import bapipe
-from bapipe.cli.flags import FLAGS
+from bapipe.cli import app
+from bapipe.cli.flags import FLAGS, with_flags
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
 from bapipe.planner.inputs.options import PlanOptions
@@ -56,6 +59,20 @@ def test_every_option_is_read_by_a_search() -> None:
 
 def test_every_option_has_a_flag_that_errors_name() -> None:
     assert NAMES - FLAGS.keys() == WITHOUT_FLAG
+
+
+@pytest.mark.parametrize("command", ["plan", "compare", "explore"])
+def test_the_help_of_every_option_is_its_documentation(command: str) -> None:
+    """Of `schedules` the help lists the names instead, and some options of `explore` go with another one."""
+    documented = with_flags(" ".join((getdoc(PlanOptions) or "").split())).lower()
+    names = {FLAGS[name]: name for name in NAMES - WITHOUT_FLAG - {"schedules"}}
+    found = set()
+    for parameter in typer.main.get_command(app).commands[command].params:  # type: ignore[attr-defined]
+        for name in {names[flag] for flag in (*parameter.opts, *parameter.secondary_opts) if flag in names}:
+            if not parameter.help.startswith("With --"):
+                found.add(name)
+                assert f"{name}: {parameter.help.partition('.')[0].lower()}" in documented
+    assert found == {*names.values()} if command == "plan" else "minibatch_size" in found
 
 
 def test_every_option_is_kept_after_a_loss_or_known_not_to_be() -> None:
