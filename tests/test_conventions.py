@@ -37,6 +37,7 @@ MIN_COMMENTS = {
 
 
 NAMES_EACH_FILE = (
+    "equivalence",
     "explorer",
     "graph",
     "module_state",

@@ -1,16 +1,13 @@
 """Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.cause import KEEPS_ATTRIBUTES, cause_in_loss, likely_cause, own_code
+from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
-from bapipe.equivalence.hints import with_hint
-from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import (
@@ -24,16 +21,12 @@ from bapipe.equivalence.outcome import (
 )
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
-from bapipe.errors import InvalidModel, first_line
+from bapipe.errors import first_line
 from bapipe.formats.profile import LOSS
-from bapipe.module_state.python_state import same_tensor, state_restored
-from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
-from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.sizes import repeat_to_batch
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,87 +245,3 @@ def _difference(
 def _difference_at(model: TracedModel, path: str, what: str, keeps_state: bool = False) -> Difference:
     code = own_code(model.root, path)
     return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code, what, keeps_state))
-
-
-def trace_checked(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    loss: Loss,
-    microbatches: Sequence[Microbatch],
-    *,
-    leaf_modules: Sequence[str] = (),
-    operator_layers: bool = False,
-    max_size: int | None = None,
-) -> tuple[TracedModel, Equivalence | Unchecked]:
-    """Returns the layers of a module, of which each cut is known to give the original's results.
-
-    Where the split model differs, modules without children that assign attributes are inlined first, if that gives the
-    original's results: their calls, which are layers, may find values there that other calls left. Else the module in
-    which it differs becomes one layer, so that stages call it as it is; then the next larger one, until there is no
-    difference. `max_size` is the size of the largest micro-batches.
-
-    Raises:
-        InvalidModel: as `trace`; or the model differs even so.
-    """
-    reasons: dict[str, str] = {}
-    inlined = frozenset[str]()
-    called = frozenset(matching_paths(module, leaf_modules))  # modules that are not inlined
-    while True:
-        result: Equivalence | Unchecked | Difference | None = None
-        try:
-            with state_restored(module, parameters=True):
-                model = trace(
-                    module,
-                    inputs,
-                    leaf_modules=(*leaf_modules, *reasons),
-                    operator_layers=operator_layers,
-                    called_leaves=bool(reasons),
-                    microbatch_size=max_size,
-                    inlined=sorted(inlined),
-                )
-            result = compare_split(model, loss, microbatches)
-        except InvalidModel:
-            if not inlined:
-                raise
-        if isinstance(result, Equivalence) or (isinstance(result, Unchecked) and not inlined):
-            changed = result.changed if isinstance(result, Equivalence) else None
-            leaf_reasons = {**model.leaf_reasons, **reasons}
-            return replace(model, leaf_reasons=leaf_reasons, inlined=inlined, changed=changed), result
-        in_vain = inlined_in_vain(module, result.code, inlined) if isinstance(result, Difference) else inlined
-        if in_vain:
-            inlined, called = inlined - in_vain, called | in_vain
-            continue
-        assert isinstance(result, Difference)
-        more = frozenset() if result.path == LOSS else inlinable(model, result.code, called | inlined)
-        if more:
-            inlined |= more
-            continue
-        larger = _next_leaves(model, result.code)
-        if not larger:
-            raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
-        for path in larger:
-            reasons[path] = f"split, it would differ from the original: {result}"
-            _log.warning("'%s' is one layer: %s", path, with_hint(reasons[path]))
-
-
-def _advice(difference: Difference) -> str:
-    if difference.path == LOSS or difference.cause.endswith(KEEPS_ATTRIBUTES):
-        return ""
-    return "; put this code into a module of its own, which is then one layer"
-
-
-def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
-    """Returns the innermost modules around a path that are not layers yet, with others of their class; or none."""
-    layers = {layer.name.partition("#")[0] for layer in model.layers}
-    modules = dict(model.root.named_modules())
-    names = path.split(".") if path else []
-    around = [".".join(names[:length]) for length in range(len(names), 0, -1)]
-    outermost = next((place for place in range(len(around) - 1, -1, -1) if around[place] in layers), -1)
-    for larger in around[outermost + 1 :]:
-        kind = type(modules[larger])
-        if issubclass(kind, nn.ModuleList | nn.ModuleDict):  # never called
-            continue
-        if is_of_torch(modules[larger]):
-            return (larger,)
-        return tuple(name for name, part in modules.items() if type(part) is kind and name)
-    return ()

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches, trace_checked
+from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.losses import loss_over_parts

@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import cross_entropy
 
 from bapipe.equivalence import stages
-from bapipe.equivalence.check import Difference, Equivalence, compare_split, example_microbatches, trace_checked
+from bapipe.equivalence.check import Difference, Equivalence, compare_split, example_microbatches
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.errors import InvalidModel
 from bapipe.tracing import sizes, stage_module
 from bapipe.tracing.extract import GradMode

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from bapipe.equivalence.check import Equivalence, example_microbatches, trace_checked
+from bapipe.equivalence.check import Equivalence, example_microbatches
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import CPU
 from bapipe.tracing.layers import granularity, trace

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches, trace_checked
+from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.losses import loss_over_parts
 from bapipe.errors import InvalidModel

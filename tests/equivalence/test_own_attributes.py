@@ -13,8 +13,8 @@ from bapipe.equivalence.check import (
     Unchecked,
     compare_stages,
     example_microbatches,
-    trace_checked,
 )
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
 from bapipe.module_state.python_state import attributes_of, copied, set_attributes

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from bapipe.equivalence.check import Equivalence, example_microbatches, trace_checked
+from bapipe.equivalence.check import Equivalence, example_microbatches
+from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.torch_device import CPU

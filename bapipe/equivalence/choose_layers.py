@@ -1,0 +1,132 @@
+"""Chooses the layers of a module such that stages of them, cut anywhere, give the original's results."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from bapipe.equivalence.cause import KEEPS_ATTRIBUTES
+from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split
+from bapipe.equivalence.hints import with_hint
+from bapipe.equivalence.inlining import inlinable, inlined_in_vain
+from bapipe.equivalence.outcome import Loss, Microbatch
+from bapipe.errors import InvalidModel
+from bapipe.formats.profile import LOSS
+from bapipe.module_state.python_state import state_restored
+from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.tracing.layers import matching_paths, trace
+from bapipe.tracing.model import TracedModel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """Which modules are traced otherwise than by default, by their paths.
+
+    Attributes:
+        reasons: those that became one layer, and why.
+        inlined: those without children whose operators are layers.
+        called: those that are not to be inlined.
+    """
+
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    inlined: frozenset[str] = frozenset()
+    called: frozenset[str] = frozenset()
+
+    def without(self, inlined: frozenset[str]) -> "_Choice":
+        """Returns the choice with some modules called again, for good."""
+        return replace(self, inlined=self.inlined - inlined, called=self.called | inlined)
+
+
+def trace_checked(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Loss,
+    microbatches: Sequence[Microbatch],
+    *,
+    leaf_modules: Sequence[str] = (),
+    operator_layers: bool = False,
+    max_size: int | None = None,
+) -> tuple[TracedModel, Equivalence | Unchecked]:
+    """Returns the layers of a module, of which each cut is known to give the original's results.
+
+    Where the split model differs, modules without children that assign attributes are inlined first, if that gives the
+    original's results: their calls, which are layers, may find values there that other calls left. Else the module in
+    which it differs becomes one layer, so that stages call it as it is; then the next larger one, until there is no
+    difference. `max_size` is the size of the largest micro-batches.
+
+    Raises:
+        InvalidModel: as `trace`; or the model differs even so.
+    """
+    choice = _Choice(called=frozenset(matching_paths(module, leaf_modules)))
+    while True:
+        try:
+            with state_restored(module, parameters=True):
+                model = trace(
+                    module,
+                    inputs,
+                    leaf_modules=(*leaf_modules, *choice.reasons),
+                    operator_layers=operator_layers,
+                    called_leaves=bool(choice.reasons),
+                    microbatch_size=max_size,
+                    inlined=sorted(choice.inlined),
+                )
+            result = compare_split(model, loss, microbatches)
+        except InvalidModel:
+            if not choice.inlined:
+                raise
+            choice = choice.without(choice.inlined)
+            continue
+        if isinstance(result, Equivalence) or (isinstance(result, Unchecked) and not choice.inlined):
+            changed = result.changed if isinstance(result, Equivalence) else None
+            reasons = {**model.leaf_reasons, **choice.reasons}
+            return replace(model, leaf_reasons=reasons, inlined=choice.inlined, changed=changed), result
+        choice = _next_choice(module, model, result, choice)
+
+
+def _next_choice(module: nn.Module, model: TracedModel, result: Unchecked | Difference, choice: _Choice) -> _Choice:
+    """Returns what to try after a choice with which the split model differs, or could not be compared.
+
+    Raises:
+        InvalidModel: nothing is left to try.
+    """
+    if isinstance(result, Unchecked):
+        return choice.without(choice.inlined)
+    in_vain = inlined_in_vain(module, result.code, choice.inlined)
+    if in_vain:
+        return choice.without(in_vain)
+    more = frozenset() if result.path == LOSS else inlinable(model, result.code, choice.called | choice.inlined)
+    if more:
+        return replace(choice, inlined=choice.inlined | more)
+    larger = _next_leaves(model, result.code)
+    if not larger:
+        raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
+    reason = f"split, it would differ from the original: {result}"
+    for path in larger:
+        _log.warning("'%s' is one layer: %s", path, with_hint(reason))
+    return replace(choice, reasons={**choice.reasons, **dict.fromkeys(larger, reason)})
+
+
+def _advice(difference: Difference) -> str:
+    if difference.path == LOSS or difference.cause.endswith(KEEPS_ATTRIBUTES):
+        return ""
+    return "; put this code into a module of its own, which is then one layer"
+
+
+def _next_leaves(model: TracedModel, path: str) -> tuple[str, ...]:
+    """Returns the innermost modules around a path that are not layers yet, with others of their class; or none."""
+    layers = {layer.name.partition("#")[0] for layer in model.layers}
+    modules = dict(model.root.named_modules())
+    names = path.split(".") if path else []
+    around = [".".join(names[:length]) for length in range(len(names), 0, -1)]
+    outermost = next((place for place in range(len(around) - 1, -1, -1) if around[place] in layers), -1)
+    for larger in around[outermost + 1 :]:
+        kind = type(modules[larger])
+        if issubclass(kind, nn.ModuleList | nn.ModuleDict):  # never called
+            continue
+        if is_of_torch(modules[larger]):
+            return (larger,)
+        return tuple(name for name, part in modules.items() if type(part) is kind and name)
+    return ()
