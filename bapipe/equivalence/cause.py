@@ -5,39 +5,56 @@ from torch import nn
 from bapipe.module_state.assigned_attributes import assigns_attributes, names_in_forward
 from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import hooks_in_words
-
-KEEPS_ATTRIBUTES = (
-    "keeps values in attributes between calls; let it return them, and pass them to the code that uses them"
-)
+from bapipe.tracing.reasons import CHOOSE_WITHOUT_VALUES, REGISTER_INSIDE, RETURN_VALUES, Reason
 
 _CAUSES = (
-    (("apply",), "may use a torch.autograd.Function, whose backward tracing may lose"),
-    (("checkpoint",), "uses torch.utils.checkpoint"),
-    (("register_hook",), "adds hooks to tensors"),
-    (("requires_grad_",), "changes which parameters have gradients (requires_grad_); use detach() on tensors instead"),
-    (("data", "copy_", "clamp_", "mul_", "add_", "fill_", "lerp_"), "changes tensors in place"),
-    (("random", "rand", "randn", "randint", "randperm", "bernoulli"), "draws random numbers"),
-    (("item", "tolist", "any", "all", "nonzero", "unique"), "depends on the values of tensors"),
-    (("autocast",), "changes autocast"),
-)  # fmt: skip
+    (("apply",), Reason("may use a torch.autograd.Function, whose backward tracing may lose")),
+    (
+        ("checkpoint",),
+        Reason("uses torch.utils.checkpoint", "leave out the checkpointing, as a plan says what is recomputed"),
+    ),
+    (("register_hook",), Reason("adds hooks to tensors")),
+    (
+        ("requires_grad_",),
+        Reason("changes which parameters have gradients (requires_grad_); use detach() on tensors instead"),
+    ),
+    (
+        ("data", "copy_", "clamp_", "mul_", "add_", "fill_", "lerp_"),
+        Reason("changes tensors in place", "write to a copy, or in the module that makes the tensor"),
+    ),
+    (("random", "rand", "randn", "randint", "randperm", "bernoulli"), Reason("draws random numbers")),
+    (
+        ("item", "tolist", "any", "all", "nonzero", "unique"),
+        Reason("depends on the values of tensors", CHOOSE_WITHOUT_VALUES),
+    ),
+    (("autocast",), Reason("changes autocast")),
+)
+"""(names in the code of a forward, what they are likely to mean)"""
 
-
-_LOSS_ALONE = "a loss can read only what the model returns: let the model return all that the loss needs"
-
-_OF_LOSS_DERIVATIVES = (
-    "the loss takes derivatives of outputs with respect to inputs, which cannot be taken across stages: compute them "
-    "in the model's forward, by `torch.autograd.grad` with `create_graph=True`, and return them"
+_KEEPS_ATTRIBUTES = Reason(
+    "keeps values in attributes between calls; let it return them, and pass them to the code that uses them", to_cut=""
 )
 
-_OF_DERIVATIVES = (
-    "code around it takes derivatives of outputs with respect to inputs, which cannot be taken across a cut"
+_LOSS_ALONE = Reason(
+    "a loss can read only what the model returns: let the model return all that the loss needs", to_cut=""
+)
+
+_OF_LOSS_DERIVATIVES = Reason(
+    "the loss takes derivatives of outputs with respect to inputs, which cannot be taken across stages: compute them "
+    "in the model's forward, by `torch.autograd.grad` with `create_graph=True`, and return them",
+    to_cut="",
+)
+
+_OF_DERIVATIVES = Reason(
+    "code around it takes derivatives of outputs with respect to inputs, which cannot be taken across a cut",
+    "take derivatives of a smaller part",
 )
 
 _DERIVATIVE_FAILED = "appears to not have been used in the graph"
 """In what torch.autograd.grad raises where what it differentiates was not computed from what it differentiates by."""
 
 
-def cause_in_loss(what: str) -> str:
+def cause_in_loss(what: str) -> Reason:
     """Returns why stages cannot compute a loss, of what differs, or the error that it raised, in words."""
     return _OF_LOSS_DERIVATIVES if _DERIVATIVE_FAILED in what else _LOSS_ALONE
 
@@ -53,8 +70,8 @@ def own_code(root: nn.Module, path: str) -> str:
     return path
 
 
-def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> str:
-    """Returns what is likely to be the cause, in words, if it is in the code of the module at `path`.
+def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> Reason:
+    """Returns what is likely to be the cause, if it is in the code of the module at `path`.
 
     Args:
         what: what differs, or the error that was raised, in words.
@@ -65,13 +82,14 @@ def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> st
     module = root.get_submodule(path)
     owner = f"'{path}'" if path else "the model"
     if (hook := hooks_in_words(module)) is not None:
-        return f"likely because {owner} has {hook}"
+        return Reason(f"likely because {owner} has {hook}", REGISTER_INSIDE)
     if keeps_state:
-        return f"the forward of {owner} keeps values between calls, which tracing does not see"
+        text = f"the forward of {owner} keeps values between calls, which tracing does not see"
+        return Reason(text, RETURN_VALUES)
     names = names_in_forward(module)
     for hints, cause in _CAUSES:
         if not names.isdisjoint(hints):
-            return f"likely because the forward of {owner} {cause}"
+            return cause.behind(f"likely because the forward of {owner} ")
     if assigns_attributes(module):
-        return f"likely because the forward of {owner} {KEEPS_ATTRIBUTES}"
-    return "the cause is not known"
+        return _KEEPS_ATTRIBUTES.behind(f"likely because the forward of {owner} ")
+    return Reason("the cause is not known")

@@ -26,6 +26,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.reasons import Reason
 from bapipe.tracing.sizes import repeat_to_batch
 
 
@@ -76,7 +77,7 @@ class Difference:
     path: str
     code: str
     what: str
-    cause: str
+    cause: Reason
 
     def __str__(self) -> str:
         where = f"'{self.path}'" if self.path else "the model"

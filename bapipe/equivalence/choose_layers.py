@@ -6,9 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from bapipe.equivalence.cause import KEEPS_ATTRIBUTES
 from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split
-from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.outcome import Loss, Microbatch
 from bapipe.errors import InvalidModel
@@ -17,6 +15,7 @@ from bapipe.module_state.python_state import state_restored
 from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
+from bapipe.tracing.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class _Choice:
         called: those that are not to be inlined.
     """
 
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, Reason] = field(default_factory=dict)
     inlined: frozenset[str] = frozenset()
     called: frozenset[str] = frozenset()
 
@@ -103,14 +102,14 @@ def _next_choice(module: nn.Module, model: TracedModel, result: Unchecked | Diff
     larger = _next_leaves(model, result.code)
     if not larger:
         raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
-    reason = f"split, it would differ from the original: {result}"
+    reason = Reason(f"split, it would differ from the original: {result}", result.cause.to_cut)
     for path in larger:
-        _log.warning("'%s' is one layer: %s", path, with_hint(reason))
+        _log.warning("'%s' is one layer: %s", path, reason.with_advice)
     return replace(choice, reasons={**choice.reasons, **dict.fromkeys(larger, reason)})
 
 
 def _advice(difference: Difference) -> str:
-    if difference.path == LOSS or difference.cause.endswith(KEEPS_ATTRIBUTES):
+    if difference.path == LOSS or not difference.cause.to_cut:
         return ""
     return "; put this code into a module of its own, which is then one layer"
 

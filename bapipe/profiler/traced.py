@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatches
 from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
-from bapipe.equivalence.hints import with_hint
 from bapipe.equivalence.losses import loss_over_parts
 from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
@@ -103,7 +102,7 @@ def traced(
         if fault is not None:
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
-    one_layer = {path: with_hint(reason) for path, reason in model.leaf_reasons.items()}
+    one_layer = {path: reason.with_advice for path, reason in model.leaf_reasons.items()}
     notes |= {ONE_LAYER: one_layer} if one_layer else {}
     shared = shared_changing_buffers(model)
     notes |= {SHARED_BUFFERS: {name: list(layers) for name, layers in shared.items()}} if shared else {}

@@ -17,6 +17,7 @@ from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
+from bapipe.tracing.reasons import REGISTER_INSIDE, Reason
 from bapipe.tracing.recorded_capture import capture_by_recording
 from bapipe.tracing.recording import ExamplesFail, why_not_recorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
@@ -117,14 +118,14 @@ def _capture_with_leaves(
     ) from failed.cause
 
 
-def _reason_of_leaf(failed: TracingFailed, recorded: TracingFailed | None) -> str:
+def _reason_of_leaf(failed: TracingFailed, recorded: TracingFailed | None) -> Reason:
     """Returns why a module in which torch.fx fails is one layer.
 
     Recording follows code that torch.fx cannot: where it was tried, it is what recording met that has to be changed.
     """
     if recorded is None:
-        return f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}"
-    around = f"the code of the model around it cannot be traced: {why_not_recorded(recorded.cause)}"
+        return Reason(f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}")
+    around = why_not_recorded(recorded.cause).behind("the code of the model around it cannot be traced: ")
     return recorded.reasons.get(failed.path, around)
 
 
@@ -136,7 +137,7 @@ def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
         recorded: how recording failed, if that was tried: it runs the code as it is, so it knows better.
     """
     if recorded is not None:
-        return why_not_recorded(recorded.cause)
+        return why_not_recorded(recorded.cause).text
     cause, line = failed.cause, failed_line(failed.cause) or ""
     without_values = "; a forward is traced without values, so it cannot branch on tensors"
     return f"{_first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
@@ -147,9 +148,9 @@ class _Leaves:
 
     def __init__(self, named: Iterable[str], inlined: frozenset[str]) -> None:
         self.paths, self._inlined = frozenset(named), inlined
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, Reason] = {}
 
-    def add(self, reasons: Mapping[str, str]) -> None:
+    def add(self, reasons: Mapping[str, Reason]) -> None:
         self.reasons |= reasons
         self.paths |= set(reasons)
 
@@ -169,14 +170,14 @@ class _Leaves:
                 self.add(error.reasons)
 
 
-def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> dict[str, str]:
+def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> dict[str, Reason]:
     """Returns which modules that are no layers have hooks, which only a call of the module runs.
 
     Raises:
         InvalidModel: the model itself has hooks.
     """
     hooked = {
-        path: f"it has {hook}"
+        path: Reason(f"it has {hook}", REGISTER_INSIDE)
         for path, part in module.named_modules()
         if (hook := hooks_in_words(part)) is not None and not is_layer(part, path, leaf_modules, inlined)
     }

@@ -12,6 +12,7 @@ from bapipe.device_types import DEVICE_TYPES
 from bapipe.torch_private.tensors import TreeSpec
 from bapipe.tracing.aliasing import changes_in_place, writes_to_state
 from bapipe.tracing.kept_calls import CannotKeep, registers_hook
+from bapipe.tracing.reasons import WRITE_INSIDE, Reason
 
 NO_GRAD = "no_grad"
 """Key in a node's `meta`: gradients were off when the operator ran."""
@@ -92,7 +93,7 @@ class Captured:
     spec: TreeSpec
     layer_of_call: dict[fx.Node, str]
     kinds: dict[str, str]
-    leaf_reasons: Mapping[str, str] = field(default_factory=dict)
+    leaf_reasons: Mapping[str, Reason] = field(default_factory=dict)
     sizes: Mapping[fx.Node, tuple[Any, Any]] | None = None
 
 
@@ -137,11 +138,11 @@ def check_writes(module: fx.GraphModule, path_of_node: Mapping[fx.Node, str]) ->
     Args:
         path_of_node: the path of the module in whose forward an operator is; none for those inside a layer.
     """
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Reason] = {}
     for node, names in writes_to_state(module):
         path = _enclosing(path_of_node.get(node, ""), names)
         if path:
-            reasons.setdefault(path, f"its forward changes '{names[0]}'")
+            reasons.setdefault(path, Reason(f"its forward changes '{names[0]}'", WRITE_INSIDE))
     if reasons:
         raise CannotKeep(reasons)
 

@@ -18,6 +18,7 @@ from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
 from bapipe.tracing.model import attribute
+from bapipe.tracing.reasons import Reason
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -77,7 +78,7 @@ def _refuse_seeding() -> None:
 class _GeneratorsRefused(TorchFunctionMode):
     """Raises CannotKeep where a forward draws from a generator that a graph cannot draw from."""
 
-    def __init__(self, fault: Callable[[object], str | None]) -> None:
+    def __init__(self, fault: Callable[[object], Reason | None]) -> None:
         super().__init__()
         self._fault = fault
 

@@ -38,6 +38,7 @@ from bapipe.tracing.kept_calls import (
     hook_operator,
 )  # fmt: skip
 from bapipe.tracing.randomness import draws_random_numbers
+from bapipe.tracing.reasons import RETURN_VALUES, Reason
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 
 _SIZES = frozenset(
@@ -53,7 +54,7 @@ class TracingFailed(Exception):
     `reasons` says why other modules had to become leaf modules before, by path.
     """
 
-    def __init__(self, path: str, cause: Exception, reasons: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: str, cause: Exception, reasons: Mapping[str, Reason] | None = None) -> None:
         super().__init__(str(cause))
         self.path, self.cause, self.reasons = path, cause, dict(reasons or {})
 
@@ -70,7 +71,7 @@ class _Tracer(fx.Tracer):
         self.failed_in: str | None = None
         self.path_of_node: dict[fx.Node, str] = {}
         self._proxies: list[fx.Proxy] = []
-        self.generator_fault: Callable[[object], str | None] = lambda value: None
+        self.generator_fault: Callable[[object], Reason | None] = lambda value: None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_layer(m, module_qualified_name, self.leaf_modules, self.inlined)
@@ -129,7 +130,7 @@ class _Tracer(fx.Tracer):
         if not any(isinstance(leaf, fx.Proxy) for leaf in leaves):
             return apply_function(cls, args, kwargs)
         if any(isinstance(leaf, nn.Module) for leaf in leaves):  # whose parameters would belong to no layer
-            raise CannotKeep({self.path(): f"it gives modules to {cls.__name__}"})
+            raise CannotKeep({self.path(): Reason(f"it gives modules to {cls.__name__}")})
         return self.create_proxy("call_function", function_operator(cls), args, kwargs)
 
     def seeds(self) -> None:
@@ -264,12 +265,13 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
     return graph
 
 
-def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[str, str]:
+def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[str, Reason]:
     """Returns which module's forward assigns a buffer: code around its owner if that is a layer, which did not run."""
-    path, reason = owner, f"its forward assigns the buffer '{name}'"
+    path, buffer = owner, name
     while path and is_layer(root.get_submodule(path), path, tracer.leaf_modules, tracer.inlined):
-        path, reason = path.rpartition(".")[0], f"its forward assigns the buffer '{owner}.{name}'"
-    return {path: reason}
+        path, buffer = path.rpartition(".")[0], f"{owner}.{name}"
+    to_cut = "write to the buffer in place, as by `copy_`, in the forward of the innermost module that has it"
+    return {path: Reason(f"its forward assigns the buffer '{buffer}'", to_cut)}
 
 
 def _check_second_trace(
@@ -294,7 +296,7 @@ def _check_second_trace(
     except TracingFailed as error:
         path = error.path
     if path or (path == "" and is_counting):
-        raise CannotKeep({path: "its forward keeps state from call to call"})
+        raise CannotKeep({path: Reason("its forward keeps state from call to call", RETURN_VALUES)})
 
 
 def _counts(module: nn.Module) -> list[float]:

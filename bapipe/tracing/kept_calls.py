@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-DRAWS_IN_PYTHON = "its forward draws random numbers in Python"
+from bapipe.tracing.reasons import Reason
+
+DRAWS_IN_PYTHON = Reason(
+    "its forward draws random numbers in Python",
+    "draw by torch, such as `torch.rand`, or put the draw into a module of its own",
+)
 """Why a graph cannot keep a forward that reads the generators of Python or numpy: what it drew is not in the graph."""
 
 Function = type[torch.autograd.Function]
 
 
-ASSIGNS_DATA = "its forward assigns `data` of a tensor, which no graph can hold: write to it in place, as by `copy_`"
+ASSIGNS_DATA = Reason(
+    "its forward assigns `data` of a tensor, which no graph can hold: write to it in place, as by `copy_`", to_cut=""
+)
 
 
 def assigns_data(func: Any) -> bool:
@@ -31,9 +38,9 @@ def assigns_data(func: Any) -> bool:
 class CannotKeep(Exception):
     """A call inside the modules at some paths that a graph cannot keep, so that these must be one layer each."""
 
-    def __init__(self, reasons: dict[str, str]) -> None:
+    def __init__(self, reasons: dict[str, Reason]) -> None:
         """`reasons` says for each path why; the empty path is the model itself."""
-        super().__init__(next(iter(reasons.values())))
+        super().__init__(str(next(iter(reasons.values()))))
         self.reasons = reasons
 
 
@@ -111,10 +118,10 @@ def functions_refused() -> Iterator[None]:
     def refuse(cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_looked_into(cls):
             return apply_function(cls, args, kwargs)
-        raise CannotKeep({"": f"its forward applies the autograd function {cls.__name__}"})
+        raise CannotKeep({"": Reason(f"its forward applies the autograd function {cls.__name__}")})
 
     def refuse_hook(tensor: Tensor, hook: object) -> None:
-        raise CannotKeep({"": "its forward registers a hook on a tensor"})
+        raise CannotKeep({"": Reason("its forward registers a hook on a tensor")})
 
     with functions_intercepted(refuse), patch.object(Tensor, "register_hook", refuse_hook):
         yield

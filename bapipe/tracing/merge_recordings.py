@@ -10,11 +10,14 @@ from torch import Tensor, fx, nn
 from bapipe.tracing.aliasing import MEMORY, Memory
 from bapipe.tracing.captured import AUTOCAST, NO_GRAD, Captured, call_name, drop_unused
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.reasons import Reason
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.sizes import BATCH_SIZES, TensorShape
 
 Three = tuple[Any, Any, Any]
 """A value at the two batch sizes, and at the one that checks."""
+
+_COMPUTE_FROM_SAMPLES = "let torch compute from the samples, as by `mean`, what the code computes from their number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def merge(module: nn.Module, recordings: Sequence[Recording], check_size: int) -
     calls = _aligned([recording.calls for recording in recordings])
     returned = [recording.returned for recording in recordings]
     if any(leaves[0] != leaves[1] or leaves[0] != leaves[2] for leaves in zip(*returned, strict=True)):
-        raise TracingFailed("", NotRecorded("what the model returns depends on the batch size"))
+        raise TracingFailed("", NotRecorded(Reason("what the model returns depends on the batch size")))
     first = recordings[0]
     graph = _Graph(calls, check_size)
     leaves = tuple(graph.nodes[leaf.index] if isinstance(leaf, Ref) else leaf for leaf in first.returned)
@@ -65,7 +68,12 @@ def _aligned(calls: Sequence[Sequence[Call]]) -> list[tuple[Call, Call, Call]]:
 
 
 def _depends_on_batch(call: Call) -> NotRecorded:
-    return NotRecorded(f"what the forward calls depends on the batch size{call.line or ''}")
+    return NotRecorded(
+        Reason(
+            f"what the forward calls depends on the batch size{call.line or ''}",
+            "call the same functions for any number of samples, or put that code into a module of its own",
+        )
+    )
 
 
 def _same(a: Call, b: Call) -> bool:
@@ -95,7 +103,8 @@ class _Graph:
             args = self._value((three[0].args, three[1].args, three[2].args))
             kwargs = self._value((dict(three[0].kwargs), dict(three[1].kwargs), dict(three[2].kwargs)))
         except ValueError as error:
-            raise TracingFailed(call.path, NotRecorded(f"{error}{call.line or ''}")) from error
+            reason = Reason(f"{error}{call.line or ''}", _COMPUTE_FROM_SAMPLES)
+            raise TracingFailed(call.path, NotRecorded(reason)) from error
         node = self.graph.create_node(call.op, call.target, args, kwargs, name=_name(call))
         self.nodes.append(node)
         if call.shape is not None and call.op != "get_attr":

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.torch_private.tensors import TreeSpec, tree_unflatten
+from bapipe.tracing.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class TracedModel:
     sizes: Mapping[fx.Node, tuple[Any, Any]]
     writes: tuple[tuple[fx.Node, fx.Node], ...]
     hazards: tuple[Hazard, ...]
-    leaf_reasons: Mapping[str, str] = field(default_factory=dict)
+    leaf_reasons: Mapping[str, Reason] = field(default_factory=dict)
     inlined: frozenset[str] = frozenset()
     changed: frozenset[str] | None = None
 

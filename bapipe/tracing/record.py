@@ -50,6 +50,7 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
+from bapipe.tracing.reasons import TAKE_ANY_NUMBER, WRITE_INSIDE, Reason
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item, writes_to_a_list
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import ExampleForward
@@ -60,6 +61,12 @@ from bapipe.tracing.seeding import (
     mark_default_generator,
     seeding_noticed,
 )
+
+_UNDER_VMAP = Reason(
+    "it calls a function under torch.func.vmap or grad",
+    "write the function for the whole batch, or put its call into a module of its own",
+)
+_FROM_ELSEWHERE = Reason("it uses a tensor that comes from where calls of torch cannot be recorded", TAKE_ANY_NUMBER)
 
 
 class _StartAgain(Exception):
@@ -146,7 +153,7 @@ class _Recorder(TorchFunctionMode):
         names: dict[int, str],
         leaf_modules: frozenset[str],
         inlined: frozenset[str],
-        generator_fault: Callable[[object], str | None],
+        generator_fault: Callable[[object], Reason | None],
         forward: ExampleForward,
     ) -> None:
         super().__init__()
@@ -163,7 +170,7 @@ class _Recorder(TorchFunctionMode):
         self._num_calls: dict[str, int] = {}  # of layers' modules
         self._inside: list[str] = [""]  # paths of the modules whose forwards run
         self._recorded: set[str] = set()  # paths of modules whose own code was recorded
-        self._reasons: dict[str, str] = {}  # why modules became leaf modules, by path
+        self._reasons: dict[str, Reason] = {}  # why modules became leaf modules, by path
         self._paused = False
         self._generator_fault, self._forward = generator_fault, forward
         self._values = ConstantValues()
@@ -227,7 +234,7 @@ class _Recorder(TorchFunctionMode):
         if not leaves and not written and not registers_hook(func):
             return result
         if target is None:
-            raise NotRecorded(f"{func} cannot be recorded")
+            raise NotRecorded(Reason(f"{func} cannot be recorded", TAKE_ANY_NUMBER))
         autocast = [mode for kind, mode in autocast_modes().items() if mode != self._autocast[kind]]
         op, name = target
         shares = self._sharing(leaves, tensors)
@@ -259,7 +266,8 @@ class _Recorder(TorchFunctionMode):
     def _check_writes(self, call: Call) -> None:
         for index in call.writes:
             if self._calls[index].op == "get_attr":
-                raise NotRecorded(f"'{self._calls[index].target}' is changed outside of the layer that holds it")
+                text = f"'{self._calls[index].target}' is changed outside of the layer that holds it"
+                raise NotRecorded(Reason(text, WRITE_INSIDE))
 
     @staticmethod
     def _sharing(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -314,18 +322,18 @@ class _Recorder(TorchFunctionMode):
         if fault is not None:
             raise NotRecorded(fault)
         if _holds_tensors(value):
-            raise NotRecorded(f"a {type(value).__name__} that holds tensors is an argument")
+            raise NotRecorded(Reason(f"a {type(value).__name__} that holds tensors is an argument"))
         return self._constant(value)
 
     def _ref(self, tensor: Tensor) -> Ref:
         if id(tensor) in self._index:
             return Ref(self._index[id(tensor)])
         if is_functorch_wrapped(tensor):
-            raise NotRecorded("it calls a function under torch.func.vmap or grad")
+            raise NotRecorded(_UNDER_VMAP)
         name = self._names.get(id(tensor))
         if name is None:
             if isinstance(tensor, FakeTensor):
-                raise NotRecorded("it uses a tensor that comes from where calls of torch cannot be recorded")
+                raise NotRecorded(_FROM_ELSEWHERE)
             return self._constant(tensor)
         call = Call(op="get_attr", target=name, path=self._inside[-1], shape=tuple(tensor.shape))
         return Ref(self._add(call, tensor))
@@ -391,7 +399,7 @@ class _Recorder(TorchFunctionMode):
                 raise
             if path in self._recorded:
                 raise _StartAgain(path, error) from error
-            self._reasons[path] = f"it cannot be traced: {why_not_recorded(error)}"
+            self._reasons[path] = why_not_recorded(error).behind("it cannot be traced: ")
         finally:
             self._inside.pop()
         restore_global_generators(generators)

@@ -9,6 +9,7 @@ from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.merge_recordings import merge
+from bapipe.tracing.reasons import Reason
 from bapipe.tracing.record import record
 from bapipe.tracing.recording import Recording, why_not_recorded
 from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
@@ -28,7 +29,7 @@ def capture_by_recording(
     Raises:
         TracingFailed: the model's own forward, outside of its modules, cannot be recorded.
     """
-    reasons: dict[str, str] = {}
+    reasons: dict[str, Reason] = {}
     sizes = (*BATCH_SIZES, check_size)
     while True:
         try:
@@ -38,10 +39,10 @@ def capture_by_recording(
         except TracingFailed as error:
             if not error.path or error.path in reasons:
                 raise TracingFailed(error.path, error.cause, reasons | error.reasons) from error
-            reasons[error.path] = f"it cannot be traced: {why_not_recorded(error.cause)}"
+            reasons[error.path] = why_not_recorded(error.cause).behind("it cannot be traced: ")
 
 
-def _outermost(reasons: Mapping[str, str]) -> dict[str, str]:
+def _outermost(reasons: Mapping[str, Reason]) -> dict[str, Reason]:
     """Returns the reasons of leaf modules without those of modules inside others, which no layer is."""
     return {path: why for path, why in reasons.items() if not any(path.startswith(f"{outer}.") for outer in reasons)}
 
@@ -52,7 +53,7 @@ def _recordings(
     sizes: Sequence[int],
     leaf_modules: frozenset[str],
     inlined: frozenset[str],
-    reasons: dict[str, str],
+    reasons: dict[str, Reason],
 ) -> list[Recording]:
     """Returns recordings at some batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
     recordings: list[Recording] = []

@@ -8,24 +8,29 @@ from bapipe.errors import first_line
 from bapipe.torch_private.tensors import TreeSpec, needs_values
 from bapipe.tracing.captured import Autocast
 from bapipe.tracing.code_position import CodeLine, failed_line
+from bapipe.tracing.reasons import CHOOSE_WITHOUT_VALUES, TAKE_ANY_NUMBER, Reason
 
 
 class NotRecorded(Exception):
     """A forward does what cannot be recorded. Not a TypeError: operators of Python take that for "try the other"."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.text)
+        self.reason = reason
 
 
 class ExamplesFail(NotRecorded):
     """A forward on rows of the example inputs fails, so nothing shows what a layer returns that needs values."""
 
 
-def why_not_recorded(error: Exception) -> str:
+def why_not_recorded(error: Exception) -> Reason:
     """Says why a forward cannot be recorded that raised an error while it was, and at which line."""
     line = failed_line(error) or ""
     if needs_values(error):
-        return f"it uses values of tensors, which are not known while it is traced{line}"
+        return Reason(f"it uses values of tensors, which are not known while it is traced{line}", CHOOSE_WITHOUT_VALUES)
     if isinstance(error, NotRecorded):
-        return f"{first_line(error)}{line}"
-    return f"it fails on tensors without values: {in_words(error)}{line}"
+        return Reason(f"{first_line(error)}{line}", error.reason.to_cut)
+    return Reason(f"it fails on tensors without values: {in_words(error)}{line}", TAKE_ANY_NUMBER)
 
 
 def in_words(error: Exception) -> str:
@@ -88,4 +93,4 @@ class Recording:
     returned: tuple[Any, ...]
     spec: TreeSpec
     constants: dict[str, Any]
-    leaf_reasons: Mapping[str, str]
+    leaf_reasons: Mapping[str, Reason]

@@ -14,6 +14,7 @@ from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import without_fake_tensors
 from bapipe.tracing.captured import autocast_as, autocast_modes
 from bapipe.tracing.nested_tensors import map_tensors, tensors_in
+from bapipe.tracing.reasons import Reason
 from bapipe.tracing.recording import ExamplesFail, NotRecorded, in_words
 from bapipe.tracing.sizes import repeat_to_batch
 
@@ -112,10 +113,9 @@ class ExampleForward:
                 return map_tensors(result, _on_meta)
         except Exception as error:  # whatever its code raises
             if self._error is not None:
-                raise ExamplesFail(
-                    f"a forward of {self._batch} samples, rows of the example inputs, fails: {in_words(self._error)}"
-                ) from self._error
-            raise NotRecorded(f"'{path}' fails on made-up values: {in_words(error)}") from error
+                fails = f"a forward of {self._batch} samples, rows of the example inputs, fails: "
+                raise ExamplesFail(Reason(f"{fails}{in_words(self._error)}")) from self._error
+            raise NotRecorded(Reason(f"'{path}' fails on made-up values: {in_words(error)}")) from error
 
     def _without_values(self, meta: Tensor, trained: bool) -> Tensor:
         fake = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=self._device)

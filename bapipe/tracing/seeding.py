@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from bapipe.module_state.python_state import generators_kept
+from bapipe.tracing.reasons import Reason
 
-SEEDS_ITSELF = "its forward seeds torch's random numbers (a seed holds within its layer only)"
-_MADE = "its forward draws random numbers from a generator that no module has as an attribute"
-_SEEDED = "its forward seeds a generator of random numbers"
+_LEAVE_OUT = "leave out the seeding, as a run has a seed, or put what draws into a module of its own"
+SEEDS_ITSELF = Reason("its forward seeds torch's random numbers (a seed holds within its layer only)", _LEAVE_OUT)
+_SEEDED = Reason("its forward seeds a generator of random numbers", _LEAVE_OUT)
+_MADE = Reason(
+    "its forward draws random numbers from a generator that no module has as an attribute",
+    "make the generator in `__init__`, as an attribute of the module that draws from it",
+)
 
 _OF_CUDA = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
 _UNUSUAL_SEED = 5_201_314_159_265
@@ -70,7 +75,7 @@ def default_generator_is_seeded() -> bool:
 
 
 @contextmanager
-def generators_watched(module: nn.Module) -> Iterator[Callable[[object], str | None]]:
+def generators_watched(module: nn.Module) -> Iterator[Callable[[object], Reason | None]]:
     """Yields a function that says why a graph of the module's forward, which runs here, cannot draw from a generator.
 
     It returns None for a generator that a part of the module has as an attribute, and that nothing has seeded here.
@@ -80,7 +85,7 @@ def generators_watched(module: nn.Module) -> Iterator[Callable[[object], str | N
     for generator in own:
         generator.manual_seed(_UNUSUAL_SEED)  # so that seeding it as before is a change, too
 
-    def fault(generator: object) -> str | None:
+    def fault(generator: object) -> Reason | None:
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:
             return None
         if all(generator is not kept for kept in own):

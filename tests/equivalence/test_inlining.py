@@ -104,7 +104,7 @@ def test_what_its_operators_would_not_do_keeps_the_module_around_it_whole(
     model = checked(Outer(Forecaster(norm_of(kind), follows_sizes=follows_sizes)))
     assert names(model) == ["model", "last"]
     assert model.inlined == frozenset()
-    assert "'model.norm' keeps values in attributes between calls" in model.leaf_reasons["model"]
+    assert "'model.norm' keeps values in attributes between calls" in str(model.leaf_reasons["model"])
 
 
 def test_a_named_leaf_module_stays_one_layer() -> None:

@@ -161,9 +161,10 @@ def test_random_numbers_depend_neither_on_the_schedule_nor_on_recomputation(name
 
 
 def test_modules_that_a_graph_cannot_keep_say_why() -> None:
+    names = "ContainerBackwardHook", "AveragedBuffer", "AssignedBuffer", "Counter", "LayerDrop"
+    traced = {name: trace(_made(f"nested {name}"), [torch.zeros(2, 6, dtype=torch.float64)]) for name in names}
     reasons = {
-        name: dict(trace(_made(f"nested {name}"), [torch.zeros(2, 6, dtype=torch.float64)]).leaf_reasons)
-        for name in ("ContainerBackwardHook", "AveragedBuffer", "AssignedBuffer", "Counter", "LayerDrop")
+        name: {path: reason.text for path, reason in model.leaf_reasons.items()} for name, model in traced.items()
     }
     assert reasons == {
         "ContainerBackwardHook": {"2.inner": "it has a hook of 'tests.models.odd_modules'"},

@@ -71,7 +71,8 @@ def test_a_module_that_assigns_data_is_one_layer(around: Callable[[nn.Module], n
     model = trace(around(Bounded()), [torch.randn(3, 4)])
     assert len(model.layers) == 2
     (reason,) = model.leaf_reasons.values()
-    assert "its forward assigns `data` of a tensor, which no graph can hold: write to it in place" in reason
+    assert "its forward assigns `data` of a tensor, which no graph can hold: write to it in place" in reason.with_advice
+    assert not reason.to_cut
 
 
 @pytest.mark.parametrize("around", [lambda model: model, Recorded])

@@ -195,7 +195,7 @@ def test_a_module_that_cannot_be_recorded_becomes_a_leaf(between: Callable[[Any,
     captured = _captured(between)
     assert list(captured.layer_of_call.values()) == ["first", "inner", "last"]
     assert list(captured.leaf_reasons) == ["inner"]
-    assert reason in captured.leaf_reasons["inner"]
+    assert reason in captured.leaf_reasons["inner"].text
 
 
 class Drawing(Nested):
@@ -209,7 +209,8 @@ def test_only_the_outermost_of_nested_leaves_has_a_reason() -> None:
     module = nn.Sequential(Drawing(lambda self, x: x if x.sum() > 0 else -x), nn.Linear(6, 6))
     captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
     assert list(captured.layer_of_call.values()) == ["0", "1"]
-    assert captured.leaf_reasons == {"0": "it cannot be traced: its forward draws random numbers in Python"}
+    assert list(captured.leaf_reasons) == ["0"]
+    assert captured.leaf_reasons["0"].text == "it cannot be traced: its forward draws random numbers in Python"
 
 
 class Images(nn.Module):
@@ -354,7 +355,7 @@ def test_a_part_that_takes_some_batch_sizes_only_is_one_layer_and_its_siblings_a
     layers = [layer.name for layer in model.layers]
     assert layers == ["before.first", "before.second", "fours", "after.first", "after.second"]
     assert list(model.leaf_reasons) == ([] if leaf_modules else ["fours"])
-    assert all("'[4, -1, 6]' is invalid for input of size 30" in reason for reason in model.leaf_reasons.values())
+    assert all("'[4, -1, 6]' is invalid for input of size 30" in reason.text for reason in model.leaf_reasons.values())
     first, second = layers[:3], layers[3:]
     crossing = tuple(dict.fromkeys(name for layer in model.layers[2:3] for name in layer.outputs))
     for num_samples in (4, 12):
@@ -378,7 +379,7 @@ class DividesByTheBatch(nn.Module):
 def test_a_part_is_said_to_be_one_layer_because_of_the_code_around_it_that_cannot_be_recorded() -> None:
     captured = capture(DividesByTheBatch(), (torch.zeros(3, 6),), (), called_leaves=True)
     assert list(captured.layer_of_call.values()) == ["part", "last"]
-    reason = captured.leaf_reasons["part"]
+    reason = captured.leaf_reasons["part"].text
     assert reason.startswith("the code of the model around it cannot be traced: an argument is 0.2 or ")
     assert "* (1 / x.shape[0])" in reason
 

@@ -1,0 +1,41 @@
+"""Why a module is one layer although nobody asked for that, and what to change so that it can be cut."""
+
+from dataclasses import dataclass, replace
+
+PUT_APART = "put the lines of this into a module of their own, which is then the only one"
+REGISTER_INSIDE = "register the hook on modules inside, or do in the forward what it does"
+WRITE_INSIDE = "write to it in the forward of the innermost module that has it"
+RETURN_VALUES = "return the values, or keep them in a module of their own"
+CHOOSE_WITHOUT_VALUES = (
+    "choose by `torch.where` or a mask in place of reading values, or put the lines that read them into a module of "
+    "their own"
+)
+TAKE_ANY_NUMBER = (
+    "make constants by `torch.tensor`, or in `__init__` with `register_buffer`, and let the code take any number of "
+    "samples; or put the line that fails into a module of its own"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a module is one layer.
+
+    Attributes:
+        text: why, of "it", the module.
+        to_cut: what to change so that it can be cut; empty if the text says so itself.
+    """
+
+    text: str
+    to_cut: str = PUT_APART
+
+    def __str__(self) -> str:
+        return self.text
+
+    def behind(self, words: str) -> "Reason":
+        """Returns the reason with some words before it."""
+        return replace(self, text=f"{words}{self.text}")
+
+    @property
+    def with_advice(self) -> str:
+        """The reason, and what to change."""
+        return f"{self.text}; to cut it, {self.to_cut}" if self.to_cut else self.text
