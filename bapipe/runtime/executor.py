@@ -243,11 +243,10 @@ class ScheduleExecutor:
     ) -> None:
         """Recomputes F before B or I, chooses whether I or W runs the whole backward, and times B or I."""
         original = torch_stage.backward_one_chunk
-        has_hooks = has_hooks_of_the_model(stage.module)
         sends_gradient = stage.index > 0 and any(tensor.requires_grad for tensor in stage.received)
 
         def is_whole(microbatch: int, loss: Any) -> bool:
-            if has_hooks:
+            if has_hooks_of_the_model(stage.module):  # asked each time, as hooks may be added between steps
                 return True
             outputs, inputs = torch_stage.fwd_cache[microbatch]
             return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())

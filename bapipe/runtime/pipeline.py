@@ -308,7 +308,7 @@ class Pipeline:
         A GPU may still be copying the given tensors from page-locked memory: they must not be changed until this rank's
         GPU has done the step.
         """
-        self._check_no_autocast_around()
+        self._enter_any_autocast()
         num_buckets = len(self._executors) - 1
         if bucket is not None and not 0 <= bucket < num_buckets:
             raise BapipeError(
@@ -405,7 +405,7 @@ class Pipeline:
         """
         if self._forward_executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
-        self._check_no_autocast_around()
+        self._enter_any_autocast()
         num = self._plan.minibatch_size if num_samples is None else num_samples
         if not 1 <= num <= self._plan.minibatch_size:
             raise BapipeError(
@@ -533,8 +533,13 @@ class Pipeline:
         names = [device.name for device in self._plan.cluster.devices]
         return gather_timeline(self._layout, local, self._clock, names)
 
-    def _check_no_autocast_around(self) -> None:
-        """Raises BapipeError inside `torch.autocast`, where stages that were cut without it would compute otherwise."""
+    def _enter_any_autocast(self) -> None:
+        """Drops the casts of parameters that an autocast around this call keeps, also over updates until it ends.
+
+        Raises:
+            BapipeError: there is one, and stages that were cut without would compute otherwise in it.
+        """
+        torch.clear_autocast_cache()
         if self._autocast is None and torch.is_autocast_enabled(self._device.type):
             raise BapipeError(
                 "torch.autocast is on around this call, but the Pipeline was made without it: make it with `autocast`, "

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -92,6 +93,30 @@ def test_autocast_around_a_pipeline_without_it_is_refused() -> None:
             with pytest.raises(BapipeError, match=r"^torch.autocast is on around this call, but the Pipeline was made"):
                 call(x, target=x)
         with_its_own.step(x, target=x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_autocast_around_several_steps_keeps_no_casts_of_earlier_weights() -> None:
+    """Inside of it torch keeps the cast of each parameter until the outermost context ends."""
+    settings = Settings(autocast="bfloat16", threads=torch.get_num_threads())
+    plan = replace(make_plan(["0", "1"], (), (0,), [["0F0", "0B0"]], 2, 1), settings=settings)
+    x, target = torch.randn(2, 4), torch.tensor([0, 1])
+
+    def losses(around: AbstractContextManager[object]) -> list[float | None]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        pipeline = Pipeline(
+            module, plan, loss=nn.CrossEntropyLoss(), inputs=[x], evaluates=True, autocast=torch.bfloat16
+        )
+        with around:
+            stepped = [pipeline.step(x, target=target) for _ in range(4)]
+            found = pipeline.evaluate(x, target=target)
+        assert found is not None
+        return [*stepped, found.loss]
+
+    outside = losses(nullcontext())
+    assert len(set(outside)) == 5
+    assert losses(torch.autocast("cpu", torch.bfloat16)) == outside
 
 
 @pytest.mark.usefixtures("alone")

@@ -243,3 +243,19 @@ def test_the_weights_of_a_loss_go_to_the_device_of_the_stages(monkeypatch: pytes
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
     Pipeline(nn.Sequential(nn.Linear(3, 3)), plan, loss=loss, inputs=(X,)).step(X, target=Y.sigmoid())
     assert moved == [loss]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("split", [False, True])
+def test_hooks_that_are_added_between_steps_are_called_by_each_backward(split: bool) -> None:
+    """I and W of torch call no hook on a parameter that runs after its gradient has been added."""
+    backwards = [["0F0", "1F0", "1I0", "0I0", "1W0", "0W0"], ["0F0", "1F0", "1B0", "0B0"]]
+    plan = make_plan(["0", "1", "2"], (2,), (0, 0), [backwards[not split]], 4, 1)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,))
+    called: list[str] = []
+    pipeline.step(X, target=Y)
+    for name, parameter in pipeline.named_parameters().items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # type: ignore[misc]
+    pipeline.step(X, target=Y)
+    assert sorted(called) == ["0.bias", "0.weight", "2.bias", "2.weight"]
