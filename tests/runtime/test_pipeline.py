@@ -256,6 +256,6 @@ def test_hooks_that_are_added_between_steps_are_called_by_each_backward(split: b
     called: list[str] = []
     pipeline.step(X, target=Y)
     for name, parameter in pipeline.named_parameters().items():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # type: ignore[misc]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
     pipeline.step(X, target=Y)
     assert sorted(called) == ["0.bias", "0.weight", "2.bias", "2.weight"]
