@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.errors import InvalidModel
 from bapipe.job.groups import wait
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.replica_state import BufferAverage, LossOfReplicas
@@ -56,13 +57,14 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHook:
-    """A hook on a parameter's gradient that calls `arrived` with the index of the parameter's bucket."""
+    """A hook on a parameter's gradient that calls `arrived` with the parameter's bucket and its index in that."""
 
-    arrived: Callable[[int], None]
+    arrived: Callable[[int, int], None]
     bucket: int
+    index: int
 
     def __call__(self, parameter: Tensor) -> None:
-        self.arrived(self.bucket)
+        self.arrived(self.bucket, self.index)
 
 
 class GradientSum:
@@ -70,7 +72,9 @@ class GradientSum:
 
     The buckets are those of the simulator: the last layers first, at least 25 MiB each. A bucket's all-reduce starts
     during the stage's last backward on this rank, as soon as all of its gradients are final and all earlier buckets
-    have started, so that all replicas call them in one order. Losses are divided by the number of all micro-batches,
+    have started, so that all replicas call them in one order. Gradients may come in several parts, as where a layer
+    calls re-entrant checkpoints with one weight; that is learnt in the first step, in which all buckets start after the
+    backward, and such buckets do so in every step. Losses are divided by the number of all micro-batches,
     so the sum is the gradient of the mini-batch's mean.
 
     (torch's W sets gradients without calling hooks; in schedules with W all buckets start in `start`.)
@@ -90,19 +94,21 @@ class GradientSum:
         """`layers` are the trained parameters of each layer, in the stage's order."""
         self._group, self._clock = group, clock
         self._buckets = _buckets(layers)
-        self._missing: list[int] = []  # gradients per bucket still to come; empty outside the last backward
+        self._missing: list[set[int]] = []  # gradients per bucket still to come; empty outside the last backward
+        self._in_parts: set[int] = set()  # buckets with a gradient that came several times in a backward
+        self._num_steps = 0
         self._started: list[_Reduction] = []
         self._next, self._done = 0, False  # the next bucket to start
         self._sparse: dict[int, nn.Parameter] = {}  # parameters with sparse gradients, by id
         for index, parameters in enumerate(self._buckets):
-            for parameter in parameters:
-                hook = BucketHook(arrived=self._arrived, bucket=index)
+            for number, parameter in enumerate(parameters):
+                hook = BucketHook(arrived=self._arrived, bucket=index, index=number)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         """In this context runs the backward that makes gradients final: each bucket starts when it is complete."""
-        self._missing = [len(parameters) for parameters in self._buckets]
+        self._missing = [set(range(len(parameters))) for parameters in self._buckets]
         try:
             yield
         finally:
@@ -132,6 +138,7 @@ class GradientSum:
     def begin(self) -> None:
         """Resets the state, before a step."""
         self._started, self._next, self._done = [], 0, False
+        self._num_steps += 1
 
     def _make_dense(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes sparse gradients, which an all-reduce cannot sum, dense until they are summed."""
@@ -145,12 +152,23 @@ class GradientSum:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 
-    def _arrived(self, bucket: int) -> None:
+    def _arrived(self, bucket: int, index: int) -> None:
         if not self._missing:
             return
-        self._missing[bucket] -= 1
-        while self._next < len(self._buckets) and self._missing[self._next] == 0:
+        if index not in self._missing[bucket]:
+            if bucket < self._next:
+                raise InvalidModel(
+                    "the gradient of a parameter came again in a backward in which its sum over replicas had begun, as "
+                    "it did not in the first step: use torch.utils.checkpoint with use_reentrant=False, or plan "
+                    "without replicas"
+                )
+            self._in_parts.add(bucket)
+        self._missing[bucket].discard(index)
+        while self._num_steps > 1 and self._next < len(self._buckets) and self._is_final(self._next):
             self._start(self._next)
+
+    def _is_final(self, bucket: int) -> bool:
+        return not self._missing[bucket] and bucket not in self._in_parts
 
     def _start(self, bucket: int) -> None:
         self._next = bucket + 1

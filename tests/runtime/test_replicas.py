@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from bapipe.errors import InvalidModel
 from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.replicas import GradientSum
 
@@ -39,3 +41,54 @@ def test_an_all_reduce_takes_time() -> None:
     ((bucket, num_bytes, start, end),) = sum_of(parameter).syncs()
     assert (bucket, num_bytes) == (0, 4 * 3)  # in float32, and whether there is a gradient
     assert CLOCK.ns(end) > CLOCK.ns(start)
+
+
+def step(gradients: GradientSum, weight: nn.Parameter, num_parts: int) -> tuple[Tensor, int]:
+    """Returns the summed gradient of a weight that comes in so many parts; and how many sums began in the backward."""
+    weight.grad = None
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(num_parts):
+        x = checkpoint(lambda given: torch.tanh(given @ weight), x, use_reentrant=True)
+    gradients.begin()
+    with gradients.last_backward():
+        x.sum().backward()
+    num_early = len(gradients.syncs())
+    gradients.start()
+    gradients.finish()
+    assert weight.grad is not None
+    return weight.grad, num_early
+
+
+def whole_gradient(weight: nn.Parameter, num_parts: int) -> Tensor:
+    x = torch.ones(1, 2)
+    for _ in range(num_parts):
+        x = torch.tanh(x @ weight)
+    (gradient,) = torch.autograd.grad(x.sum(), weight)
+    return gradient
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("num_parts", "num_early"), [(1, [0, 1, 1]), (3, [0, 0, 0])])
+def test_a_gradient_that_comes_in_several_parts_is_summed_when_it_is_whole(
+    num_parts: int, num_early: list[int]
+) -> None:
+    weight = nn.Parameter(torch.tensor([[0.5, -1.0], [2.0, 0.25]]))
+    group = dist.group.WORLD
+    assert group is not None
+    gradients = GradientSum([[weight]], group, CLOCK)
+    for wanted in num_early:
+        gradient, early = step(gradients, weight, num_parts)
+        assert early == wanted
+        torch.testing.assert_close(gradient, whole_gradient(weight, num_parts))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_that_begins_to_come_in_parts_is_refused() -> None:
+    weight = nn.Parameter(torch.tensor([[0.5, -1.0], [2.0, 0.25]]))
+    group = dist.group.WORLD
+    assert group is not None
+    gradients = GradientSum([[weight]], group, CLOCK)
+    for _ in range(2):
+        step(gradients, weight, 1)
+    with pytest.raises(InvalidModel, match=r"^the gradient of a parameter came again .* use_reentrant=False"):
+        step(gradients, weight, 2)
