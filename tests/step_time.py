@@ -1,10 +1,8 @@
 """Plans for the step time along the profile's order of the layers alone, without what `bapipe.plan` adds."""
 
-from collections.abc import Mapping
-
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs
@@ -15,7 +13,7 @@ from bapipe.progress import SearchProgress
 
 
 def plan_step_time(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,
@@ -27,7 +25,7 @@ def plan_step_time(
 
 
 def step_time_solution(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     cluster: Cluster,
     options: PlanOptions,
     *,

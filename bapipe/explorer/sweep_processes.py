@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ from types import FrameType
 from bapipe.errors import BapipeError
 from bapipe.formats.cache import load_plan, store_plan
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.hardware import num_cores
 from bapipe.planner import nearby
 from bapipe.planner.compute.deadline import Deadline
@@ -45,7 +45,7 @@ class _ChainDone:
 
 
 def plan_chains(
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     chains: Sequence[Chain],
     progress: Callable[[int], None],
     *,
@@ -124,7 +124,7 @@ def _receive(processes: Sequence[LocalProcess], plans: list[Plans], tick: Callab
 def _search(
     index: int,
     send: Callable[[object], None],
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     chains: Sequence[Chain],
     exact: bool,
     num_processes: int,
@@ -144,9 +144,7 @@ def _search(
             return
 
 
-def _plan_chain_until_sigterm(
-    profiles: Mapping[str, ModelProfile], chain: Chain, exact: bool, tick: Callable[[], None]
-) -> Plans:
+def _plan_chain_until_sigterm(profiles: ProfilesByKind, chain: Chain, exact: bool, tick: Callable[[], None]) -> Plans:
     """Returns the plans of a chain while SIGTERM, which the caller has blocked, is let through."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -163,7 +161,7 @@ def _interrupt_once(number: int, frame: FrameType | None) -> None:
 
 
 def _plan_chains(
-    profiles: Mapping[str, ModelProfile], chains: Sequence[Chain], exact: bool, tick: Callable[[], None]
+    profiles: ProfilesByKind, chains: Sequence[Chain], exact: bool, tick: Callable[[], None]
 ) -> list[Plans]:
     """Returns the plans of chains that are searched in this process."""
     plans: list[Plans] = []
@@ -173,7 +171,7 @@ def _plan_chains(
     return plans
 
 
-def _plan_chain(profiles: Mapping[str, ModelProfile], chain: Chain, exact: bool, tick: Callable[[], None]) -> Plans:
+def _plan_chain(profiles: ProfilesByKind, chain: Chain, exact: bool, tick: Callable[[], None]) -> Plans:
     """Returns the plans of a chain, of which Ctrl-C leaves some out."""
     try:
         return _search_chain(profiles, chain, exact, tick)
@@ -181,7 +179,7 @@ def _plan_chain(profiles: Mapping[str, ModelProfile], chain: Chain, exact: bool,
         return [None] * len(chain)
 
 
-def _search_chain(profiles: Mapping[str, ModelProfile], chain: Chain, exact: bool, tick: Callable[[], None]) -> Plans:
+def _search_chain(profiles: ProfilesByKind, chain: Chain, exact: bool, tick: Callable[[], None]) -> Plans:
     """Returns the plans of a chain from the cache, or searches them together."""
     known = [None if exact else _cached(profiles, point) for point in chain]
     plans = [plan for plan in known if plan is not None]
@@ -211,7 +209,7 @@ def _search_chain(profiles: Mapping[str, ModelProfile], chain: Chain, exact: boo
     return found
 
 
-def _search_rest(profiles: Mapping[str, ModelProfile], chain: Chain, found: Plans, tick: Callable[[], None]) -> None:
+def _search_rest(profiles: ProfilesByKind, chain: Chain, found: Plans, tick: Callable[[], None]) -> None:
     """Searches those points of a chain in full that have no plan yet, in place, until Ctrl-C."""
     try:
         for number, point in enumerate(chain):
@@ -222,18 +220,18 @@ def _search_rest(profiles: Mapping[str, ModelProfile], chain: Chain, found: Plan
         return
 
 
-def _cached(profiles: Mapping[str, ModelProfile], point: nearby.Point) -> Plan | None:
+def _cached(profiles: ProfilesByKind, point: nearby.Point) -> Plan | None:
     """Returns a plan of a full search, or else of a sweep, that is in the cache."""
     in_full = load_plan(cached_plan_path(tuple(profiles.values()), point.cluster, point.options))
     return in_full or load_plan(_path(profiles, point))
 
 
-def _path(profiles: Mapping[str, ModelProfile], point: nearby.Point) -> Path:
+def _path(profiles: ProfilesByKind, point: nearby.Point) -> Path:
     limits = {"max_gap": nearby.MAX_GAP, "max_nodes": nearby.MAX_NODES}
     return cached_plan_path(tuple(profiles.values()), point.cluster, point.options, **limits)
 
 
-def _searched_in_full(profiles: Mapping[str, ModelProfile], point: nearby.Point) -> Plan | str:
+def _searched_in_full(profiles: ProfilesByKind, point: nearby.Point) -> Plan | str:
     try:
         return plan_cached(tuple(profiles.values()), point.cluster, point.options)
     except BapipeError as error:

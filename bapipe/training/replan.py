@@ -1,6 +1,6 @@
 """Planning and training again for the remaining devices if some are lost."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -11,7 +11,7 @@ from bapipe.formats.cache import load_profile_by_fingerprint
 from bapipe.formats.certificate import Certificate, MemoryLimit
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.sub_clusters import with_devices
 from bapipe.planner.plan import plan_once
@@ -22,7 +22,7 @@ from bapipe.training.train_result import TrainResult
 
 def run_with_replanning(
     plan: Plan,
-    profiles: Mapping[str, ModelProfile],
+    profiles: ProfilesByKind,
     train_plan: Callable[[Plan, bool], TrainResult],
     *,
     without: Collection[str],
@@ -57,7 +57,7 @@ def run_with_replanning(
             on_replan(str(error), current)
 
 
-def profiles_for_replanning(plan: Plan, profiles: Mapping[str, ModelProfile]) -> dict[str, ModelProfile]:
+def profiles_for_replanning(plan: Plan, profiles: ProfilesByKind) -> dict[str, ModelProfile]:
     """Returns a profile per device kind: of `profiles`, or else the cached one that the plan was made from.
 
     Raises:
@@ -112,7 +112,7 @@ def num_available_devices(plan: Plan) -> int:
     return sum(num_devices(one) // (threads if one == "cpu" else 1) for one in types if one is not None)
 
 
-def replan(plan: Plan, lost: Collection[str], profiles: Mapping[str, ModelProfile], num_processes: int | None) -> Plan:
+def replan(plan: Plan, lost: Collection[str], profiles: ProfilesByKind, num_processes: int | None) -> Plan:
     """Returns the best plan of the same mini-batch for the devices that are not lost.
 
     It keeps the micro-batch size if that fits, so that training continues as before, and the plan's memory limit. Each
@@ -152,7 +152,7 @@ def _memory_limit(certificate: Certificate) -> MemoryLimit:
     return memory
 
 
-def _plan_any_size(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> Plan:
+def _plan_any_size(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> Plan:
     """Returns the best plan with the micro-batch size of the options, or with any if that size does not fit."""
     try:
         return plan_once(profiles, cluster, options)

@@ -1,12 +1,12 @@
 """Plans made by hand, timed and weighed by the simulator alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
 from bapipe.formats.cluster import Cluster
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.inputs.options import PlanOptions
@@ -44,7 +44,7 @@ class HandPlan:
 class Judge:
     """Says how long a step of a plan takes, if it fits."""
 
-    def __init__(self, profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions) -> None:
+    def __init__(self, profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> None:
         self.profiles, self.cluster, self.options = profiles, cluster, options
         self.limits = options.limits(cluster)
         self.names = [layer.name for layer in next(iter(profiles.values())).layers]

@@ -1,6 +1,5 @@
 """Random problems: chains of hundreds of layers on up to 128 devices, and small ones with every feature."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.profile import DeviceKind, ModelProfile, ProfilesByKind
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.schedules import LOOPED, SCHEDULES
 from tests.random_profiles import random_cluster, random_profile, with_host_times
@@ -34,7 +33,7 @@ LARGE_SCHEDULES = (
 class RandomProblem:
     """What is planned. `in_words` is short, for a line of output."""
 
-    profiles: Mapping[str, ModelProfile]
+    profiles: ProfilesByKind
     cluster: Cluster
     options: PlanOptions
     in_words: str

@@ -1,6 +1,6 @@
 """Goals: the least memory, the fewest devices and the most copies of a block equal those over all plans."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -17,7 +17,7 @@ from bapipe.formats.certificate import Certificate, MemoryLimit, ReachedGoal, ce
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.layer_shape import LayerShape
 from bapipe.formats.plan import Plan, with_certificate
-from bapipe.formats.profile import DeviceKind, ModelProfile
+from bapipe.formats.profile import DeviceKind, ModelProfile, ProfilesByKind
 from bapipe.formats.settings import Settings
 from bapipe.planner.baselines import compared_with
 from bapipe.planner.branch_and_bound.space import search_space
@@ -105,7 +105,7 @@ def found(plan: Plan, *, space: SearchedSpace = PARTITIONS, asked_bound_ns: int 
     )
 
 
-def reached(profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions, goal: Goal) -> Plan:
+def reached(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions, goal: Goal) -> Plan:
     return reach_goal(profiles, cluster, options, goal, search=search, deadline=UNLIMITED)
 
 
@@ -119,9 +119,7 @@ def small_problem(seed: int) -> tuple[dict[str, ModelProfile], Cluster, PlanOpti
     )
 
 
-def every_plan(
-    profiles: Mapping[str, ModelProfile], cluster: Cluster, options: PlanOptions
-) -> list[tuple[int, int, int]]:
+def every_plan(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> list[tuple[int, int, int]]:
     """Returns step time, peak memory and number of devices of every plan that fits."""
     found = []
     for problem in search_space(profiles, cluster, options).problems:

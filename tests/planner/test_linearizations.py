@@ -1,6 +1,5 @@
 """Cuts that no default order of the layers allows."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 from random import Random
@@ -13,7 +12,7 @@ from bapipe.errors import Infeasible
 from bapipe.formats.certificate import ReachedGoal
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.graph.downsets import downsets
 from bapipe.planner.analysis.explain import explain
 from bapipe.planner.analysis.pinned import certify_pinned
@@ -118,7 +117,7 @@ def test_tied_layers_that_alternate_are_cut_along_another_order(is_joined: bool)
 def test_every_order_has_its_share_of_a_time_limit() -> None:
     now, shares = 0.0, []
 
-    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+    def solve(profiles: ProfilesByKind, deadline: Deadline) -> Solution:
         nonlocal now
         shares.append(deadline.remaining_s)
         now += deadline.remaining_s or 0.0  # uses all of it
@@ -134,7 +133,7 @@ def test_an_order_that_was_not_searched_for_lack_of_time_leaves_the_plan_without
     options, cluster = PlanOptions(minibatch_size=8, replicas=False), devices(2, memory_bytes=10**6)
     solved: list[Solution] = []
 
-    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+    def solve(profiles: ProfilesByKind, deadline: Deadline) -> Solution:
         if solved:
             raise OutOfTime("nothing found", lower_bound_ns=7)
         solved.append(solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options)))
@@ -152,7 +151,7 @@ def test_an_order_along_which_no_plan_was_found_proves_nothing_unless_none_fits(
     options, cluster = PlanOptions(minibatch_size=8, replicas=False), devices(2, memory_bytes=10**6)
     solved: list[Solution] = []
 
-    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+    def solve(profiles: ProfilesByKind, deadline: Deadline) -> Solution:
         if solved:
             raise Infeasible("nothing found", is_proven=is_proven)
         solved.append(solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options)))
@@ -166,7 +165,7 @@ def test_what_is_proven_of_fewer_orders_of_the_devices_is_not_said_of_any() -> N
     """Work of 8 * 4 * 200 ns on two devices; along one order an interrupted search proved 3,500 for the cluster's order of them."""
     cluster, options = devices(2, memory_bytes=10**6), PlanOptions(minibatch_size=8, replicas=False)
 
-    def solve(profiles: Mapping[str, ModelProfile], _deadline: Deadline) -> Solution:
+    def solve(profiles: ProfilesByKind, _deadline: Deadline) -> Solution:
         found = solve_step_time(SearchRequest(profiles=profiles, cluster=cluster, options=options))
         if next(iter(profiles.values())).layers != towers().layers:
             assert isinstance(found.space, PartitionSpace)
@@ -192,7 +191,7 @@ def test_the_orders_do_not_depend_on_which_device_is_named_first() -> None:
     for both in (kinds, kinds[::-1]):
         cluster = msgspec.structs.replace(devices(2), devices=both)
 
-        def solve(profiles: Mapping[str, ModelProfile], _deadline: Deadline) -> Solution:
+        def solve(profiles: ProfilesByKind, _deadline: Deadline) -> Solution:
             tried[-1].append(tuple(layer.name for layer in profiles["a"].layers))
             raise Infeasible("not searched", is_proven=False)
 
@@ -256,7 +255,7 @@ def test_the_orders_of_a_goal_are_those_of_its_options() -> None:
     """A goal asks under lower and lower limits; what it proves is of the same orders."""
     asked: list[list[str]] = []
 
-    def solve(profiles: Mapping[str, ModelProfile], deadline: Deadline) -> Solution:
+    def solve(profiles: ProfilesByKind, deadline: Deadline) -> Solution:
         asked.append([layer.name for layer in profiles["a"].layers])
         raise Infeasible("no plan fits")
 

@@ -1,6 +1,5 @@
 """Clusters: what a caller gives in place of one, and this machine's devices, with assumed or measured links."""
 
-from collections.abc import Mapping
 from numbers import Integral
 from reprlib import repr as shortened
 
@@ -8,7 +7,7 @@ from bapipe._optional import require_torch
 from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ProfilesByKind
 from bapipe.planner.inputs.link_catalogue import cluster_like
 from bapipe.planner.inputs.validation import check_num_devices
 from bapipe.progress import PartsProgress
@@ -18,7 +17,7 @@ ASSUMED_LINK = Bandwidth(bytes_per_s=1_600_000_000, latency_ns=200_000)
 """For plans without a measured link: roughly gloo over loopback with messages of 1 to 10 MB, on a small machine."""
 
 
-def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> Cluster:
+def as_cluster(cluster: Cluster | int, profiles: ProfilesByKind) -> Cluster:
     """Returns a cluster as it is, and in place of a number so many devices, as `homogeneous_cluster` does.
 
     Raises:
@@ -36,7 +35,7 @@ def as_cluster(cluster: Cluster | int, profiles: Mapping[str, ModelProfile]) -> 
     return homogeneous_cluster(profiles, num_devices)
 
 
-def homogeneous_cluster(profiles: Mapping[str, ModelProfile], num_devices: int) -> Cluster:
+def homogeneous_cluster(profiles: ProfilesByKind, num_devices: int) -> Cluster:
     """Returns devices like the one profiled, all on one host, with links that are assumed.
 
     Ranks on a CPU share the machine's memory, and have `ASSUMED_LINK` between them. GPUs have the catalogue's link.

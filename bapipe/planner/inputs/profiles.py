@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 from reprlib import repr as shortened
 
 from bapipe.errors import BapipeError
-from bapipe.formats.profile import ModelProfile
+from bapipe.formats.profile import ModelProfile, ProfilesByKind
 
-Profiles = ModelProfile | Iterable[ModelProfile] | Mapping[str, ModelProfile]
+Profiles = ModelProfile | Iterable[ModelProfile] | ProfilesByKind
 """One profile, several for different device kinds, or profiles by kind."""
 
 
-def collected(profiles: Profiles) -> tuple[ModelProfile, ...] | Mapping[str, ModelProfile]:
+def collected(profiles: Profiles) -> tuple[ModelProfile, ...] | ProfilesByKind:
     """Returns profiles by kind as they are, and others as a tuple: an iterator can be read only once.
 
     Raises:
@@ -56,7 +56,7 @@ def by_kind(profiles: Profiles) -> dict[str, ModelProfile]:
     return known
 
 
-def num_layers(profiles: Mapping[str, ModelProfile]) -> int:
+def num_layers(profiles: ProfilesByKind) -> int:
     """Returns how many layers the model has that all profiles are of."""
     return len(next(iter(profiles.values())).layers)
 
