@@ -80,6 +80,7 @@ class ScheduleExecutor:
         self._losses: dict[int, Tensor] = {}  # by micro-batch
         self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I ran the whole backward
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # whole backwards, for W to run
+        self._have_hooks: dict[int, bool] = {}  # by stage; asked once a step, as hooks may be added between steps
         last = self._schedule.num_stages - 1
         self._recomputing_last = next((stage for stage in stages if stage.recompute and stage.index == last), None)
         self._loss = loss if self._recomputing_last is None else RecomputedStage(loss, layout.device)
@@ -103,6 +104,7 @@ class ScheduleExecutor:
         self._losses.clear()
         self._whole.clear()
         self._deferred.clear()
+        self._have_hooks.clear()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
         if target is not None:
             self._weights.begin(target, self._schedule.num_microbatches)
@@ -246,7 +248,9 @@ class ScheduleExecutor:
         sends_gradient = stage.index > 0 and any(tensor.requires_grad for tensor in stage.received)
 
         def is_whole(microbatch: int, loss: Any) -> bool:
-            if has_hooks_of_the_model(stage.module):  # asked each time, as hooks may be added between steps
+            if stage.index not in self._have_hooks:
+                self._have_hooks[stage.index] = has_hooks_of_the_model(stage.module)
+            if self._have_hooks[stage.index]:
                 return True
             outputs, inputs = torch_stage.fwd_cache[microbatch]
             return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())
