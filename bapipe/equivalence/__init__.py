@@ -9,7 +9,8 @@ module that differs, and `cause` guesses why. `earlier_forwards` finds the layer
 the next.
 
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models, and
-`first_samples` such losses when training begins. `target_weights` tells how much a micro-batch counts in a loss that
-computes means over targets, which `noted_means` sees; for that losses run once more, and `loss_state` puts back what
-they keep.
+`first_samples` such losses when training begins; `sample_dims` finds the samples in what a model returns, and
+`ignored_labels` the labels that a loss may leave out. `target_weights` tells how much a micro-batch counts in a loss
+that computes means over targets, which `noted_means` sees; for that losses run once more, and `loss_state` puts back
+what they keep.
 """

@@ -1,7 +1,7 @@
 """Notices losses of which the mean over micro-batches is not the loss of the mini-batch."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from typing import Any, NamedTuple
@@ -9,16 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.ignored_labels import (
+    IGNORED,
+    CodeLabels,
+    holds_labels,
+    labels_in_code,
+    labels_that_stand_out,
+    with_label,
+)
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
+from bapipe.equivalence.sample_dims import BY_ROWS, OF_BATCH, SampleDim, Samples, sample_dims, tensors_in
 from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.module_state.modes import evaluation_mode
-from bapipe.module_state.python_random import all_generators_restored
-from bapipe.torch_private.tensors import tree_flatten, tree_map, tree_unflatten
-
-_IGNORED = -100
-"""What torch's cross entropy ignores by default."""
+from bapipe.torch_private.tensors import tree_map
 
 
 class _Advice(NamedTuple):
@@ -49,7 +54,28 @@ def uncounted(obstacle: str) -> str:
 def _of_obstacle(obstacle: str) -> _Advice:
     return _Advice(
         f"it is a mean by weights, which must be known before the outputs are, but its code {obstacle}",
-        "let it use no values of outputs, and only numbers, tensors and small objects beside",
+        "let it take any number of samples, use no values of outputs, and only numbers, tensors and small objects "
+        "beside",
+    )
+
+
+def uncompared(obstacle: str) -> str:
+    """Says that a loss could not be compared with that of parts of the samples, because of an obstacle."""
+    return (
+        f"the loss could not be compared with that of their halves, because {obstacle}: where it depends on "
+        f"how a mini-batch is cut ({_OF_LOSS.reasons}), gradients are others than those of the whole mini-batch, "
+        f"without a further word. If it does, {_OF_LOSS.remedy}"
+    )
+
+
+def of_whole(shape: Sequence[int]) -> str:
+    """Says that a loss reads what a model computes of a whole micro-batch, in a tensor of that shape."""
+    kind = "a number" if not len(shape) else f"a tensor of shape {tuple(shape)}"
+    return (
+        f"the loss reads {kind} that the model computes of a whole micro-batch, so training takes its mean over "
+        "micro-batches: that is the one of the mini-batch if it is a mean over samples, and else training depends on "
+        f"which samples share a micro-batch ({_OF_MODEL.reasons}), as profiling says. To train as on the whole "
+        f"mini-batch, {_OF_MODEL.remedy}"
     )
 
 
@@ -60,11 +86,12 @@ def loss_over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | N
     is not by rows, as if the model computes its loss itself, they are those of the inputs, in evaluation mode. A loss
     that reads the model's parameters is no function of the output either. What the loss keeps is put back.
     """
-    with state_of_loss(loss, module).restored():
-        return _over_parts(module, loss, batch)
+    state = state_of_loss(loss, module)
+    with state.restored():
+        return _over_parts(module, loss, batch, labels_in_code(state))
 
 
-def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
+def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch, labels: CodeLabels) -> str | None:
     with trial(module) as one, torch.no_grad():
         one.begin_forward(0)
         try:
@@ -80,48 +107,88 @@ def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch) -> str | None:
             f"the loss reads parameter '{read[0]}' of the model, which the rank that computes the loss has only if it "
             "is in its stage: let the model return that term, or use the optimizer's weight decay"
         )
-    if len(batch.target) % 2:
+    num = len(batch.target)
+    if num % 2:
         return None
-    if not is_by_rows(output, len(batch.target)):
-        return _model_over_parts(module, loss, batch, _tolerance(output))
-    output = _with_unequal_rows(output, len(batch.target))
-    for target, condition in _targets(loss, batch.target):
+    dims = _dims_of(module, batch, output)
+    if dims is None or not all(where.is_own or where.is_constant for where in dims):
+        guess = [BY_ROWS if tensor.dim() else OF_BATCH for tensor in tensors_in(output)]
+        return _model_over_parts(module, loss, batch, dims or guess, labels, _tolerance(output))
+    samples = Samples.of(output, dims, num)
+    try:
+        return loss_over_halves(loss, [_unequal(samples)], batch.target, labels, (0, IGNORED))
+    except Exception:  # on half of the samples; what the first ones of a run show remains
+        return None
+
+
+def _dims_of(module: nn.Module, batch: Microbatch, output: Any) -> list[SampleDim] | None:
+    """Returns where the tensors of a batch's output have its samples, by a forward of half of them; None if it fails.
+
+    A model that takes other inputs beside samples is run on no half: then tensors are by rows, or that is not known.
+    """
+    num, found = len(batch.target), tensors_in(output)
+    if all(len(tensor) == num for tensor in batch.inputs):
+        half = Microbatch(inputs=tuple(x[: num // 2] for x in batch.inputs), target=batch.target[: num // 2])
+        with trial(module) as one, torch.no_grad():
+            one.begin_forward(0)
+            try:
+                return sample_dims(found, tensors_in(module(*half.copy().inputs)), num, num // 2)
+            except Exception:  # whatever the model's own code raises for another number of samples
+                pass
+    return [BY_ROWS] * len(found) if is_by_rows(output, num) else None
+
+
+def loss_over_halves(
+    loss: Loss, ways: Sequence[Samples], target: Tensor, labels: CodeLabels, usual: Sequence[int] = ()
+) -> str | None:
+    """Returns what `loss_over_parts` does, of a model's output for some samples, an even number of them.
+
+    The loss may change its state.
+
+    Args:
+        ways: the output in each way in which samples may share a dimension: in one of them it is the mean over halves,
+            unless it is none.
+        labels, usual: which it may ignore. The loss of targets with each of them is compared, too, and with those
+            labels that stand out among the targets, where it takes them.
+
+    Raises:
+        Exception: whatever the loss raises for the target as it is.
+    """
+    for other, condition in _targets(target, labels, usual):
         try:
-            fault = _fault_over_halves(loss, output, target)
-        except Exception:  # a target that the loss does not take
-            continue
+            fault = _fault_over_halves(loss, ways, other)
+        except Exception:
+            if other is target:
+                raise
+            continue  # it does not take such a label
         if fault is not None:
             return f"{condition}{fault}"
     return None
 
 
-def loss_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
-    """Returns what `loss_over_parts` does, of an output for real data, which says most.
-
-    None also if not all of it is by rows, there is a single one, or the loss draws random numbers or fails on fewer.
-    The loss may change its state.
-    """
-    num = len(target) // 2 * 2
-    if num == 0 or not is_by_rows(output, len(target)):
-        return None
-    even = tree_map(lambda leaf: leaf.detach()[:num] if isinstance(leaf, Tensor) else leaf, output)
-    with torch.no_grad(), all_generators_restored(target.device):
-        try:
-            values = [loss(even, target[:num].clone()) for _ in range(2)]
-            return _fault_over_halves(loss, even, target[:num]) if torch.equal(*values) else None
-        except Exception:  # whatever the code of the loss raises
+def _fault_over_halves(loss: Loss, ways: Sequence[Samples], target: Tensor) -> str | None:
+    fault, half = None, len(target) // 2
+    for way in ways:
+        with torch.no_grad():
+            whole = loss(way.output(), target.clone())  # which it may change
+            halves = [way.select(range(half)), way.select(range(half, way.num))]
+            parts, obstacle = _counted(loss, halves, target.clone().chunk(2))
+        advice = _OF_LOSS if obstacle is None else _of_obstacle(obstacle)
+        tolerance = max(_tolerance(list(way.tensors)), _tolerance(whole))
+        fault = _fault(float(whole), parts, tolerance, advice)
+        if fault is None:
             return None
+    return fault
 
 
-def _fault_over_halves(loss: Loss, output: Any, target: Tensor) -> str | None:
-    with torch.no_grad():
-        whole = loss(output, target.clone())  # which it may change
-        parts, obstacle = _counted(loss, _halves(output), target.clone().chunk(2))
-    advice = _OF_LOSS if obstacle is None else _of_obstacle(obstacle)
-    return _fault(float(whole), parts, max(_tolerance(output), _tolerance(whole)), advice)
-
-
-def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, tolerance: float) -> str | None:
+def _model_over_parts(
+    module: nn.Module,
+    loss: Loss,
+    batch: Microbatch,
+    dims: Sequence[SampleDim],
+    labels: CodeLabels,
+    tolerance: float,
+) -> str | None:
     """Returns what `loss_over_parts` does, by running the model on halves of its inputs."""
     if any(len(tensor) != len(batch.target) for tensor in batch.inputs):
         return None
@@ -131,32 +198,44 @@ def _model_over_parts(module: nn.Module, loss: Loss, batch: Microbatch, toleranc
             one.begin_forward(microbatch)
             return module(*Microbatch(inputs=tuple(inputs), target=batch.target).copy().inputs)
 
-    targets = ((batch.inputs, target, condition) for target, condition in _targets(loss, batch.target))
-    labels = ((inputs, batch.target, condition) for inputs, condition in _inputs_with_ignored(batch.inputs))
-    for inputs, target, condition in chain(targets, labels):
+    by_target = (batch.inputs, list(_targets(batch.target, labels, (0, IGNORED))))
+    by_input = ((inputs, [(batch.target, words)]) for inputs, words in _inputs_with_ignored(batch.inputs, labels))
+    for inputs, targets in chain((by_target,), by_input):
         try:
-            with torch.no_grad():
-                whole, again = (float(loss(output(inputs, seed), target.clone())) for seed in (0, 1))
-                halves = [output(half) for half in zip(*(tensor.chunk(2) for tensor in inputs), strict=True)]
-                parts, _ = _counted(loss, halves, target.clone().chunk(2))
+            whole, again = output(inputs), output(inputs, 1)
+            outputs = [output(half) for half in zip(*(tensor.chunk(2) for tensor in inputs), strict=True)]
         except Exception:  # an input that the model does not take, or one that needs gradients
             continue
-        if whole != again:  # it draws, and halves draw other numbers
-            return None
-        fault = _fault(whole, parts, tolerance, _OF_MODEL)
-        if fault is not None:
-            return f"{condition}{fault}"
+        for target, condition in targets:
+            try:
+                with torch.no_grad():
+                    values = [float(loss(_cloned(one), target.clone())) for one in (whole, again)]
+                    halves = [Samples.of(_cloned(one), dims, len(target) // 2) for one in outputs]
+                    parts, _ = _counted(loss, halves, target.clone().chunk(2))
+            except Exception:  # a target that the loss does not take
+                continue
+            if values[0] != values[1] and isfinite(values[0]):  # it draws, and halves draw other numbers
+                return None
+            fault = _fault(values[0], parts, tolerance, _OF_MODEL)
+            if fault is not None:
+                return f"{condition}{fault}"
     return None
 
 
-def _inputs_with_ignored(inputs: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], str]]:
+def _cloned(output: Any) -> Any:
+    """Returns a copy of a model's output, which a loss may change."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _inputs_with_ignored(inputs: tuple[Tensor, ...], labels: CodeLabels) -> Iterator[tuple[tuple[Tensor, ...], str]]:
     """Yields inputs of which one that holds integers has, in the first half, some that may be ignored.
 
     With each comes what an answer for it begins with.
     """
     for i, tensor in enumerate(inputs):
-        is_of_words = _holds_labels(tensor) and tensor.dim() > 1  # a sample whose only label is ignored is of no use
-        for other, value in _with_ignored(tensor, (int(tensor.min()), _IGNORED, -1) if is_of_words else ()):
+        if not holds_labels(tensor) or tensor.dim() < 2:  # a sample whose only label is ignored is of no use
+            continue
+        for other, value, _ in with_label(tensor, _to_try(tensor, labels, (IGNORED, -1))):
             yield (*inputs[:i], other, *inputs[i + 1 :]), f"if some labels among the inputs are {value}, "
 
 
@@ -176,8 +255,7 @@ def check_no_parameters(loss: Loss) -> None:
 
 def is_by_rows(output: Any, num_rows: int) -> bool:
     """Returns whether the first dimension of all tensors of an output is that of the samples."""
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors)
+    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors_in(output))
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
@@ -192,24 +270,19 @@ def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor)
     return [name for name, gradient in zip(named, gradients, strict=True) if gradient is not None]
 
 
-def _counted(loss: Loss, outputs: Sequence[Any], targets: Sequence[Tensor]) -> tuple[list[float], str | None]:
+def _counted(loss: Loss, halves: Sequence[Samples], targets: Sequence[Tensor]) -> tuple[list[float], str | None]:
     """Returns the losses of halves as training counts them, of which the mean is that of both.
 
     Also what the loss does, if it is a mean by weights that it does not let be known before it is computed.
     """
-    leaves, spec = tree_flatten(outputs[0])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def computed(given: Iterable[Tensor], target: Tensor) -> Tensor:
-        rest = iter(given)
-        output = tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        return loss(output, target)
-
-    ahead = WeightsAhead(loss, computed, tensors, targets[0].device)
+    first = halves[0]
+    ahead = WeightsAhead(
+        loss, lambda given, target: loss(first.output(given), target), first.tensors, first.dims, targets[0].device
+    )
     with ahead.running():
         known = [ahead.of(target) for target in targets]
     weights = mean_weights(sums_of_weights(known, targets[0].device), len(targets))
-    found = [weighted_loss(loss, output, target, weights) for output, target in zip(outputs, targets, strict=True)]
+    found = [weighted_loss(loss, half.output(), target, weights) for half, target in zip(halves, targets, strict=True)]
     is_mean = any(one.weights for one in found)
     return [float(one.value) for one in found], ahead.obstacle if is_mean and None in known else None
 
@@ -229,60 +302,34 @@ def _fault(whole: float, parts: list[float], tolerance: float, advice: _Advice) 
     )
 
 
-def _with_unequal_rows(output: Any, num_rows: int) -> Any:
-    """Returns a model's output of which no rows are equal, as those of equal inputs are: their means would be, too."""
+def _unequal(samples: Samples) -> Samples:
+    """Returns an output of which no samples are equal, as those of equal inputs are: their means would be, too."""
 
-    def scaled(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != num_rows or not leaf.is_floating_point():
-            return leaf
-        factors = torch.linspace(1, 0.5, num_rows, dtype=leaf.dtype, device=leaf.device)
-        return leaf.detach() * factors.view(-1, *[1] * (leaf.dim() - 1))
+    def scaled(tensor: Tensor, where: SampleDim) -> Tensor:
+        if where.dim is None or not tensor.is_floating_point():
+            return tensor
+        factors = torch.linspace(1, 0.5, samples.num, dtype=tensor.dtype, device=tensor.device)
+        return tensor * factors.view(-1, *[1] * (tensor.dim() - where.dim - 1))
 
-    return tree_map(scaled, output)
-
-
-def _halves(output: Any) -> list[Any]:
-    """Returns a model's output for each half of the rows."""
-
-    def half(index: int, leaf: Any) -> Any:
-        return leaf.chunk(2)[index] if isinstance(leaf, Tensor) else leaf
-
-    return [tree_map(partial(half, index), output) for index in (0, 1)]
+    pairs = zip(samples.tensors, samples.dims, strict=True)
+    return replace(samples, tensors=tuple(scaled(*pair) for pair in pairs))
 
 
-def _targets(loss: Loss, target: Tensor) -> Iterator[tuple[Tensor, str]]:
+def _targets(target: Tensor, labels: CodeLabels, usual: Sequence[int]) -> Iterator[tuple[Tensor, str]]:
     """Yields the target, and, if it holds integers, some with entries of the first half that may be ignored.
 
     With each comes what an answer for it begins with.
     """
     yield target, ""
-    if not _holds_labels(target):
-        return
-    settings = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, nn.Module) else {}
-    # -100 is what torch ignores by default, whether or not there is such an entry.
-    values = (int(target.min()), 0, settings.get("ignore_index", _IGNORED), _IGNORED)
-    for other, value in _with_ignored(target, values):
-        yield other, f"if some targets are {_IGNORED}, " if value == _IGNORED else ""
+    if holds_labels(target):
+        for other, value, is_held in with_label(target, _to_try(target, labels, usual)):
+            yield other, "" if is_held else f"if some targets are {value}, "
 
 
-def _holds_labels(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) and tensor.numel() > 0
-
-
-def _with_ignored(tensor: Tensor, values: Iterable[int]) -> Iterator[tuple[Tensor, int]]:
-    """Yields a tensor with each of some values in its first row, and that value.
-
-    On a GPU only with those it holds: a kernel that refuses an index ends all use of the GPU by this process.
-    """
-    for value in dict.fromkeys(values):
-        if tensor.device.type == "cpu" or bool((tensor == value).any()):
-            other = tensor.clone()
-            other[0] = value
-            yield other, value
+def _to_try(tensor: Tensor, labels: CodeLabels, usual: Sequence[int]) -> list[int]:
+    return [*labels_that_stand_out(tensor), *usual, *labels.that_may_be_among(tensor)]
 
 
 def _tolerance(output: Any) -> float:
-    half = any(
-        isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) for leaf in tree_flatten(output)[0]
-    )
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors_in(output))
     return 5e-2 if half else 1e-4

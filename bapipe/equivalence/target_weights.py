@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.noted_means import CROSS_ENTROPIES, MAX_MEANS, NotedMeans, scaled_mean
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.sample_dims import SampleDim, doubled
 from bapipe.errors import one_line
 from bapipe.module_state.python_state import state_restored
 from bapipe.module_state.reached_state import KeptState
@@ -132,12 +133,14 @@ class WeightsAhead:
     For that the loss runs on outputs without values, unless it keeps state that cannot be put back.
     """
 
-    def __init__(self, loss: Loss, computed: Loss, outputs: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, loss: Loss, computed: Loss, outputs: Sequence[Tensor], dims: Sequence[SampleDim], device: torch.device
+    ) -> None:
         """`computed` calls `loss` with what the model returns, made of the tuple of `outputs`.
 
-        These are on `device`; only their shapes and types are read.
+        These are on `device`; only their shapes and types are read. `dims` says where they have their samples.
         """
-        self._loss, self.computed = loss, computed
+        self.loss, self.computed, self.dims = loss, computed, tuple(dims)
         self._is_torch_s_own, self.computes_no_means = _is_torch_s_own(loss), _computes_no_means(loss)
         self.obstacle: str | None = None  # why `of` tells nothing, in words of what the loss does
         self._changes: str | None = None  # what it has changed that could not be put back
@@ -149,7 +152,7 @@ class WeightsAhead:
     @contextmanager
     def running(self) -> Iterator[None]:
         """`of` is called in this context only."""
-        state = KeptState(self._loss, partial(state_restored, compares=False, outside=False))
+        state = KeptState(self.loss, partial(state_restored, compares=False, outside=False))
         reached = state.obstacle or self._changes
         self.obstacle = None if reached is None else f"reaches {reached}"
         self._are_over_all = []
@@ -174,7 +177,7 @@ class WeightsAhead:
     def _means(self, outputs: Sequence[Tensor], target: Tensor) -> Means:
         with NotedMeans(self._stand_ins) as noted:
             if self._is_torch_s_own:  # much faster than on outputs
-                value = self._loss(self._stand_ins[-1], target)
+                value = self.loss(self._stand_ins[-1], target)
             else:
                 value = self.computed(outputs, target.clone())  # it may change them
         unknown = torch.full((), nan, dtype=torch.float64, device=target.device)
@@ -193,13 +196,14 @@ class WeightsAhead:
 
     def _find_over_all(self, means: Means, target: Tensor) -> list[Tensor]:
         try:
-            twice = tuple(torch.cat([output, output]) if output.dim() else output for output in self._outputs)
-            doubled = self._means(twice, torch.cat([target, target])).calls
-        except Exception:  # whatever the code of the loss raises for another number of samples
-            doubled = []
-        if len(doubled) != len(means.calls):
+            twice = tuple(doubled(*pair) for pair in zip(self._outputs, self.dims, strict=True))
+            found = self._means(twice, torch.cat([target, target])).calls
+        except Exception as error:  # whatever the code of the loss raises for another number of samples
+            self.obstacle = f"fails on twice the samples of a micro-batch ({one_line(error)[:80]})"
             return []
-        return [torch.isclose(two, 2 * one, equal_nan=True) for one, two in zip(means.calls, doubled, strict=True)]
+        if len(found) != len(means.calls):
+            return []
+        return [torch.isclose(two, 2 * one, equal_nan=True) for one, two in zip(means.calls, found, strict=True)]
 
 
 def _computes_no_means(loss: Loss) -> bool:

@@ -1,6 +1,8 @@
-"""The names that functions written in Python use."""
+"""The names and numbers that functions written in Python use."""
 
+import dis
 from collections.abc import Iterator
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -8,6 +10,30 @@ from typing import Any
 def names_in(function: Any) -> list[str]:
     """Returns the names of functions and attributes in a function written in Python."""
     return [name for code in _codes(getattr(function, "__code__", None)) for name in code.co_names]
+
+
+def numbers_in(function: Any) -> list[int]:
+    """Returns the whole numbers that are written in a function written in Python."""
+    return [one.argval for one, _ in _steps(function) if _is_number(one)]
+
+
+def numbers_compared_in(function: Any) -> list[int]:
+    """Returns those of them that it compares for being equal, as in `labels != 255`."""
+    return [
+        one.argval
+        for one, after in _steps(function)
+        if _is_number(one) and after.opname == "COMPARE_OP" and ("==" in after.argrepr or "!=" in after.argrepr)
+    ]
+
+
+def _steps(function: Any) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
+    """Yields each instruction of a function, with the one behind it."""
+    for code in _codes(getattr(function, "__code__", None)):
+        yield from pairwise(dis.get_instructions(code))
+
+
+def _is_number(one: dis.Instruction) -> bool:
+    return one.opname.startswith("LOAD") and type(one.argval) is int
 
 
 def _codes(code: Any) -> Iterator[CodeType]:

@@ -45,6 +45,7 @@ class LossWeights:
         self._ahead, self._microbatches = ahead, microbatches
         self._sum_over_replicas, self._rng = sum_over_replicas, rng
         self._mean_weights: MeanWeights | None = None  # of this step
+        self._is_cut = False  # the mini-batch into several micro-batches
         self._had_means, self._has_warned = False, False
         self._first_samples = FirstSamples(ahead)
 
@@ -55,7 +56,7 @@ class LossWeights:
         the first samples is also compared with that of their halves (`FirstSamples`), which changes the state of the
         loss and restores it: here no graph of a step needs that state.
         """
-        self._mean_weights = None
+        self._mean_weights, self._is_cut = None, num_microbatches > 1
         fault = self._first_samples.fault()
         if fault is not None:
             _log.warning("for the first samples, %s", fault)
@@ -79,7 +80,8 @@ class LossWeights:
         with self._checked():
             scaled = weighted_loss(loss, output, target, self._mean_weights)
         self._checked = nullcontext
-        self._first_samples.note(output, target, scaled.weights)
+        if self._is_cut:
+            self._first_samples.note(output, target, scaled)
         return scaled.value
 
     def _means_ahead(self, microbatch: int, target: Tensor) -> Means | None:

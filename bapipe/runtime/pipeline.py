@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.sample_dims import sample_dims_of_model
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.module_state.modes import idle_dropout, is_evaluating
@@ -164,6 +165,7 @@ class Pipeline:
                 group=group,
             )
         self._split, self._fault_of_one = cut.trained, cut.fault_of_one
+        sample_dims = sample_dims_of_model(self._split) if self.needs_target else ()  # while the module has all layers
         self._traced_numbers = TracedNumbers(self._split.model)
         self._shared_buffers = SharedBuffers(self._split, self.stages)
 
@@ -202,6 +204,7 @@ class Pipeline:
             replicas=self._replicas,
             channels=connect_channels(self._layout),
             loss=loss,
+            sample_dims=sample_dims,
             autocast=autocast,
             clock=self._clock,
             rng=self._rng,

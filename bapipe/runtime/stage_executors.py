@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.sample_dims import SampleDim
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.plan import Plan
 from bapipe.runtime.autocast import AutocastStage
@@ -55,6 +56,7 @@ class ExecutorFactory:
         replicas: those of its stages that run on several ranks.
         channels: the groups that carry tensors between stages.
         loss: the loss of what the model returns and the target.
+        sample_dims: where the tensors that the model returns have their samples; empty on ranks without the loss.
         autocast: the dtype of autocast for forwards and the loss; None without autocast.
     """
 
@@ -64,6 +66,7 @@ class ExecutorFactory:
     replicas: Mapping[int, Replicas]
     channels: Channels
     loss: Loss
+    sample_dims: Sequence[SampleDim]
     autocast: torch.dtype | None
     clock: Clock
     rng: PerOperatorRng
@@ -74,7 +77,7 @@ class ExecutorFactory:
         last, order = len(self.plan.stages) - 1, self.layout.schedule.order[self.layout.rank]
         loss, outputs = self._loss_of_stage_outputs(parts.model), [parts.examples[n] for n in parts.stages[-1].outputs]
         weights = LossWeights(
-            WeightsAhead(self.loss, loss, outputs, self.layout.device),
+            WeightsAhead(self.loss, loss, outputs, self.sample_dims, self.layout.device),
             sorted({action.microbatch for action in order if action.stage == last}),
             self.replicas[last].total if last in self.replicas else lambda part: part,
             self.rng,

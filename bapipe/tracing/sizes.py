@@ -184,9 +184,18 @@ def batch_dimension(known: Mapping[fx.Node, tuple[Any, Any]], node: fx.Node) -> 
     first, second = known.get(node, (None, None))
     if not isinstance(first, TensorShape) or not isinstance(second, TensorShape):
         return None
-    for dim, (a, b) in enumerate(zip(first.dims, second.dims, strict=True)):
-        if a != b and a % BATCH_SIZES[0] == 0 and a // BATCH_SIZES[0] * BATCH_SIZES[1] == b:
-            return dim, a // BATCH_SIZES[0]
+    return proportional_dimension(first.dims, second.dims, *BATCH_SIZES)
+
+
+def proportional_dimension(
+    shape: Sequence[int], other: Sequence[int], batch: int, other_batch: int
+) -> tuple[int, int] | None:
+    """Returns the first dimension that is proportional to the batch size, of shapes for two, and how many times it."""
+    if len(shape) != len(other):
+        return None
+    for dim, (a, b) in enumerate(zip(shape, other, strict=True)):
+        if a != b and a % batch == 0 and a // batch * other_batch == b:
+            return dim, a // batch
     return None
 
 

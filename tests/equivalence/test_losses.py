@@ -114,7 +114,7 @@ def test_what_prevents_weights_by_targets_is_named(note: Callable[[Tensor], obje
     assert "weighted_mean" not in found
 
 
-@pytest.mark.parametrize("padding", [0, -100])
+@pytest.mark.parametrize("padding", [0, 7, -100])
 def test_a_mean_by_a_mask_is_noticed_where_all_outputs_are_equal(padding: int) -> None:
     """As those of inputs of zeros are; and where the example has no padding."""
 
@@ -125,7 +125,7 @@ def test_a_mean_by_a_mask_is_noticed_where_all_outputs_are_equal(padding: int) -
     batch = Microbatch(inputs=(torch.zeros(4, 6),), target=torch.tensor([1, 2, 3, 1]))
     found = loss_over_parts(nn.Linear(6, 4), loss, batch)
     assert found is not None
-    assert found.startswith("if some targets are -100, the loss of a batch is" if padding else "the loss of a batch is")
+    assert found.startswith(f"if some targets are {padding}, the loss of a batch is")
 
 
 class ComputesItsLoss(nn.Module):
@@ -150,6 +150,7 @@ class ComputesItsLoss(nn.Module):
         (-100, "mean", "if some labels among the inputs are -100, the loss of a batch is"),
         (-1, "mean", "if some labels among the inputs are -1, the loss of a batch is"),
         (0, "mean", "the loss of a batch is"),
+        (255, "mean", "if some labels among the inputs are 255, the loss of a batch is"),
         (-100, "sum", "the loss is a sum over the batch"),
         (-100, "by word", None),
     ],
@@ -176,6 +177,40 @@ def test_a_mean_by_a_mask_is_noticed_where_outputs_are_by_words() -> None:
         return each.sum() / (target != 0).sum()
 
     assert "the loss of a batch is" in (loss_over_parts(module, loss, batch) or "")
+
+
+class LengthFirst(nn.Module):
+    """Returns (words, samples, labels), perhaps with a value of the whole batch beside."""
+
+    def __init__(self, *, with_value: bool = False) -> None:
+        super().__init__()
+        self.linear, self.with_value = nn.Linear(6, 4), with_value
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y: Tensor = self.linear(x).transpose(0, 1)
+        return (y, y.square().mean()) if self.with_value else y
+
+
+@pytest.mark.parametrize("with_value", [False, True])
+@pytest.mark.parametrize("padding", [None, 0, 1])
+@pytest.mark.parametrize("num_words", [3, 4])  # or as many as samples
+def test_a_mean_by_a_mask_is_noticed_where_words_come_before_samples(
+    num_words: int, padding: int | None, with_value: bool
+) -> None:
+    """And where the example has no padding, which the code of the loss names."""
+
+    def loss(output: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        scores = output[0] if isinstance(output, tuple) else output
+        each = cross_entropy(scores.permute(1, 2, 0), target, reduction="none")
+        mask = torch.ones_like(target) if padding is None else (target != padding)
+        return (each * mask).sum() / mask.sum()
+
+    torch.manual_seed(0)
+    target = torch.randint(2, 4, (4, num_words))
+    batch = Microbatch(inputs=(torch.randn(4, num_words, 6),), target=target)
+    found = loss_over_parts(LengthFirst(with_value=with_value), loss, batch)
+    assert (found is None) == (padding is None)
+    assert padding is None or (found or "").startswith(f"if some targets are {padding}, the loss of a batch is")
 
 
 class Contrast(nn.Module):

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import bapipe
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.sample_dims import BY_ROWS
 from bapipe.equivalence.target_weights import WeightsAhead, weighted_loss
 from bapipe.errors import BapipeError, LayerFailed
 from bapipe.runtime.loss_weights import LossWeights
@@ -485,7 +486,11 @@ def drawn(scores: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("without", [2, 6])  # in the first micro-batch, or the second one
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [(of_depths, "for the first samples, the loss of a batch is"), (functional.l1_loss, None), (drawn, None)],
+    [
+        (of_depths, "for the first samples, the loss of a batch is"),
+        (functional.l1_loss, None),
+        (drawn, "for the first samples, the loss could not be compared"),
+    ],
 )
 def test_the_first_step_tells_of_losses_that_depend_on_the_cut(
     loss: Loss, words: str | None, without: int, recompute: tuple[int, ...], caplog: pytest.LogCaptureFixture
@@ -659,5 +664,5 @@ def of_first(loss: Loss) -> Loss:
 
 def _weights(loss: Loss, microbatches: list[int], total: Callable[[Tensor], Tensor]) -> LossWeights:
     outputs = [torch.empty(2, 4, device="meta")]
-    ahead = WeightsAhead(loss, of_first(loss), outputs, CPU)
+    ahead = WeightsAhead(loss, of_first(loss), outputs, [BY_ROWS], CPU)
     return LossWeights(ahead, microbatches, total, PerOperatorRng(0, CPU))

@@ -10,6 +10,7 @@ from torch import nn, optim
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bapipe.equivalence.sample_dims import BY_ROWS
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import CpuClock
@@ -116,7 +117,7 @@ def test_a_loss_that_sums_over_all_processes_is_refused(layout: ProcessLayout) -
         dist.all_reduce(center)
         return (output - center).pow(2).mean()
 
-    ahead = WeightsAhead(loss, lambda outputs, target: loss(outputs[0], target), [torch.zeros(2, 4)], CPU)
+    ahead = WeightsAhead(loss, lambda outputs, target: loss(outputs[0], target), [torch.zeros(2, 4)], [BY_ROWS], CPU)
     weights = LossWeights(ahead, [0], lambda part: part, PerOperatorRng(0, CPU), lambda: loss_checked(layout, 1))
     weights.begin(torch.ones(2, 4), 1)
     with pytest.raises(BapipeError, match="the loss communicates with processes that run other stages"):

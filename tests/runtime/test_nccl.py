@@ -17,6 +17,7 @@ from hypothesis import given
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bapipe.equivalence.sample_dims import BY_ROWS
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.runtime import transfers
@@ -118,7 +119,7 @@ def _calls_of(
             [_local_stage(s, schedule.num_stages) for s in own],
             channels=channels,
             loss=LossModule(_loss, _loss),
-            weights=LossWeights(WeightsAhead(_loss, _loss, (), CPU), (0,), lambda part: part, rng),
+            weights=LossWeights(WeightsAhead(_loss, _loss, (), (BY_ROWS,), CPU), (0,), lambda part: part, rng),
             clock=CpuClock(),
             rng=rng,
         )
