@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.losses import is_by_rows
 from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.equivalence.sample_dims import sample_dim
 from bapipe.module_state.modes import evaluation_mode
 from bapipe.torch_private.tensors import tree_flatten
 
@@ -33,13 +33,12 @@ def outputs_over_parts(module: nn.Module, batch: Microbatch) -> str | None:
         found = list(zip(whole, first, second, strict=True))
     except Exception:  # whatever the model's own code raises; profiling it says more
         return None
-    # As many entries as samples may be those of something else, of which the halves have as many.
-    found = [(one, a, b) for one, a, b in found if not a.dim() or len(a) < num_rows]
-    if not is_by_rows([one for one, _, _ in found], num_rows) or not _are_close(whole, again):
+    if not _are_close(whole, again):
         return None
-    pairs = [(a, b) for _, a, b in found]
-    joined = [torch.cat(pair) for pair in pairs if pair[0].shape == pair[1].shape]
-    if len(joined) == len(pairs) and _are_close([one for one, _, _ in found], joined):
+    dims = [sample_dim(one.shape, a.shape, num_rows, num_rows // 2) for one, a, _ in found]
+    of_samples = [(*tensors, where.dim) for tensors, where in zip(found, dims, strict=True) if where.is_own]
+    joined = [torch.cat([a, b], dim) for _, a, b, dim in of_samples if a.shape == b.shape and dim is not None]
+    if len(joined) == len(of_samples) and _are_close([one for one, *_ in of_samples], joined):
         return None
     return (
         "the model's output for a sample depends on the samples that share its micro-batch or come before it, so "

@@ -43,6 +43,18 @@ class Weighs(nn.Module):
         return x * 2, self.weights
 
 
+class LengthFirst(nn.Module):
+    """Returns (words, samples, channels), perhaps without the mean over samples, and a value of the whole batch."""
+
+    def __init__(self, *, meet: bool) -> None:
+        super().__init__()
+        self.meet = meet
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.transpose(0, 1)
+        return y - y.mean(1, keepdim=True) if self.meet else y * 2, x.square().mean()
+
+
 class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
@@ -61,7 +73,9 @@ def sentences() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "module", [Recurrent(batch_first=False), Recurrent(keeps_state=True), PaddedToTheLongest()], ids=str
+    "module",
+    [Recurrent(batch_first=False), Recurrent(keeps_state=True), PaddedToTheLongest(), LengthFirst(meet=True)],
+    ids=str,
 )
 def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
     assert (fault(module, sentences()) or "").startswith("the model's output for a sample depends on the samples that")
@@ -73,6 +87,7 @@ def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
         Recurrent(),
         nn.Sequential(nn.Flatten(), nn.Linear(30, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)),
         Weighs(),
+        LengthFirst(meet=False),
         Draws(),  # of which nothing can be said
         nn.Flatten(0, 1),
     ],
