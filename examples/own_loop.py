@@ -23,11 +23,11 @@ if dist.get_rank() == 0:
 dist.broadcast_object_list(plans)
 assert plans[0] is not None
 
-pipeline = bapipe.Pipeline(model, plans[0], loss=nn.MSELoss(), inputs=examples)
-for step in range(20):
-    batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
-    loss = pipeline.step(batch, target=batch.roll(1, dims=1))
-    if loss is not None and step % 5 == 4:
-        print(f"step {step + 1}: loss {loss:.4f}")
+with bapipe.Pipeline(model, plans[0], loss=nn.MSELoss(), inputs=examples) as pipeline:
+    for step in range(20):
+        batch = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
+        loss = pipeline.step(batch, target=batch.roll(1, dims=1))
+        if loss is not None and step % 5 == 4:
+            print(f"step {step + 1}: loss {loss:.4f}")
 
 dist.destroy_process_group()

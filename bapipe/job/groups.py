@@ -138,9 +138,12 @@ def wait(work: dist.Work | None, group: dist.ProcessGroup | None = None) -> None
     work.wait(_TIMEOUTS.get(proven, timedelta()) if proven is not None else timedelta())  # none: the backend's own
 
 
-def barrier() -> None:
-    """Waits until all ranks of the default group are here, under NCCL on this process's GPU: torch warns of a guess."""
-    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Waits until all ranks of a group are here, under NCCL on this process's GPU: torch warns of a guess.
+
+    None is the default group.
+    """
+    dist.barrier(group, device_ids=[torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None)
 
 
 def _make_proven(

@@ -1,10 +1,11 @@
 """A model that is trained by a plan, seen from one rank: builds its stages, and runs steps and evaluations."""
 
+import gc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from bapipe.module_state.python_random import all_generators_restored
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.batch_check import BatchSpec, GivenInput, by_name, check_same_batch
 from bapipe.runtime.clock import clock_for
+from bapipe.runtime.connected_stages import ConnectedStages, connect_stages
 from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies, wait_on_device
 from bapipe.runtime.cut_model import cut_model
 from bapipe.runtime.evaluation import ForwardResult
@@ -37,14 +39,12 @@ from bapipe.runtime.optimizer import (
     sgd,
 )
 from bapipe.runtime.peak_memory import PeakMemory
-from bapipe.runtime.process_groups import connect_channels, connect_replicas, connect_tied_weights
 from bapipe.runtime.process_layout import layout_of
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.same_model import check_same_model
 from bapipe.runtime.settings_check import check_autocast, check_optimizers, check_settings
 from bapipe.runtime.shared_buffers import SharedBuffers
-from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.stage_state import StageState
 from bapipe.runtime.traced_numbers import TracedNumbers
 from bapipe.schedules.table import Action, Schedule
@@ -191,29 +191,21 @@ class Pipeline:
         if self.needs_target:
             move_tensors(loss, self._device)  # such as class weights
 
-        # Connect the ranks and build the executors. Groups are made by all ranks in the same order.
         self._clock = clock_for(self._device)
-        self._tied = connect_tied_weights(self._layout, self._split)
-        self._replicas = connect_replicas(
-            self._layout, self._split, self._modules, self._tied.parameters, loss, self._clock
-        )
-        executors = ExecutorFactory(
-            plan=plan,
-            layout=self._layout,
+        sized = [self._split, *cut.of_buckets]
+        self._connection: ConnectedStages | None = connect_stages(
+            plan,
+            self._layout,
+            sized=sized,
+            evaluated=cut.evaluated,
             modules=self._modules,
-            replicas=self._replicas,
-            channels=connect_channels(self._layout),
             loss=loss,
             sample_dims=sample_dims,
             autocast=autocast,
             clock=self._clock,
             rng=self._rng,
         )
-        # torch's stages have buffers of fixed shapes, so there is an executor for each input size.
-        sized = [self._split, *cut.of_buckets]
-        self._executors = [executors.training(parts) for parts in sized]
-        self._executor = self._executors[0]  # the one that ran the last step
-        self._forward_executor = None if cut.evaluated is None else executors.evaluation(cut.evaluated)
+        self._size = 0  # the index of the executor that ran the last step
 
         self._optimizers = StageOptimizers(self._modules, optimizer, self._clock, self._layout)
         check_optimizers(plan, self._optimizers.optimizers)
@@ -234,6 +226,28 @@ class Pipeline:
         self._kept_until: object | None = None
         self._written_by_forwards = frozenset[str]()  # names of parameters
         self._num_evaluated = 0  # micro-batches since the last step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error other ranks may wait in a step for this one: neither can they come here, nor groups be
+        # destroyed in which they wait.
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the connections and threads of this pipeline; all ranks call it together, later calls do nothing.
+
+        A pipeline is closed at the end of a `with` block, unless that ends with an error. The process group that it was
+        made in stays, and so do weights and the state of optimizers, which can still be read; no step or evaluation can
+        be run any more, and the last one's timeline is gone.
+        """
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+            del connection
+            gc.collect()  # a group ends when nothing refers to it, and torch's stages are in reference cycles
 
     @property
     def rank(self) -> int:
@@ -274,7 +288,7 @@ class Pipeline:
     @property
     def order(self) -> tuple[Action, ...]:
         """The actions of the last step on this rank, in the order in which they ran."""
-        return self._executor.order
+        return self._connected.executors[self._size].order
 
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
@@ -311,8 +325,9 @@ class Pipeline:
         A GPU may still be copying the given tensors from page-locked memory: they must not be changed until this rank's
         GPU has done the step.
         """
+        connected = self._connected
         self._enter_any_autocast()
-        num_buckets = len(self._executors) - 1
+        num_buckets = len(connected.executors) - 1
         if bucket is not None and not 0 <= bucket < num_buckets:
             raise BapipeError(
                 f"`bucket` is {bucket}: this pipeline was made with {num_buckets} `buckets`, numbered from 0; None is "
@@ -320,8 +335,8 @@ class Pipeline:
             )
         self._optimizers.check_frozen()
         self._traced_numbers.warn_of_changes()
-        index = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
-        self._executor, expected = self._executors[index], self._expected[index]
+        self._size = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
+        executor, expected = connected.executors[self._size], self._expected[self._size]
         given = by_name(inputs, self.input_names)
         with copying_beside(self._device, self._copy_stream, (*given.values(), target)) as copied:
             loaded = expected.load(given, self._plan.minibatch_size)
@@ -332,21 +347,21 @@ class Pipeline:
         self._start = self._clock.stamp()
         self._optimizers.zero_grad()
         self._shared_buffers.begin()
-        for replicas in self._replicas.values():
+        for replicas in connected.replicas.values():
             replicas.begin()
-        scale = self._executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+        scale = executor.loss_scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         # `_rng` seeds the global generators before every random operator: this must have no effect outside of the step.
         allowed, writes = self._plan.compute_settings.tf32, self._versions()
         with tf32(allowed), all_generators_restored(self._device):
-            loss = self._executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
+            loss = executor.run(*self._stage_inputs(loaded), target if self.needs_target else None)
         self._written_by_forwards |= {name for name, count in self._versions().items() if count != writes[name]}
         self._shared_buffers.finish()
         self._rng.step += 1
         self._num_evaluated = 0
-        self._update()
+        self._update(connected)
         if loss is None:
             return None
-        last = self._replicas.get(len(self._plan.stages) - 1)
+        last = connected.replicas.get(len(self._plan.stages) - 1)
         return PendingLoss(loss if last is None else last.total(loss), scale)
 
     def copied_ahead(
@@ -365,23 +380,23 @@ class Pipeline:
             argument: loaded[name] for argument, name in zip(arguments, later, strict=True)
         }
 
-    def _update(self) -> None:
+    def _update(self, connected: ConnectedStages) -> None:
         """Completes the gradients and updates the parameters, in the order in which stages' gradients became final."""
-        self._tied.sum()
+        connected.tied.sum()
         wait_on_device(self._device, self._kept_until)
         self._kept_until = None
         # In the same order on all ranks, and all before the first wait: two stages may have the same replicas, on which
         # their gradients may become final in different orders.
-        for replicas in self._replicas.values():
+        for replicas in connected.replicas.values():
             replicas.gradients.start()
         finite = self._unscale()
         if self._clip_norm is not None and finite:
             self._clip(self._clip_norm)
         for stage in self.stages if finite else ():
-            if stage in self._replicas:  # wait for this stage's all-reduces only; those of later stages may still run
-                self._replicas[stage].gradients.finish()
+            if stage in connected.replicas:  # waits for this stage's all-reduces only: those of later stages may run
+                connected.replicas[stage].gradients.finish()
             self._optimizers.step(stage)
-        for replicas in self._replicas.values():
+        for replicas in connected.replicas.values():
             replicas.finish()
 
     def evaluate(
@@ -406,7 +421,8 @@ class Pipeline:
             InvalidModel: the model does not run on a micro-batch of the last one's size; or the last one is a single
                 sample, for which the stages do not give what the module does; or evaluation changes a parameter.
         """
-        if self._forward_executor is None:
+        executor = self._connected.evaluation
+        if executor is None:
             raise BapipeError("this pipeline was not made to evaluate: Pipeline(..., evaluates=True)")
         self._enter_any_autocast()
         num = self._plan.minibatch_size if num_samples is None else num_samples
@@ -424,7 +440,7 @@ class Pipeline:
         target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
         with tf32(self._plan.compute_settings.tf32):
             num_before, self._num_evaluated = self._num_evaluated, self._num_evaluated + -(-num // self.microbatch_size)
-            return self._forward_executor.run(loaded, target, num, keep, self._rng.step, num_before)
+            return executor.run(loaded, target, num, keep, self._rng.step, num_before)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by name in the original module; tied ones by all of their names.
@@ -513,7 +529,7 @@ class Pipeline:
 
     def busy_ns(self) -> int:
         """Returns how long this rank computed in the last step; the rest of the step it waited."""
-        return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._executor.spans())
+        return self._optimizers.busy_ns() + sum(end - start for _, start, end in self._spans())
 
     def peak_bytes(self) -> int | None:
         """Returns the peak memory that this rank's stages have used so far; None if it is not known."""
@@ -524,17 +540,35 @@ class Pipeline:
 
         Its memory counts parameters, gradients and optimizer state, not what lives only within the step.
         """
+        connected = self._connected
         if self._start is None:
             raise BapipeError("no step has run, so there is no timeline")
         local = LocalTimeline(
             start=self._start,
-            spans=self._executor.spans(),
+            spans=self._spans(),
             updates=self._optimizers.updates,
-            syncs=[(s, *sync) for s, replicas in self._replicas.items() for sync in replicas.gradients.syncs()],
+            syncs=[(s, *sync) for s, replicas in connected.replicas.items() for sync in replicas.gradients.syncs()],
             memory=self._state.memory(self._optimizers.state_bytes()),
         )
         names = [device.name for device in self._plan.cluster.devices]
         return gather_timeline(self._layout, local, self._clock, names)
+
+    @property
+    def _connected(self) -> ConnectedStages:
+        """What runs the stages.
+
+        Raises:
+            BapipeError: this pipeline is closed.
+        """
+        if self._connection is None:
+            raise BapipeError(
+                "this pipeline is closed, as one is at the end of its `with` block or after `close()`: run steps and "
+                "evaluations, and read what the last step did, before that; its weights can still be read"
+            )
+        return self._connection
+
+    def _spans(self) -> tuple[tuple[Action, int, int], ...]:
+        return self._connected.executors[self._size].spans()
 
     def _enter_any_autocast(self) -> None:
         """Drops the casts of parameters that an autocast around this call keeps, also over updates until it ends.
@@ -564,7 +598,7 @@ class Pipeline:
 
     def _gradients(self) -> list[Tensor]:
         """Returns this rank's gradients, after waiting for the sums over replicas."""
-        for replicas in self._replicas.values():
+        for replicas in self._connected.replicas.values():
             replicas.gradients.finish()
         return [p.grad for p in self._state.parameters() if p.grad is not None]
 

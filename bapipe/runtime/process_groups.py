@@ -1,4 +1,4 @@
-"""The process groups of a plan: those that carry tensors between stages, and those in which gradients are summed.
+"""The process groups of a pipeline: those that carry tensors between stages, and those in which gradients are summed.
 
 Gradients are summed over the replicas of a stage, and over the stages that use a tied weight. Every process makes all
 groups in the same order, also those that it is not in: `new_group` is collective.
@@ -6,6 +6,7 @@ groups in the same order, also those that it is not in: `new_group` is collectiv
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
-from bapipe.job.groups import new_proven_group
+from bapipe.job.groups import barrier, new_proven_group
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast
@@ -23,7 +24,52 @@ from bapipe.torch_private.process_groups import default_group_timeout
 from bapipe.tracing.stages import Split, trained_layers
 
 
-def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
+class OwnGroups:
+    """The process groups that are made for one pipeline, and destroyed with it; all processes make them together."""
+
+    def __init__(self, layout: ProcessLayout) -> None:
+        assert dist.group.WORLD is not None
+        self._layout, self._default = layout, ref(dist.group.WORLD)
+        self._made: list[object] = []  # torch has a number in the place of a group that this process is not in
+
+    def of_ranks(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Returns a new group of some of the schedule's ranks, with the timeout of the default group."""
+        members = self._layout.processes_of(ranks)
+        group = new_proven_group(members, default_group_timeout(self._layout.device))
+        self._made.append(group)
+        return group
+
+    def of_all(self) -> dist.ProcessGroup:
+        """Returns a new group of the processes of the layout's group."""
+        given, timeout = self._layout.group, default_group_timeout(self._layout.device)
+        group: dist.ProcessGroup
+        if given is None:
+            group = new_proven_group(None, timeout)
+        else:
+            group = dist.new_group(  # processes that are not in it do not call this
+                dist.get_process_group_ranks(given),
+                timeout=timeout,
+                backend=dist.get_backend(given),
+                use_local_synchronization=True,
+            )
+        self._made.append(group)
+        return group
+
+    def destroy(self) -> None:
+        """Destroys these groups once all processes are here, so that none still waits for what another one sends.
+
+        Does nothing if whoever made the default group has destroyed it, and so all groups.
+        """
+        made, self._made = self._made, []
+        if not made or dist.group.WORLD is None or dist.group.WORLD is not self._default():
+            return
+        barrier(self._layout.group)
+        for group in made:
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+
+
+def connect_tied_weights(layout: ProcessLayout, own_groups: OwnGroups, parts: Split) -> TiedGradients:
     """Returns the trained parameters that this rank's stages share with those of other ranks.
 
     All shared parameters, frozen ones too, get the values of the first rank that has them.
@@ -48,7 +94,7 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
                 f"'{tied.name}' is in several stages, which need the default process group: leave out `group`"
             )
         if users not in groups:
-            groups[users] = _new_group(layout, users)
+            groups[users] = own_groups.of_ranks(users)
         if layout.rank in users:
             broadcast(tied.parameter.detach(), groups[users])
             users_of.append((tied.parameter, groups[users]))
@@ -57,6 +103,7 @@ def connect_tied_weights(layout: ProcessLayout, parts: Split) -> TiedGradients:
 
 def connect_replicas(
     layout: ProcessLayout,
+    own_groups: OwnGroups,
     parts: Split,
     modules: Mapping[int, nn.Module],
     tied: Sequence[nn.Parameter],
@@ -77,7 +124,7 @@ def connect_replicas(
             continue
         if layout.group is not None:
             raise BapipeError(f"stage {s} has replicas, which need the default process group: leave out `group`")
-        group = _new_group(layout, devices)
+        group = own_groups.of_ranks(devices)
         if layout.rank in devices:
             num_own = sum(schedule.rank_of(s, m) == layout.rank for m in range(schedule.num_microbatches))
             layers = trained_layers(parts, s, without=tied)
@@ -87,7 +134,7 @@ def connect_replicas(
     return replicas
 
 
-def connect_channels(layout: ProcessLayout) -> Channels:
+def connect_channels(layout: ProcessLayout, own_groups: OwnGroups) -> Channels:
     """Returns the groups that carry tensors between stages; every process of the layout's group calls it together.
 
     With gloo it is that group itself. NCCL runs all transfers of a group between two processes in one queue, so each
@@ -97,7 +144,7 @@ def connect_channels(layout: ProcessLayout) -> Channels:
     own, pairs = dist.get_rank(layout.group), _neighbours(layout)
     if layout.uses_gloo or not pairs:
         return Channels(process=own, ascending=layout.group, descending=layout.group)
-    channels = Channels(process=own, ascending=_group_of_all(layout), descending=_group_of_all(layout))
+    channels = Channels(process=own, ascending=own_groups.of_all(), descending=own_groups.of_all())
     sent, received = torch.zeros(1, device=layout.device), torch.zeros(1, device=layout.device)
     for low, high in pairs:
         if own == low:  # the ascending group first, on both sides
@@ -116,23 +163,3 @@ def _neighbours(layout: ProcessLayout) -> list[tuple[int, int]]:
         processes = [layout.process_of(s, microbatch) for s in range(schedule.num_stages)]
         found |= {(min(pair), max(pair)) for pair in pairwise(processes) if pair[0] != pair[1]}
     return sorted(found)
-
-
-def _group_of_all(layout: ProcessLayout) -> dist.ProcessGroup:
-    """Returns a new group of the processes of the layout's group."""
-    timeout = default_group_timeout(layout.device)
-    if layout.group is None:
-        return new_proven_group(None, timeout)
-    group: dist.ProcessGroup = dist.new_group(  # processes that are not in it do not call this
-        dist.get_process_group_ranks(layout.group),
-        timeout=timeout,
-        backend=dist.get_backend(layout.group),
-        use_local_synchronization=True,
-    )
-    return group
-
-
-def _new_group(layout: ProcessLayout, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Returns a group of some of the schedule's ranks, with the timeout of the default group."""
-    members = layout.processes_of(ranks)
-    return new_proven_group(members, default_group_timeout(layout.device))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from bapipe.errors import InvalidModel
 from bapipe.job.groups import wait
@@ -100,10 +101,16 @@ class GradientSum:
         self._started: list[_Reduction] = []
         self._next, self._done = 0, False  # the next bucket to start
         self._sparse: dict[int, nn.Parameter] = {}  # parameters with sparse gradients, by id
+        self._hooks: list[RemovableHandle] = []
         for index, parameters in enumerate(self._buckets):
             for number, parameter in enumerate(parameters):
                 hook = BucketHook(arrived=self._arrived, bucket=index, index=number)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove_hooks(self) -> None:
+        """Removes the hooks of the parameters, after the last step."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:

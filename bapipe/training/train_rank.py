@@ -70,7 +70,7 @@ class _History:
 
 def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     """Trains this rank's stages; every rank of the job calls it, and all return the same."""
-    plan, config = job.plan, job.config
+    plan = job.plan
     settings = plan.compute_settings
     if rank.device.type == "cpu":
         torch.set_num_threads(settings.threads)
@@ -79,7 +79,12 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
     enter_training_mode(example.module)
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    pipeline = _pipeline(rank, job, example)
+    with _pipeline(rank, job, example) as pipeline:
+        return _train(rank, job, example, pipeline)
+
+
+def _train(rank: Rank, job: TrainJob, example: Example, pipeline: Pipeline) -> TrainResult:
+    config = job.config
     validation = None if job.validation is None else evaluation_data(example, job.validation, config.seed)
     start = _resume(pipeline, job.resume_from)
     writer = _checkpoint_writer(rank, job, start)

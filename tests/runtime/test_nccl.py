@@ -25,7 +25,7 @@ from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
 from bapipe.runtime.loss_weights import LossWeights
-from bapipe.runtime.process_groups import connect_channels
+from bapipe.runtime.process_groups import OwnGroups, connect_channels
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.runnable import ranks_with_stage
@@ -111,7 +111,7 @@ def _calls_of(
     try:
         layout = ProcessLayout(schedule=schedule, ranks=ranks, rank=ranks[process], device=CPU, group=None)
         with recorded_transfers([], 0):
-            channels = connect_channels(layout)
+            channels = connect_channels(layout, OwnGroups(layout))
         rng = PerOperatorRng(0, CPU)
         own = [s for s, devices in enumerate(schedule.devices) if ranks[process] in devices]
         executor = RecordedExecutor(

@@ -1,0 +1,94 @@
+"""What of a rank's stages runs and communicates, from when it is made until it is closed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bapipe.equivalence.outcome import Loss
+from bapipe.formats.plan import Plan
+from bapipe.runtime.clock import Clock
+from bapipe.runtime.evaluation import ForwardExecutor
+from bapipe.runtime.executor import ScheduleExecutor
+from bapipe.runtime.process_groups import OwnGroups, connect_channels, connect_replicas, connect_tied_weights
+from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.replicas import Replicas
+from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.stage_executors import ExecutorFactory
+from bapipe.runtime.tied_weights import TiedGradients
+from bapipe.tracing.stages import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectedStages:
+    """The executors of a rank's stages, and what sums their gradients over processes.
+
+    Attributes:
+        groups: the process groups that were made for it.
+        tied: the parameters that other processes use too.
+        replicas: those of this rank's stages that run on several ranks, by stage.
+        executors: one for each input size, as torch's stages have buffers of fixed shapes; the planned size is first.
+        evaluation: the executor to evaluate with; None if the pipeline does not evaluate.
+    """
+
+    groups: OwnGroups
+    tied: TiedGradients
+    replicas: Mapping[int, Replicas]
+    executors: Sequence[ScheduleExecutor]
+    evaluation: ForwardExecutor | None
+
+    def close(self) -> None:
+        """Destroys the groups, when all processes are here; whoever holds this is to forget it before.
+
+        A group keeps its connections and threads for as long as anything refers to it. Hooks on parameters of the
+        user's module do, and torch's stages, which the executors wrap, are in reference cycles.
+        """
+        for replicas in self.replicas.values():
+            replicas.gradients.remove_hooks()
+        self.groups.destroy()
+
+
+def connect_stages(
+    plan: Plan,
+    layout: ProcessLayout,
+    *,
+    sized: Sequence[Split],
+    evaluated: Split | None,
+    modules: Mapping[int, nn.Module],
+    loss: Loss,
+    autocast: torch.dtype | None,
+    clock: Clock,
+    rng: PerOperatorRng,
+) -> ConnectedStages:
+    """Connects a rank's stages with those of other ranks; all processes of the layout's group call it together.
+
+    Args:
+        sized: the stages for each size of inputs, the planned size first.
+        evaluated: the stages in evaluation mode; None without evaluation.
+        modules: this rank's stages.
+
+    Raises:
+        BapipeError: a group of some of the processes is needed, and the layout's group is not the default one.
+    """
+    groups = OwnGroups(layout)  # all ranks make them in the same order
+    tied = connect_tied_weights(layout, groups, sized[0])
+    replicas = connect_replicas(layout, groups, sized[0], modules, tied.parameters, loss, clock)
+    executors = ExecutorFactory(
+        plan=plan,
+        layout=layout,
+        modules=modules,
+        replicas=replicas,
+        channels=connect_channels(layout, groups),
+        loss=loss,
+        autocast=autocast,
+        clock=clock,
+        rng=rng,
+    )
+    return ConnectedStages(
+        groups=groups,
+        tied=tied,
+        replicas=replicas,
+        executors=[executors.training(parts) for parts in sized],
+        evaluation=None if evaluated is None else executors.evaluation(evaluated),
+    )

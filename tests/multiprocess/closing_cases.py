@@ -1,0 +1,61 @@
+"""The worker of test_closing.py: many pipelines one after another in the same processes."""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from bapipe.errors import BapipeError
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.training.launch.worker import Rank
+from tests.multiprocess.runtime_cases import make_plan, random_order
+
+NUM_PIPELINES = 20
+
+
+class Tied(nn.Module):
+    """Two layers of the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.second(self.first(x)))
+        return y
+
+
+def many_pipelines(rank: Rank) -> tuple[list[tuple[int, int]], int, str, list[str]]:
+    """Returns the numbers of open files and of threads after each pipeline, that of groups left, and what a closed
+    pipeline says; and the names of the weights that it still gives.
+    """
+    kept, counts = [], []
+    for number in range(NUM_PIPELINES):
+        kept.append(Tied())  # a user may keep the module, whose parameters are those that trained
+        pipeline = _step(kept[-1])
+        if number == 0:
+            gc.collect()
+            gc.disable()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    said = ""
+    try:
+        pipeline.step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+    except BapipeError as error:
+        said = str(error)
+    pipeline.close()
+    total = torch.ones(())
+    dist.all_reduce(total)  # the group of the job still works
+    assert total == 2
+    return counts, len(dist.distributed_c10d._world.pg_map), said, sorted(pipeline.state_dict())
+
+
+def _step(module: nn.Module) -> Pipeline:
+    ranks = ((0, 1), (0, 1))  # both stages have replicas, and share a weight
+    plan = make_plan(["first", "second", "last"], (1,), ranks, random_order(0, ranks, 2, 0.0), 2, 2)
+    with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False) as pipeline:
+        pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    return pipeline

@@ -1,0 +1,15 @@
+"""A pipeline that is closed leaves no connections, threads or process groups."""
+
+import pytest
+
+from bapipe.training.launch.processes import launch
+from tests.multiprocess.closing_cases import NUM_PIPELINES, many_pipelines
+
+
+@pytest.mark.skipif("not __import__('os').path.isdir('/proc/self/fd')", reason="counts what Linux says is open")
+def test_pipelines_that_are_closed_leave_nothing() -> None:
+    for counts, num_groups, said, names in launch(many_pipelines, ["cpu0", "cpu1"], timeout_s=60):
+        assert counts == [counts[0]] * NUM_PIPELINES
+        assert num_groups == 1  # that of the job
+        assert said.startswith("this pipeline is closed")
+        assert "second.bias" in names
