@@ -6,7 +6,7 @@ stages with that code, with the same random numbers (`randomness`). `outcome` is
 original; `stages` and `stage_pass` are the pass of the stages, by whole backwards or as a plan runs them, of which each
 sees attributes of its own only (`own_attributes`). `compare` tells rounding from differences; `locate` finds the first
 module that differs, and `cause` guesses why. `earlier_forwards` finds the layers that keep values from one forward to
-the next.
+the next. `communication` stops code that would wait for other processes.
 
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models, and
 `first_samples` such losses when training begins; `sample_dims` finds the samples in what a model returns, and

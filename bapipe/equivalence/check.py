@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
+from bapipe.equivalence.communication import ForwardCommunicates
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
@@ -118,6 +119,9 @@ def compare_split(
     """Compares the finest stages of a traced model with its own code, on micro-batches one after another.
 
     The module's values, gradients and attributes are afterwards what they were.
+
+    Raises:
+        ForwardCommunicates: the model does, in the context `forwards_checked`.
     """
 
     def run(original: Outcome) -> tuple[Sequence[Stage], Outcome]:
@@ -154,6 +158,8 @@ def _compare(
     """Compares the original with stages that `run` returns of its outcome, with theirs."""
     try:
         original = run_original(model.root, loss, microbatches, conditions)
+    except ForwardCommunicates:
+        raise
     except Exception as error:  # whatever the model's own code raises
         return Unchecked(reason=f"the model itself fails: {first_line(error)}")
     if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split
+from bapipe.equivalence.communication import ForwardCommunicates, forwards_checked
 from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.outcome import Loss, Microbatch
 from bapipe.errors import InvalidModel
@@ -57,7 +58,7 @@ def trace_checked(
     difference. `max_size` is the size of the largest micro-batches.
 
     Raises:
-        InvalidModel: as `trace`; or the model differs even so.
+        InvalidModel: as `trace`; the model differs even so; or its forward communicates with other processes.
     """
     choice = _Choice(called=frozenset(matching_paths(module, leaf_modules)))
     while True:
@@ -72,7 +73,10 @@ def trace_checked(
                     microbatch_size=max_size,
                     inlined=sorted(choice.inlined),
                 )
-            result = compare_split(model, loss, microbatches)
+            with forwards_checked(module):
+                result = compare_split(model, loss, microbatches)
+        except ForwardCommunicates:
+            raise
         except InvalidModel:
             if not choice.inlined:
                 raise

@@ -1,16 +1,15 @@
-"""Refuses optimizers and losses that communicate with processes of other stages, which hold other layers."""
+"""Refuses optimizers, losses and forwards that communicate with processes that do not run them."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import fx, nn
 
+from bapipe.equivalence.communication import CollectivesMode, forwards_checked
 from bapipe.errors import BapipeError
 from bapipe.runtime.process_layout import ProcessLayout
-from bapipe.torch_private.process_groups import processes_of_collective
-from bapipe.torch_private.tensors import DispatchMode, tree_leaves
 
 MAX_NUMBERS = 8
 """Most elements of a tensor that an optimizer may send to other stages; one per parameter if it has more of these."""
@@ -48,13 +47,30 @@ def loss_checked(layout: ProcessLayout, stage: int) -> AbstractContextManager[ob
     )
 
 
+class FirstForwards:
+    """Checks the first forward of each stage: that it communicates with no other process of the pipeline."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """`group` is that of the pipeline's processes; None is the default group."""
+        self._group = group
+        self._seen: set[int] = set()  # stages
+
+    def checked(self, stage: int, module: nn.Module) -> AbstractContextManager[object]:
+        """Returns a context for a forward of a stage; it raises `ForwardCommunicates`, and after the first nothing."""
+        if stage in self._seen:
+            return nullcontext()
+        self._seen.add(stage)
+        traced = next((part for part in module.modules() if isinstance(part, fx.GraphModule)), module)
+        return forwards_checked(traced, self._group)
+
+
 def _checked(layout: ProcessLayout | None, stage: int, max_elements: int, fault: str) -> AbstractContextManager[object]:
     if layout is None or layout.schedule.num_stages == 1:
         return nullcontext()
     return _CollectivesCheck(_replicas(layout, stage), max_elements, fault)
 
 
-class _CollectivesCheck(DispatchMode):
+class _CollectivesCheck(CollectivesMode):
     """Raises BapipeError if code communicates with other processes than the allowed ones."""
 
     def __init__(self, processes: Collection[int], max_elements: int, fault: str) -> None:
@@ -66,18 +82,9 @@ class _CollectivesCheck(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._processes, self._max_elements, self._fault = frozenset(processes), max_elements, fault
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Returns True, so that functions compiled by torch.compile stay compiled in this mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        processes = processes_of_collective(func, args)
-        if processes is not None and not self._processes.issuperset(processes):
-            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            if max((tensor.numel() for tensor in tensors), default=0) > self._max_elements:
-                raise BapipeError(self._fault)
-        return func(*args, **(kwargs or {}))
+    def check(self, operator: Any, processes: Sequence[int], num_elements: int) -> None:
+        if num_elements > self._max_elements and not self._processes.issuperset(processes):
+            raise BapipeError(self._fault)
 
 
 def _replicas(layout: ProcessLayout, stage: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import nan
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from bapipe.errors import InvalidModel
 from bapipe.module_state.modes import evaluation_mode
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
+from bapipe.runtime.collectives_check import FirstForwards, loss_checked
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
@@ -135,6 +136,7 @@ class ForwardExecutor:
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
+        self._first_forwards, self._loss_checked = FirstForwards(layout.group), False
         self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
         self._modules, self._rng = modules, rng
         for module in modules.values():
@@ -187,7 +189,10 @@ class ForwardExecutor:
 
     def _loss_sums(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns what a micro-batch adds to the fields of `LossSums`, in their order. [6]"""
-        found = weighted_loss(self._loss, output, target, counting_alike(target.device))
+        last = self._schedule.num_stages - 1
+        with nullcontext() if self._loss_checked else loss_checked(self._layout, last):
+            found = weighted_loss(self._loss, output, target, counting_alike(target.device))
+        self._loss_checked = True
         loss, weight = found.value.double(), found.weight
         zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
         by_weight = zero if weight is None else torch.where(weight > 0, loss * weight, zero)
@@ -212,7 +217,9 @@ class ForwardExecutor:
             else:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
                 self._rng.enter(action._replace(microbatch=num_before + m))
-                outputs = self._modules[stage](*transfers.take_inputs(stage, m), *inputs)
+                received = transfers.take_inputs(stage, m)
+                with self._first_forwards.checked(stage, self._modules[stage]):
+                    outputs = self._modules[stage](*received, *inputs)
                 if stage + 1 < self._schedule.num_stages:
                     transfers.outputs[stage, m] = outputs
                 else:

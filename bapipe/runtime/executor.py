@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from bapipe.equivalence.outcome import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
+from bapipe.runtime.collectives_check import FirstForwards
 from bapipe.runtime.local_stage import LocalStage, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for
@@ -81,6 +82,7 @@ class ScheduleExecutor:
         self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I ran the whole backward
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # whole backwards, for W to run
         self._have_hooks: dict[int, bool] = {}  # by stage; asked once a step, as hooks may be added between steps
+        self._first_forwards = FirstForwards(layout.group)
         last = self._schedule.num_stages - 1
         self._recomputing_last = next((stage for stage in stages if stage.recompute and stage.index == last), None)
         self._loss = loss if self._recomputing_last is None else RecomputedStage(loss, layout.device)
@@ -233,8 +235,10 @@ class ScheduleExecutor:
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
             loaded = {name: self._arguments[name][microbatch] for name in stage.arguments}
             action = Action(stage.index, Phase.FORWARD, microbatch)
-            with model_errors(action, stage.module, recompute=stage.recompute):
-                output = self._timed(action, partial(original, microbatch, args, loaded, **options))
+            call = partial(original, microbatch, args, loaded, **options)
+            errors = model_errors(action, stage.module, recompute=stage.recompute)
+            with errors, self._first_forwards.checked(stage.index, stage.module):
+                output = self._timed(action, call)
             check_outputs(stage, output)
             return output
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_stages, example_microbatches
+from bapipe.equivalence.communication import forwards_checked
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.outcome import TRAINING, Conditions, Microbatch, device_of, run_original
 from bapipe.equivalence.stage_pass import NoTensor, Stage
@@ -63,7 +64,8 @@ def check_stages_equal(
     """
     faults: list[str | None] = [None, None]
     if dist.get_rank(group) == 0:
-        faults = [*_faults(parts, inputs, plan, trains_on, trained, evaluated)]
+        with forwards_checked(parts.model.root, group):
+            faults = [*_faults(parts, inputs, plan, trains_on, trained, evaluated)]
     dist.broadcast_object_list(faults, group=group, group_src=0)
     if faults[0] is not None:
         raise InvalidModel(faults[0])

@@ -54,6 +54,12 @@ def processes_of_collective(operator: Any, args: Sequence[Any]) -> list[int] | N
     return None
 
 
+def name_of_collective(operator: Any) -> str:
+    """Returns the name of an operator that communicates, such as allreduce."""
+    name: str = operator.overloadpacket.__name__
+    return name.strip("_")
+
+
 def num_collectives(group: dist.ProcessGroup | None) -> int:
     """Returns how many collectives this process has called in a group; None is the default group."""
     counting: Any = group or dist.distributed_c10d._get_default_group()

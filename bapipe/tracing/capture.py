@@ -190,9 +190,9 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined:
 
 
 def check_has_layers(module: nn.Module) -> None:
-    """Raises InvalidModel if a module is of a kind that has no layers to cut between, or a tensor no stage holds.
+    """Raises InvalidModel if a module is of a kind that cannot be cut, or has a tensor that no stage holds.
 
-    Those are parameters and buffers without a shape, and sparse ones.
+    The latter are parameters and buffers without a shape, and sparse ones.
     """
     has_no_layers = {
         "scripted by torch.jit": is_scripted(module),
@@ -205,6 +205,12 @@ def check_has_layers(module: nn.Module) -> None:
         if "#" in path:
             raise InvalidModel(
                 f"module '{path}' has a '#' in its name, which marks the later calls of a module: rename it"
+            )
+        if isinstance(part, nn.SyncBatchNorm) and part.training:
+            raise InvalidModel(
+                f"module '{path}' is a SyncBatchNorm, which waits for other processes to normalize their samples too: "
+                "each micro-batch passes through a layer in one process alone; use a batch norm, whose statistics are "
+                "those of a micro-batch (leave out `convert_sync_batchnorm`)"
             )
         if is_exported(part):
             name = f"module '{path}'" if path else "the module"
