@@ -70,7 +70,7 @@ def num_devices(kind: str) -> int:
 
 
 def local_device(device: torch.device | str) -> torch.device:
-    """Returns the device of this machine with a name such as cpu, cuda or cuda:1.
+    """Returns the device of this machine with a name such as cpu, cuda or cuda:1; a CUDA device with its index.
 
     Raises:
         BapipeError: another kind of device, or one that this machine, or its torch, does not have; or CUDA does not
@@ -84,6 +84,7 @@ def local_device(device: torch.device | str) -> torch.device:
         raise BapipeError(f"torch finds no device '{name}' on this machine: choose `device` cpu, or {_cuda_advice()}")
     if kind == "cuda":
         start_cuda()
+        return torch.device(kind, int(index) if index else torch.cuda.current_device())
     return torch.device(name)
 
 
@@ -113,18 +114,15 @@ def start_cuda() -> None:
 
 
 def current_device(device: torch.device | str) -> torch.device:
-    """Returns a device with its index; a CUDA device becomes this process's current one, which many functions act on.
+    """Returns a device of this machine; a CUDA device becomes this process's current one, which many functions act on.
 
     Raises:
         BapipeError: another kind of device, or one that this machine, or its torch, does not have; or CUDA does not
             start, as with a driver that is too old.
     """
     found = local_device(device)
-    if found.type != "cuda":
-        return found
-    if found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.set_device(found)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
     return found
 
 
@@ -140,13 +138,30 @@ def visible_place(place: int) -> int:
 def move_tensors(module: object, device: torch.device) -> list[tuple[torch.Tensor, torch.device]]:
     """Moves the parameters and buffers of a module, if it is one, to a device; returns those moved, and from where.
 
-    What is on the meta device stays there: its values are elsewhere.
+    They stay the same objects, which others may hold. The constants of a traced module are its buffers. What is on the
+    meta device stays there: its values are elsewhere.
     """
-    held = (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
+    if not isinstance(module, torch.nn.Module):
+        return []
+    held = (*module.parameters(), *module.buffers())
     moved = [(tensor, tensor.device) for tensor in held if tensor.device != device and not tensor.is_meta]
     for tensor, _ in moved:
         tensor.data = tensor.data.to(device)
+    for part in module.modules() if moved else ():
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()  # cuDNN would copy the weights into one block in each call
     return moved
+
+
+@contextmanager
+def tensors_on(module: object, device: torch.device) -> Iterator[None]:
+    """Has the parameters and buffers of a module, if it is one, on a device meanwhile, then each where it was."""
+    moved = move_tensors(module, device)
+    try:
+        yield
+    finally:
+        for tensor, home in moved:
+            tensor.data = tensor.data.to(home)
 
 
 def describe(device: torch.device) -> DeviceKind:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from bapipe import torch_device
 from bapipe.errors import BapipeError
@@ -17,7 +18,10 @@ from bapipe.torch_device import (
     local_device,
     num_devices,
     prepared_cpu,
+    tensors_on,
 )
+
+CPU = torch.device("cpu")
 
 
 def test_a_cpu_has_the_memory_of_the_machine_and_its_cores_are_devices() -> None:
@@ -70,6 +74,34 @@ def test_the_current_cuda_device_is_the_given_one_or_stays(monkeypatch: pytest.M
     assert current_device(torch.device("cuda")) == torch.device("cuda", 2)
     assert current_device("cpu") == torch.device("cpu")
     assert current == [torch.device("cuda", 3), torch.device("cuda", 2)]
+    assert local_device("cuda") == torch.device("cuda", 2)  # an index, so that it equals the device of a tensor there
+
+
+class WithState(nn.Module):
+    """A loss with a buffer that is in no state dict, and with what is in one but no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.ones(3), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 1}
+
+
+def test_the_tensors_of_a_module_are_on_a_device_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, device = WithState(), torch.device("cuda", 3)
+    moves: list[torch.device] = []
+
+    def to(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+        moves.append(place)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with tensors_on(loss, device):
+        assert moves == [device]
+    assert moves == [device, CPU]
+    with tensors_on(nn.functional.mse_loss, device), tensors_on(loss, CPU):
+        assert len(moves) == 2
 
 
 def test_a_driver_that_is_too_old_is_named_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from bapipe.formats.profile import LOSS, TARGET
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
+from bapipe.torch_device import tensors_on
 from bapipe.torch_private.tensors import storage_key
 from bapipe.tracing.extract import extract
 
@@ -53,10 +53,10 @@ class LayerCall:
 
 
 def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
-    """Yields the model's layers and the loss."""
-    model = training_pass.model
+    """Yields the model's layers and the loss, as they run on the device of the batch, wherever they were traced."""
+    model, device = training_pass.model, training_pass.device
     for layer in model.layers:
-        module = extract(model, [layer.name], layer.inputs, layer.outputs).train()
+        module = extract(model, [layer.name], layer.inputs, layer.outputs, device=device).train()
         yield CallableLayer(name=layer.name, inputs=layer.inputs, outputs=layer.outputs, module=module)
 
     def loss(*outputs_and_target: Tensor) -> tuple[Tensor]:
@@ -82,7 +82,7 @@ def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> 
     alive[TARGET_OF_LOSS] = training_pass.target
     for index, layer in enumerate(layers):
         inputs = [alive[source] for source in layer.inputs]
-        with _on_device(layer.module, training_pass.device):
+        with tensors_on(layer.module, training_pass.device):
             try:
                 with training_pass.autocast_context():
                     outputs = _outputs(layer, inputs)
@@ -103,20 +103,6 @@ def _outputs(layer: CallableLayer, inputs: Sequence[Tensor]) -> tuple[Tensor, ..
     except RuntimeError:
         with torch.enable_grad():  # for a forward that computes gradients itself, such as forces of an energy
             return tuple(tensor.detach() for tensor in layer.run(inputs))
-
-
-@contextmanager
-def _on_device(module: Callable[..., Any], device: torch.device) -> Iterator[None]:
-    """Moves a layer's parameters and buffers to the device on entry, and back on exit."""
-    home = next((p.device for p in module.parameters()), device) if isinstance(module, nn.Module) else device
-    if not isinstance(module, nn.Module) or home.type == device.type:
-        yield
-        return
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
 
 
 def equal_layer_groups(

@@ -1,7 +1,6 @@
 """Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,11 @@ from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_profiles import layer_profiles
 from bapipe.profiler.layer_times import LayerTimes, time_layers
-from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, loss_on_device, prepared
+from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, prepared
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
 from bapipe.progress import PartsProgress
-from bapipe.torch_device import CPU, describe, dtype_name, environment, framework_bytes, prepared_cpu
+from bapipe.torch_device import CPU, describe, dtype_name, environment, framework_bytes, prepared_cpu, tensors_on
 from bapipe.torch_settings import autocast_dtype, in_memory_format
 from bapipe.tracing.bound_inputs import Inputs, check_inputs, only_tensor_inputs, tensor_inputs
 from bapipe.tracing.capture import check_has_layers
@@ -106,9 +105,9 @@ def measure_model(
     with generators_restored():
         made_up = None if data is None or layer_by_layer else data()
     with (
-        prepared_cpu(settings.threads) if device.type == "cpu" else nullcontext(),
+        prepared_cpu(settings.threads) if device.type == "cpu" else torch.cuda.device(device),
         prepared(module, device, settings, move=not layer_by_layer),
-        loss_on_device(loss, device),
+        tensors_on(loss, device),  # weights of classes are the buffers of a loss that is a module
         only_tensor_inputs(module, inputs) as tensors,
     ):
         found = traced(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.profiler.timers import LayerTimer, get_host_ahead, make_layer_timer, timed
+from bapipe.torch_device import tensors_on
 
 _NUM_ROUNDS = 5
 
@@ -35,14 +36,10 @@ def time_optimizer_step(
     """
     if not parameters:
         return OptimizerStep(ns=0, state_bytes=0)
-    homes = [parameter.device for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.data.to(device)
-    optimizer, timer = make(parameters), make_layer_timer(device)
-    _step_ns(optimizer, timer)  # makes the optimizer's state
-    times = [_step_ns(optimizer, timer) for _ in range(_NUM_ROUNDS)]
-    for parameter, home in zip(parameters, homes, strict=True):
-        parameter.data = parameter.data.to(home)
+    with tensors_on(nn.ParameterList(parameters), device):
+        optimizer, timer = make(parameters), make_layer_timer(device)
+        _step_ns(optimizer, timer)  # makes the optimizer's state
+        times = [_step_ns(optimizer, timer) for _ in range(_NUM_ROUNDS)]
     return OptimizerStep(ns=round(median(times)), state_bytes=_state_bytes(optimizer, parameters))
 
 

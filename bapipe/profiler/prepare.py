@@ -7,14 +7,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.settings import Settings
 from bapipe.module_state.modes import enter_training_mode, idle_dropout
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.printable import shortened
-from bapipe.torch_device import describe, move_tensors
+from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
 from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.sizes import repeat_to_batch
@@ -87,17 +86,6 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
             _restore_strides(strides)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # for the ranks that may follow, in processes of their own
-
-
-@contextmanager
-def loss_on_device(loss: Loss, device: torch.device) -> Iterator[None]:
-    """Has a loss that is a module on the device meanwhile, then where it was: weights of classes are its buffers."""
-    moved = move_tensors(loss, device)
-    try:
-        yield
-    finally:
-        for tensor, home in moved:
-            tensor.data = tensor.data.to(home)
 
 
 def _restore_strides(strides: Iterable[tuple[nn.Parameter, tuple[int, ...]]]) -> None:

@@ -1,10 +1,14 @@
 """Layers called one after another on a chain by hand."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bapipe.profiler.instrument import TrainingPass
-from bapipe.profiler.layer_calls import callable_layers, run_layers, signature
+from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_layers, signature
+from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import storage_key
 from bapipe.tracing.layers import trace
 
@@ -65,3 +69,48 @@ def test_equal_signatures_mean_equal_code_shapes_and_state() -> None:
     assert of(nn.Linear(4, 4), x) != of(nn.Linear(4, 4), torch.ones(5, 4))
     assert of(nn.Linear(4, 4), x) != of(nn.Linear(4, 4, bias=False), x)
     assert of(nn.LeakyReLU(0.1), x) != of(nn.LeakyReLU(0.2), x)
+
+
+class Masked(nn.Module):
+    """A layer with parameters, and one with buffers, a constant, and a tensor that is made on a device by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)
+        self.shift = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.norm(self.linear(x)) + self.shift + torch.zeros(x.shape[0], 2, device=next(self.parameters()).device)
+        )
+
+
+def test_a_layer_runs_on_the_device_of_the_batch_with_all_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for another one; torch does not give a tensor memory there, so the moves are noted."""
+    module, x = Masked(), torch.ones(3, 2)
+    model, meta = trace(module, (x,)), torch.device("meta")
+    target = torch.ones(3, 2, device=meta)
+    measured = TrainingPass(model=model, loss=nn.functional.mse_loss, inputs=(x.to(meta),), target=target)
+    layers = list(callable_layers(measured))
+    made = [node.kwargs["device"] for layer in layers[:-1] for node in zeros_of(layer)]
+    assert made == [meta]
+    moves: list[tuple[int, torch.device]] = []
+
+    def to(tensor: Tensor, place: torch.device) -> Tensor:
+        moves.append((tensor.numel(), place))
+        return tensor
+
+    held = [*module.norm.buffers()]
+    monkeypatch.setattr(TrainingPass, "autocast_context", lambda _: nullcontext())  # torch has none for meta
+    monkeypatch.setattr(CallableLayer, "run", lambda layer, _: [torch.zeros(3, 2)] * len(layer.outputs))
+    monkeypatch.setattr(Tensor, "to", to)
+    assert [call.layer.name for call in run_layers(measured, layers)] == ["linear", "norm", "loss"]
+    there = [size for size, place in moves if place == meta]
+    assert sorted(there) == [1, 2, 2, 2, 2, 4]  # number of batches; bias, mean, variance, the constant; weight
+    assert [size for size, place in moves if place == CPU] == there
+    assert [*map(id, module.norm.buffers())] == [*map(id, held)]
+
+
+def zeros_of(layer: CallableLayer) -> list[fx.Node]:
+    assert isinstance(layer.module, fx.GraphModule)
+    return [node for node in layer.module.graph.nodes if node.target is torch.zeros]

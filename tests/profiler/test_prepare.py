@@ -112,33 +112,6 @@ def test_a_module_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     assert moves == [torch.device("meta"), CPU]
 
 
-class WithState(nn.Module):
-    """A loss with a buffer that is in no state dict, and with what is in one but no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weights", torch.ones(3), persistent=False)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"steps": 1}
-
-
-def test_the_weights_of_a_loss_are_on_the_device_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, device = WithState(), torch.device("cuda", 3)
-    moves: list[torch.device] = []
-
-    def to(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        moves.append(place)
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    with prepare.loss_on_device(loss, device):
-        assert moves == [device]
-    assert moves == [device, CPU]
-    with prepare.loss_on_device(nn.functional.mse_loss, device), prepare.loss_on_device(loss, CPU):
-        assert len(moves) == 2
-
-
 @pytest.mark.parametrize("before", [torch.contiguous_format, torch.channels_last])
 def test_tensors_keep_their_memory_format(before: torch.memory_format) -> None:
     module = nn.Conv2d(3, 4, 3).to(memory_format=before)  # type: ignore[call-overload]
