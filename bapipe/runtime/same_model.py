@@ -89,8 +89,13 @@ def _first_unlike(digests: Sequence[dict[str, bytes]]) -> tuple[str, int] | None
     return None
 
 
+def same_in_all_processes(text: str) -> str:
+    """Returns a text of an object without what differs between processes that made it alike, such as addresses."""
+    return _OF_A_PROCESS.sub("", text)
+
+
 def _digest(text: str) -> bytes:
-    return hashlib.sha256(_OF_A_PROCESS.sub("", text).encode()).digest()[:8]
+    return hashlib.sha256(same_in_all_processes(text).encode()).digest()[:8]
 
 
 def _in_words(path: str, module: nn.Module) -> str:

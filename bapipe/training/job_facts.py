@@ -1,6 +1,7 @@
 """Facts that must be the same in all ranks of a job, as short texts that ranks compare before they train."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from bapipe.formats.plan import Plan
 from bapipe.job.server import own_version
 from bapipe.runtime.plan_digest import NUM_DIGITS, plan_digest
+from bapipe.runtime.same_model import same_in_all_processes
 from bapipe.training.checkpoint.folder import Checkpoint
 from bapipe.training.checkpoint.weights import weights_digest
 from bapipe.training.train_config import TrainConfig
@@ -43,11 +45,16 @@ def job_facts(
         "the folder of `checkpoint`": "none" if config.checkpoint is None else "given",
         "the checkpoint to continue from": "none" if resume_from is None else _described(resume_from),
         **{
-            f"`{field.name}`": str(getattr(config, field.name))
+            f"`{field.name}`": _text(getattr(config, field.name))
             for field in dataclasses.fields(config)
             if field.name not in _SEPARATE
         },
     }
+
+
+def _text(value: object) -> str:
+    """Returns the text of an option's value, of arguments in any order."""
+    return same_in_all_processes(str(dict(sorted(value.items())) if isinstance(value, Mapping) else value))
 
 
 def _described(checkpoint: Checkpoint) -> str:

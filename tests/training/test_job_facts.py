@@ -62,6 +62,18 @@ def test_each_difference_shows_in_its_own_fact(tmp_path: Path) -> None:
     assert facts["bapipe"] == version("bapipe")
 
 
+def test_processes_that_made_the_same_arguments_are_of_one_job() -> None:
+    def given(*, decay: float = 0.0) -> TrainConfig:
+        """As each process makes it: functions and objects of its own, the arguments in whatever order."""
+        arguments = {"activation": lambda x: x, "pairs": [object()], "width": 4}
+        backwards = dict(reversed(arguments.items()))
+        return replace(CONFIG, arguments=backwards if decay else arguments, optimizer_arguments={"weight_decay": decay})
+
+    plan, data = plan_of(quiet, (2,), (0, 1)), points()
+    facts, other = (facts_of(plan, config, data) for config in (given(), given(decay=0.1)))
+    assert [what for what in facts if facts[what] != other[what]] == ["`optimizer_arguments`"]
+
+
 def test_folders_may_be_given_as_texts() -> None:
     config = TrainConfig(steps=1, checkpoint="kept", weights="some.safetensors", tensorboard="board")  # type: ignore[arg-type]
     assert (config.checkpoint, config.weights, config.tensorboard) == (
