@@ -199,8 +199,13 @@ def _uses_in_profile(run: Callable[[], object]) -> list[MemoryUse]:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Discards output to stderr, also that of C++ code."""
-    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    """Discards output to stderr, also that of C++ code; a daemon may have closed it."""
+    try:
+        stderr = os.dup(2)
+    except OSError:
+        yield
+        return
+    devnull = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(devnull, 2)
         yield

@@ -1,5 +1,6 @@
 """Bytes of small modules, counted by hand."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
-from bapipe.profiler.layer_memory import memory_of_passes
+from bapipe.profiler.layer_memory import MemoryUse, memory_of_passes
 from tests.models.small_modules import Blocks, Branches, Masked, Reader, Tied, layers, profile
 
 
@@ -32,6 +33,20 @@ def test_linear_layers() -> None:
     assert at_a.input_grad_ns == 0  # nobody needs the gradient of the data
     assert at_b.input_grad_ns > 0
     assert at_a.weight_grad_ns > 0
+
+
+def test_memory_is_measured_without_a_stderr() -> None:
+    def passes() -> tuple[MemoryUse, MemoryUse]:
+        return memory_of_passes(torch.device("cpu"), lambda: (torch.zeros(256), torch.zeros(64))[0], lambda x: x * x)
+
+    expected, stderr = passes(), os.dup(2)
+    os.close(2)
+    try:
+        assert passes() == expected
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    assert (expected[0].peak_bytes, expected[0].after_bytes) == (4 * (256 + 64), 4 * 256)
 
 
 def test_relu_in_place_shares_the_storage_of_the_convolution() -> None:
