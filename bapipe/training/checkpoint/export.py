@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
-from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.formats.files import write_bytes
-from bapipe.torch_device import CPU, dtype_name
+from bapipe.torch_device import CPU
 from bapipe.training.checkpoint.folder import newest_checkpoint
-from bapipe.training.checkpoint.manifest import MANIFEST
+from bapipe.training.checkpoint.manifest import MANIFEST, decode_manifest
+from bapipe.training.checkpoint.tensor_files import DTYPES, TensorSpec
 from bapipe.training.checkpoint.writer import full_state_dict
 
 
@@ -31,18 +31,18 @@ def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] 
         if newest is None:
             raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder in which a run has written checkpoints")
         path = newest.path
+    _check_dtypes(decode_manifest(path).tensors)  # before they are read: torch copies none of 4 bits
     state = full_state_dict(path)
-    _check_dtypes(state)
     write(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
     return len(state)
 
 
-def _check_dtypes(state: Mapping[str, Tensor]) -> None:
-    unknown = {dtype for dtype in {tensor.dtype for tensor in state.values()} if not _can_be_saved(dtype)}
-    for name, tensor in state.items():
-        if tensor.dtype in unknown:
+def _check_dtypes(specs: Mapping[str, TensorSpec]) -> None:
+    unknown = {dtype for dtype in {spec.dtype for spec in specs.values()} if not _can_be_saved(DTYPES[dtype])}
+    for name, spec in specs.items():
+        if spec.dtype in unknown:
             raise BapipeError(
-                f"'{name}' is of dtype {dtype_name(tensor.dtype)}, which safetensors files do not have: a buffer that "
+                f"'{name}' is of dtype {spec.dtype}, which safetensors files do not have: a buffer that "
                 "the module computes needs no place in them (register it with persistent=False); keep others in "
                 "another dtype"
             )

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bapipe.errors import BapipeError
 from bapipe.training.checkpoint.export import export
+from bapipe.training.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
+from bapipe.training.checkpoint.tensor_files import TensorSpec
 from bapipe.training.train import train
 from bapipe.training.train_config import TrainConfig
 from bapipe.zoo.example import Example
@@ -37,11 +40,16 @@ def test_a_tensor_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
     config = TrainConfig(steps=1, checkpoint=tmp_path / "kept")
     with only_rank():
         train(plan_of(double_complex, (), (0,)), double_complex, points(), config)
-    output = tmp_path / "model.safetensors"
-    with pytest.raises(BapipeError) as caught:
-        export(tmp_path / "kept", output)
-    assert str(caught.value) == (
-        "'0.turns' is of dtype complex128, which safetensors files do not have: a buffer that the module computes needs "
-        "no place in them (register it with persistent=False); keep others in another dtype"
-    )
-    assert not output.exists()
+    output, checkpoint = tmp_path / "model.safetensors", tmp_path / "kept" / "step-000000001"
+    written = decode_manifest(checkpoint)
+    # Torch cannot even copy tensors of 4 bits, which take a byte each as long as they are not packed.
+    for dtype, num in (("complex128", 3), ("int4", 48)):
+        specs = written.tensors | {"0.turns": TensorSpec(shape=(num,), dtype=dtype)}
+        (checkpoint / MANIFEST).write_bytes(encode_manifest(msgspec.structs.replace(written, tensors=specs)))
+        with pytest.raises(BapipeError) as caught:
+            export(tmp_path / "kept", output)
+        assert str(caught.value) == (
+            f"'0.turns' is of dtype {dtype}, which safetensors files do not have: a buffer that the module computes "
+            "needs no place in them (register it with persistent=False); keep others in another dtype"
+        )
+        assert not output.exists()
