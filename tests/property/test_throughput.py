@@ -380,11 +380,13 @@ def test_missing_memory_is_named_if_nothing_fits() -> None:
     needed = sum(2 * layer.param_bytes + layer.optimizer_state_bytes for layer in profile.layers)
     measured = profile.measurements[0].layers
     needed += sum(m.stash_bytes for m in measured) + max(m.workspace_bytes for m in measured)
+    largest = 2 * profile.layers[1].param_bytes + profile.layers[1].optimizer_state_bytes
     with pytest.raises(Infeasible) as caught:
         explore_throughput({"a": profile}, cluster, minibatch_size=2, microbatch_sizes=[1], limits=[20])
     assert str(caught.value) == (
         f"no plan for throughput fits in memory; the closest, with micro-batches of 1, lacks {needed - 20:,} bytes on "
-        "each device, which may hold 20. Try more devices, smaller micro-batches, or a smaller mini-batch"
+        f"each device, which may hold 20. 'l1' alone takes {largest} bytes for its parameters, gradients and optimizer "
+        "state, more than any device may hold (20): only devices with more memory, or smaller layers, would do"
     )
 
 

@@ -15,6 +15,7 @@ from bapipe.planner.branch_and_bound.space import search_space, tries_all_orders
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import microbatch_sizes, names_looped
+from bapipe.planner.results.no_plan import what_to_try
 from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.stages.intervals import INF, IntArray
 from bapipe.planner.stages.placements import StagePlacement, in_postorder
@@ -267,24 +268,5 @@ def _advice(
         if short < max(shortfall.values()):
             effects.append(f"with {name} {'it would fit' if short <= 0 else f'{short:,} bytes would be lacking'}")
     text = f"{'; '.join(effects)}. " if effects else ""
-    return f"{text[:1].upper()}{text[1:]}{_too_large_layer(profiles, cluster, options) or _try(microbatch_size)}"
-
-
-def _try(microbatch_size: int) -> str:
-    smaller = "smaller micro-batches, " if microbatch_size > 1 else "devices with more memory, "
-    return f"Try more devices, {smaller}or a smaller mini-batch"
-
-
-def _too_large_layer(profiles: ProfilesByKind, cluster: Cluster, options: PlanOptions) -> str:
-    """Returns a sentence about the largest layer if it alone exceeds every memory limit, else ''."""
     layers = next(iter(profiles.values())).layers
-    # Without activations, so that the sentence holds for any micro-batch size.
-    sizes = [layer.param_bytes + layer.gradient_bytes + layer.optimizer_state_bytes for layer in layers]
-    num_bytes, max_limit = max(sizes), max(options.limits(cluster))
-    largest = layers[sizes.index(num_bytes)]
-    if num_bytes <= max_limit:
-        return ""
-    return (
-        f"'{largest.name}' alone takes {num_bytes:,} bytes for its parameters, gradients and optimizer state, more "
-        f"than any device may hold ({max_limit:,}): only devices with more memory, or smaller layers, would do"
-    )
+    return f"{text[:1].upper()}{text[1:]}{what_to_try(layers, options.limits(cluster), microbatch_size)}"

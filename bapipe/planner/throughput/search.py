@@ -12,6 +12,7 @@ from bapipe.graph.downsets import downsets
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
+from bapipe.planner.results.no_plan import what_to_try
 from bapipe.planner.results.searched_space import ThroughputSpace
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.results.work_bound import work_bound_ns
@@ -306,7 +307,7 @@ def _fitting(search: LoadSearch, microbatch_size: int, near: Near | None, deadli
     if closest is not None and not closest.num_bytes:
         return closest.solution
     hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(search.limits)))}"
-    remedy = "Try more devices, smaller micro-batches, or a smaller mini-batch"
+    remedy = what_to_try(next(iter(search.profiles.values())).layers, search.limits, microbatch_size)
     is_proven = near is None and search.is_homogeneous
     none_fits = "no plan for throughput fits" if near is None else "no plan for throughput was found that fits"
     if closest is None:
