@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from bapipe.device_types import type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster, Device
 from bapipe.formats.codec import fingerprint
@@ -15,6 +16,7 @@ from bapipe.formats.profile import ModelProfile, ProfilesByKind, have_common_set
 from bapipe.planner.inputs.device_groups import consecutive_devices, with_groups
 from bapipe.planner.inputs.profiles import Profiles, listed, two_of_a_kind
 from bapipe.planner.inputs.sub_clusters import links_among
+from bapipe.printable import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +110,13 @@ def _grouping(profiles: ProfilesByKind, cluster: Cluster) -> Grouping:
 
 
 def _counted(kind: str, num: int, profile: ModelProfile | None) -> str:
-    """How many devices there are, in words."""
+    """How many devices there are, in words; the threads of each, where it has them and they are known."""
     if profile is not None and profile.device.num_members > 1:
-        return f"{num} {kind} group{'s' * (num > 1)} of {profile.device.num_members} ({profile.device.split})"
-    threads = 1 if profile is None else profile.threads
-    return f"{num} {kind} device{'s' * (num > 1)} of {threads} thread{'s' * (threads > 1)}"
+        return f"{counted(num, f'{kind} group')} of {profile.device.num_members} ({profile.device.split})"
+    devices = counted(num, f"{kind} device")
+    if type_of_kind(kind) == "cuda" or profile is None or profile.settings is UNSET:
+        return devices
+    return f"{devices} of {counted(profile.threads, 'thread')}"
 
 
 def _with_devices_of(cluster: Cluster, kind: str, profile: ModelProfile, finest: ModelProfile) -> Cluster:
@@ -129,10 +133,10 @@ def _merge_devices(cluster: Cluster, kind: str, threads: int, own_threads: int) 
     num, rest = divmod(threads, own_threads)
     cores = Counter(device.host for device in cluster.devices if device.kind == kind)
     if rest or any(count % num for count in cores.values()):
-        counted = ", ".join(f"{host} has {cores[host]}" for host in sorted(cores)) or "there is none"
+        of_hosts = ", ".join(f"{host} has {cores[host]}" for host in sorted(cores)) or "there is none"
         raise BapipeError(
             f"a profile of {kind} devices has {threads} threads and another {own_threads}, so its devices are "
-            f"{threads / own_threads:g} of the cluster's taken together; {counted}: leave it out, or measure with a "
+            f"{threads / own_threads:g} of the cluster's taken together; {of_hosts}: leave it out, or measure with a "
             "number of threads that divides them"
         )
     devices = tuple(map(_merged, consecutive_devices(cluster, kind, num)))

@@ -81,6 +81,8 @@ def test_gpus_beside_merged_cores_have_no_threads() -> None:
     assert [stage.devices for stage in plan.stages] == [("d0",)]
     assert plan.settings == Settings(optimizer="sgd", threads=2)
     assert common_settings(profiles[1:]) == common_settings(profiles[:0:-1]) == plan.settings
+    names = [grouping.name for grouping in groupings(profiles, cluster)]
+    assert names == ["2 a devices of 1 thread, 1 cuda device", "1 a device of 2 threads, 1 cuda device"]
 
 
 def test_kinds_of_cpus_have_the_same_threads() -> None:

@@ -37,7 +37,7 @@ def test_the_cluster_is_seen_as_singles_pairs_and_fours() -> None:
     profiles = [of_members(4, 2), of_members(1, 10), of_members(2, 6), of_members(2, 7, "filter")]
     seen = groupings(profiles, devices(4))
     names = [
-        "4 a devices of 1 thread",
+        "4 a devices",
         "2 a groups of 2 (filter)",
         "2 a groups of 2 (spatial)",
         "1 a group of 4 (spatial)",
@@ -58,7 +58,7 @@ def test_the_plan_is_the_fastest_of_all_ways_and_each_is_an_alternative() -> Non
     assert alone == by_itself
     assert best.prediction.step_ns == min(alone.values()) == alone[4]
     steps = {other.name: other.step_ns for other in best.alternatives}
-    assert (steps["4 a devices of 1 thread"], steps["2 a groups of 2 (spatial)"]) == (alone[1], alone[2])
+    assert (steps["4 a devices"], steps["2 a groups of 2 (spatial)"]) == (alone[1], alone[2])
     assert [device.members for device in best.cluster.devices] == [("d0", "d1", "d2", "d3")]
 
 
@@ -74,7 +74,7 @@ def test_the_certificate_holds_for_all_ways() -> None:
     assert (best.prediction.step_ns, apart.prediction.step_ns) == (36 * MS, 60 * MS)
     assert best.certificate.proven_optimal
     assert best.certificate.space.startswith(
-        "the devices seen as 2 a devices of 1 thread, or as 1 a group of 2 (spatial); with those of the plan: every cut"
+        "the devices seen as 2 a devices, or as 1 a group of 2 (spatial); with those of the plan: every cut"
     )
     assert not apart.certificate.space.startswith("the devices seen as")
 
@@ -152,7 +152,7 @@ def test_an_explanation_says_what_is_exchanged_and_what_other_groups_would_chang
     said = intra_layer(best, {"a": pair})
     # Of F 6 and B 12 ms, the members exchange data for 2 + 1.
     assert "of the F and B of stage 0, the 2 members of d0..d1 exchange data for 16.7%" in said
-    assert "4 a devices of 1 thread: " in said
+    assert "4 a devices: " in said
     assert "1 a group of 4 (spatial): " in said
     (resources,) = [text for text in explain(best, {"a": pair}, PlanOptions(minibatch_size=4)) if "10 % more" in text]
     assert "the members of groups exchange data for as long as the profile says, whatever the links" in resources
