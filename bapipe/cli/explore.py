@@ -31,7 +31,7 @@ from bapipe.cli.options import (
 from bapipe.cli.printing import note, out
 from bapipe.cli.vary import show_points
 from bapipe.errors import BapipeError
-from bapipe.explorer.server import Server
+from bapipe.explorer.server import Server, check_port
 from bapipe.explorer.session import Session
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import read_any
@@ -111,6 +111,8 @@ def explore(
     for flag, is_given in (("port", port != 0), ("no-browser", not browser), ("trace", bool(trace))):
         if is_given and vary:
             raise BapipeError(f"--{flag} is for the page, which --vary does not open: leave out one of them")
+    if not vary:
+        check_port(port)  # before a model is measured
     session = _session(sources, cluster, devices, minibatch_size, profile or [], trace or [], arg)
     if vary:
         show_points(

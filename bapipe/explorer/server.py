@@ -4,10 +4,13 @@ A request is answered only if its path begins with the secret, its Host is this 
 leads here belongs to a page that is not ours), and its Origin, if it has one, is the same.
 """
 
+import os
 import re
 import secrets
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,6 +139,21 @@ class Routes:
         return {"name": f"{request.kind}.json", "text": encode(file).decode()}
 
 
+def check_port(port: int) -> None:
+    """Raises BapipeError if no page could be at a port of this machine, before work whose result it is to show."""
+    with _listening_on(port), socket.create_server((HOST, port)):
+        pass
+
+
+@contextmanager
+def _listening_on(port: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)  # `error.strerror` may name the address, too
+        raise BapipeError(f"port {port}: {reason}; leave `port` out for a free one") from None
+
+
 class Server(ThreadingHTTPServer):
     """A server of one session's page; `address` is where a browser finds it.
 
@@ -155,10 +173,8 @@ class Server(ThreadingHTTPServer):
         self.secret = secrets.token_urlsafe(16)
         self.routes = Routes(session)
         self.page = live_page(session.profile.model)
-        try:
+        with _listening_on(port):
             super().__init__((HOST, port), _Handler)
-        except OSError as error:
-            raise BapipeError(f"port {port}: {error.strerror}; leave `port` out for a free one") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Prints what went wrong with a request, unless the page was closed before it had its answer."""

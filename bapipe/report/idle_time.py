@@ -6,12 +6,14 @@ from operator import attrgetter
 
 from bapipe.simulator.timeline import Span, Timeline, Transfer
 
-CAUSES = ("before its first action", "transfer", "another stage", "all-reduce", "after its last action", "no stage")
+CAUSES = ("before its first action", "transfer", "another stage", "after its last action", "no stage")
 """Names of the causes; see `idle_ns_by_cause`."""
 
 
 def idle_ns_by_cause(timeline: Timeline) -> tuple[dict[str, int], ...]:
-    """Returns for each rank how long it is idle for each of `CAUSES`; together all the time in which it is not busy.
+    """Returns for each rank how long it is idle for each of `CAUSES`; together its `idle_ns`.
+
+    Waiting for an all-reduce before an update is no idle time, but its `sync_ns`.
 
     In a pause between two actions, the device waits for a transfer as long as one to it is under way that ends in the
     pause or at its end; the rest of the pause it waits for another stage. O(n log n).
@@ -42,10 +44,8 @@ def _of_rank(
             idle["transfer"] += transferring
             idle["another stage"] += span.start_ns - until_ns - transferring
         until_ns = max(until_ns, span.end_ns)
-    for update in sorted((u for u in timeline.updates if u.rank == rank), key=lambda u: u.start_ns):
-        idle["all-reduce"] += update.start_ns - until_ns
-        until_ns = update.end_ns
-    idle["after its last action"] = step_ns - until_ns
+    updated_ns = max((update.end_ns for update in timeline.updates if update.rank == rank), default=0)
+    idle["after its last action"] = step_ns - max(until_ns, updated_ns)
     return idle
 
 

@@ -145,7 +145,8 @@ def test_every_state_has_the_times_of_its_plan(seed: int) -> None:
         assert sum(len(spans["start"]) for spans in answer["timeline"]["spans"]) == len(timeline.spans)
         for rank, row in zip(plan.prediction.ranks, answer["ranks"], strict=True):
             assert row["peak"] == rank.peak_bytes
-            assert sum(row["causes"].values()) == rank.idle_ns + rank.sync_ns == row["idle"]
+            assert (row["busy"], row["sync"], row["idle"]) == (rank.busy_ns, rank.sync_ns, rank.idle_ns)
+            assert sum(row["causes"].values()) == rank.idle_ns
 
 
 def test_idle_time_is_told_apart_by_its_cause() -> None:
@@ -566,6 +567,16 @@ def test_the_server_listens_on_this_machine_alone(server: Server) -> None:
     assert server.address.startswith("http://127.0.0.1:")
     with pytest.raises(BapipeError, match=rf"port {server.server_port}: Address already in use; leave `port` out"):
         Server(session(), server.server_port)
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_measured(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[object]()
+    monkeypatch.setattr("bapipe.cli.explore.profiles_by_kind", lambda *given: measured.append(given))
+    ran = CliRunner().invoke(app, ["explore", "vgg16", "--port", str(server.server_port)])
+    assert str(ran.exception) == f"port {server.server_port}: Address already in use; leave `port` out for a free one"
+    assert not measured
 
 
 def test_a_page_of_more_devices_than_it_shows_is_refused() -> None:
