@@ -22,7 +22,7 @@ def rows_html(summary: Sequence[str], rows: Sequence[Row]) -> str:
     if not rows:
         return "".join(lines)
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    heads = "".join(f"<th>{escape(_head(name))}</th>" for name in columns)
+    heads = "".join(f'<th scope="col">{escape(_head(name))}</th>' for name in columns)
     body = "".join(f"<tr>{''.join(_cell(name, row.get(name, '')) for name in columns)}</tr>" for row in rows[:MAX_ROWS])
     more = (
         f"<div>and {counted(len(rows) - MAX_ROWS, 'more row')}: to_pandas() has all</div>"

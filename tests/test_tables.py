@@ -86,7 +86,7 @@ def test_a_profile_is_a_graph_of_networkx() -> None:
 def test_long_tables_lose_their_end_and_units_are_readable() -> None:
     html = rows_html(["a & b"], [{"time_ns": 1_500_000, "size_bytes": 2**20, "name": "x"}] * (MAX_ROWS + 3))
     assert "<div>a &amp; b</div>" in html
-    assert "<th>time (ms)</th><th>size (MiB)</th><th>name</th>" in html
+    assert '<th scope="col">time (ms)</th><th scope="col">size (MiB)</th><th scope="col">name</th>' in html
     assert html.count("1.500") == MAX_ROWS
     assert "and 3 more rows" in html
 

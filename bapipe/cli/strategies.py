@@ -10,12 +10,13 @@ from bapipe.cli.markdown import write_markdown
 from bapipe.cli.outputs import write_output_bytes
 from bapipe.cli.printing import show_json, show_parts, show_written
 from bapipe.cli.progress import status, stops_on_interrupt
+from bapipe.explorer.pages import strategies_page
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.strategies import compare_strategies
 from bapipe.planner.compute.deadline import deadline_of
 from bapipe.planner.inputs.device_grouping import profiles_with_fewest_threads
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.report.strategies import StrategyTable, render_strategies, strategies_page
+from bapipe.report.strategies import StrategyTable, render_strategies
 
 
 def show_strategies(
@@ -45,7 +46,7 @@ def show_strategies(
         minibatch_size=options.minibatch_size,
     )
     if html is not None:
-        write_output_bytes(html, strategies_page(table).encode())
+        write_output_bytes(html, strategies_page(table))
     rows = table.rows()
     if layout == "json":
         show_json(rows)

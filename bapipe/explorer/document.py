@@ -91,12 +91,17 @@ def within_limit(entries: "Iterable[Json]") -> "Iterator[Json]":
 
 def document(title: str, data: "Json") -> bytes:
     """Returns the page with its data, compressed: a step of 64 devices would take megabytes."""
-    folder = files("bapipe.explorer") / "page"
-
-    def text(name: str) -> str:
-        return (folder / name).read_text(encoding="utf-8")
-
     encoded = base64.b64encode(gzip.compress(msgspec.json.encode(data), 6, mtime=0)).decode()
-    scripts = "\n".join(text(name) for name in SCRIPTS)
-    page = Template(text("page.html"))
-    return page.substitute(title=html_text(title), style=text("page.css"), data=encoded, scripts=scripts).encode()
+    scripts = "\n".join(_text(name) for name in SCRIPTS)
+    page = Template(_text("page.html"))
+    return page.substitute(title=html_text(title), style=_text("page.css"), data=encoded, scripts=scripts).encode()
+
+
+def table_document(title: str, table: str) -> bytes:
+    """Returns a page of a table, which is HTML already, in the same style; it has no scripts."""
+    page = Template(_text("table.html"))
+    return page.substitute(title=html_text(title), style=_text("page.css"), table=table).encode()
+
+
+def _text(name: str) -> str:
+    return (files("bapipe.explorer") / "page" / name).read_text(encoding="utf-8")

@@ -7,13 +7,14 @@ import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.explorer.answers import Json, explained, layers_json, model_json, recorded_json, step_json, timeline_json
-from bapipe.explorer.document import document, within_limit
+from bapipe.explorer.document import document, table_document, within_limit
 from bapipe.explorer.session import Session
 from bapipe.explorer.state import State
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile, ProfilesByKind
 from bapipe.printable import counted
 from bapipe.report.plan_changes import render_changes
+from bapipe.report.strategies import StrategyTable
 from bapipe.simulator.simulate import unit_cost_timeline
 from bapipe.simulator.timeline import Timeline
 
@@ -84,6 +85,11 @@ def plans_page(plans: Sequence[PlanOfProfiles], recorded: Recorded = (), changes
 def two_plans_page(before: PlanOfProfiles, after: PlanOfProfiles) -> bytes:
     """Returns the page of two plans of one model, side by side, with their differences."""
     return plans_page([before, after], (), tuple(render_changes(before[1], after[1])))
+
+
+def strategies_page(table: StrategyTable) -> bytes:
+    """Returns the page of compared strategies: a row for each."""
+    return table_document(table.title, table.html())
 
 
 def _check_same_layers(plans: Sequence[PlanOfProfiles]) -> None:

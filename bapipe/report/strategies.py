@@ -1,6 +1,6 @@
 """Strategies side by side: what their steps consist of, how far each goes, and why some cannot be."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -43,9 +43,9 @@ def step_parts(strategy: Strategy, plan: Plan) -> StepParts:
         device = plan.cluster.devices[rank]
         forwards = [span.action for span in timeline.spans_of(rank) if span.action.phase.value == "F"]
         in_group = sum(per_microbatch[action.stage, device.kind] for action in forwards)
-        busy_ns = plan.prediction.ranks[rank].busy_ns
-        compute_ns += busy_ns - in_group
-        exchanged_ns += in_group + idle[rank]["transfer"] + idle[rank]["all-reduce"]
+        predicted = plan.prediction.ranks[rank]
+        compute_ns += predicted.busy_ns - in_group
+        exchanged_ns += in_group + idle[rank]["transfer"] + predicted.sync_ns
     compute, exchanged = (round(ns / len(ranks)) for ns in (compute_ns, exchanged_ns))
     waiting_ns = plan.prediction.step_ns - compute - exchanged
     return StepParts(compute_ns=compute, exchange_ns=exchanged, waiting_ns=max(0, waiting_ns))
@@ -79,9 +79,13 @@ class StrategyTable:
         """Returns a row for each strategy; those without a plan have no times, and the reason in `why_not`."""
         return [{"strategy": name, **_row(strategy)} for name, strategy in self.strategies.items()]
 
+    def html(self, summary: Sequence[str] = ()) -> str:
+        """Returns some sentences and the rows as a table of HTML."""
+        return rows_html(summary, [{name: _text(value) for name, value in row.items()} for row in self.rows()])
+
     def _repr_html_(self) -> str:
         """Returns the strategies side by side, for a notebook."""
-        return rows_html([self.title], [{name: _text(value) for name, value in row.items()} for row in self.rows()])
+        return self.html([self.title])
 
 
 def _text(value: object) -> object:
@@ -149,10 +153,3 @@ _TIMES = "step_ns", "compute_ns", "exchange_ns", "waiting_ns"
 def _number(value: object) -> int:
     assert isinstance(value, int)
     return value
-
-
-def strategies_page(table: StrategyTable) -> str:
-    """Returns the table as an HTML document of its own."""
-    style = "body{font-family:sans-serif}table{border-collapse:collapse}th,td{border:1px solid #ccc;padding:4px 8px}"
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Strategies</title><style>{style}</style>'
-    return f"{head}<body>{table._repr_html_()}</body></html>\n"

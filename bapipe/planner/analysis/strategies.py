@@ -279,8 +279,8 @@ class StrategyPlanner:
             return _ONE_DEVICE
         counts = " and ".join(str(count) for count in sorted(set(self._counts())))
         return (
-            "want two groups or more, of one number of devices, at least 2, that divides those of a kind on every "
-            f"host: {counts}"
+            "there is no size of at least 2 for two groups or more: it has to divide the number of devices of a kind "
+            f"on every host, {counts}"
         )
 
     def _data_limit(self) -> Limit:

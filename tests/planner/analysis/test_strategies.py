@@ -12,11 +12,12 @@ from msgspec.structs import replace
 import bapipe
 from bapipe.errors import BapipeError
 from bapipe.estimates import estimate
+from bapipe.explorer.pages import strategies_page
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.analysis.strategies import Strategy, StrategyPlanner, compare_strategies
 from bapipe.planner.inputs.options import PlanOptions
-from bapipe.report.strategies import StrategyTable, strategies_page
+from bapipe.report.strategies import StrategyTable
 from tests.builders import MS, chain, devices
 from tests.estimates.test_estimate import hosts, network
 
@@ -134,7 +135,8 @@ def test_what_stops_a_strategy_is_said() -> None:
     apart = strategies(two_hosts)
     assert apart["spatial"].why_not == "the members of a group are on one host, and the 2 devices are on 2 hosts"
     assert apart["data + filter"].why_not == (
-        "want two groups or more, of one number of devices, at least 2, that divides those of a kind on every host: 1"
+        "there is no size of at least 2 for two groups or more: it has to divide the number of devices of a kind on "
+        "every host, 1"
     )
 
 
@@ -197,6 +199,8 @@ def test_wrong_input_is_refused() -> None:
 def test_the_page_has_a_row_for_each_strategy() -> None:
     cluster = hosts(2)
     table = StrategyTable(strategies=strategies(cluster), cluster=cluster, minibatch_size=SAMPLES)
-    page = strategies_page(table)
+    page = strategies_page(table).decode()
     assert page.count("<tr>") == 1 + 9
     assert "<td>data + spatial</td>" in page
+    assert "prefers-color-scheme: dark" in page  # in the style of the other pages
+    assert page.count('<th scope="col">') == len(table.rows()[0])
