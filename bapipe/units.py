@@ -56,12 +56,12 @@ def percent_up(share: float, num_digits: int = 2) -> str:
     """
     num_steps = 10 ** (num_digits + 2)
     steps = max(ceil((share - 2**-52 * (1 + share)) * num_steps), int(share > 0))
-    return f"{steps / num_steps:.{num_digits}%}"
+    return f"{steps / num_steps:,.{num_digits}%}"
 
 
 def percent_change(share: float) -> str:
     """Returns by how much something changes, in percent with its sign; what rounds to nothing is `+0.0%`."""
-    return f"{share:+z.1%}"
+    return f"{share:+z,.1%}"
 
 
 def at_speed(time_ns: int, speed: float) -> int:

@@ -20,7 +20,7 @@ from bapipe.units import decimal, percent_change, percent_up
         (0.0045001, 2, "0.46%"),
         (0.032, 2, "3.20%"),
         (0.3401, 1, "34.1%"),
-        (12.0, 2, "1200.00%"),
+        (12.0, 2, "1,200.00%"),
     ],
 )
 def test_a_share_that_is_a_bound_is_rounded_up(share: float, digits: int, text: str) -> None:

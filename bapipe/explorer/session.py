@@ -209,7 +209,7 @@ class Session:
         for proven in self._bounds(cluster, minibatch_size, work_ns, prediction.step_ns):
             if not exceeds_limit(prediction, cluster, proven.memory):
                 return {"ns": proven.lower_bound_ns, "space": proven.space, "searched": True}
-        return {"ns": work_ns, "space": f"any plan: {WORK_BOUND}", "searched": False}
+        return {"ns": work_ns, "space": WORK_BOUND, "searched": False}
 
     def plan(self, state: State) -> Plan:
         """Returns the plan of a state, as `bapipe run` takes it; raises BapipeError if it cannot run."""

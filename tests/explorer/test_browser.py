@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 from msgspec import to_builtins
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 import bapipe
 from bapipe.explorer.document import standalone_page
-from bapipe.explorer.pages import plan_page
+from bapipe.explorer.pages import plan_page, profile_page
 from bapipe.explorer.server import Server
 from bapipe.explorer.session import Session
 from bapipe.formats.codec import decode
@@ -22,6 +23,7 @@ from bapipe.formats.plan import Plan
 from bapipe.planner.analysis.pareto import pareto
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.simulator.simulate import simulate
+from bapipe.units import number, number_down, percent_change, percent_up
 from tests.builders import chain, devices
 from tests.explorer.chromium import PATH, Browser
 
@@ -96,7 +98,8 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         browser.wait(f"{SHOWN_STEP} === {best.prediction.step_ns}")
         # The bound is one of the schedules that were searched, which the line names where it can be seen.
         said = browser.value("document.getElementById('bound').textContent")
-        assert said.startswith("No plan of the searched space takes less than ")
+        assert best.certificate.proven_optimal
+        assert said.startswith("No plan of the searched space is faster: ")
         assert "; schedules 1f1b, gpipe; " in said
         assert browser.value(
             "(() => { const p = document.getElementById('bound'); return p.scrollHeight <= p.clientHeight })()"
@@ -177,7 +180,7 @@ def test_changes_are_named_by_what_they_do(tmp_path: Path) -> None:
     with opened(tmp_path / "browser", session) as browser:
         assert browser.value("document.getElementById('controls').textContent.includes('its speed × 1.00')")
         for label, value, name in (
-            ("stages", "-5", "1 stages"),
+            ("stages", "-5", "1 stage"),
             ("stages", "2.4", "2 stages"),
             ("devices", "2.6", "3 devices"),
             ("memory, MiB", "-1", "memory as given"),
@@ -206,8 +209,86 @@ def test_changes_are_named_by_what_they_do(tmp_path: Path) -> None:
         cells = "[...document.body.lastChild.querySelectorAll('tbody tr')].map((row) => row.cells[%d].textContent)"
         assert browser.value(cells % 6) == ["2.00", "1.00"]
         assert browser.value(cells % 7) == ["", "+100.0%"]
-        assert browser.value(cells % 9) == ["0.1%", "0.1%"]
+        assert browser.value(cells % 9) == ["0.05%", "0.05%"]
         assert browser.value(cells % 10) == ["fastest", ""]
+        assert browser.problems == []
+
+
+def test_numbers_are_rounded_as_commands_print_them(tmp_path: Path) -> None:
+    random = Random(7)
+    values = [10 ** random.uniform(-5, 9) for _ in range(300)] + [0.0, 1.0, 999.5, 9.996, 2.675, 22.15, 1349.072142]
+    shares = [10 ** random.uniform(-18, 3) for _ in range(300)] + [0.0, 0.032, 0.2215, 442.4291, 1.05 / 1 - 1]
+    changes = [random.uniform(-1, 3) ** 3 for _ in range(200)] + [0.0, -0.0004, 0.0004, 0.0006, -0.0006]
+    page = tmp_path / "page.html"
+    page.write_bytes(profile_page(PLAIN))
+    with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        assert browser.value(f"{values}.map(explorer.number)") == [number(value) for value in values]
+        times = [max(1, round(value)) for value in values]
+        assert browser.value(f"{times}.map(explorer.msDown)") == [f"{number_down(ns / 1e6)} ms" for ns in times]
+        assert browser.value(f"{shares}.map((share) => explorer.percent(share))") == [f"{s:,.1%}" for s in shares]
+        assert browser.value(f"{shares}.map(explorer.percentUp)") == [percent_up(share) for share in shares]
+        assert browser.value(f"{changes}.map(explorer.percentChange)") == [percent_change(share) for share in changes]
+
+
+def test_the_page_has_the_times_that_tables_print(tmp_path: Path) -> None:
+    """Two replicas, which are one row until the user unfolds it, and a device without a stage."""
+    profile = replace(PLAIN, layers=tuple(replace(layer, update_ns=10**6) for layer in PLAIN.layers))
+    plan = bapipe.make(profile, devices(3, bytes_per_s=10**6), cuts=[], devices=[["d0", "d1"]], minibatch_size=12)
+    step_ns, ranks = plan.prediction.step_ns, plan.prediction.ranks
+    assert ranks[0].sync_ns > 0
+    assert ranks[2].idle_ns == step_ns
+    of_ranks = [
+        [*(f"{number(ns / 1e6)} ms" for ns in (r.busy_ns, r.sync_ns, r.idle_ns)), f"{r.idle_ns / step_ns:.1%}"]
+        for r in ranks
+    ]
+    page = tmp_path / "page.html"
+    page.write_bytes(plan_page(plan, {"a": profile}))
+    times = "[...document.querySelectorAll('#devices tbody tr')].map((r) => [...r.cells].slice(5, 9).map((c) => c.textContent))"
+    height = "document.querySelector('#memory canvas').height"
+    with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        assert browser.value(times) == [of_ranks[0], of_ranks[2]]
+        folded = browser.value(height)
+        browser.value("[...document.querySelectorAll('#timeline label')].at(-1).firstChild.click()")
+        assert browser.value(times) == of_ranks
+        assert browser.value(height) > folded
+        assert browser.problems == []
+
+
+def test_saved_pictures_have_cuts_and_legends_and_long_names_keep_their_ends(tmp_path: Path) -> None:
+    long = "model.encoder.transformer_blocks.stack"
+    layers = tuple(replace(layer, name=f"{long}.{i}.attention", kind="x") for i, layer in enumerate(PLAIN.layers))
+    profile = replace(PLAIN, layers=layers)
+    plan = bapipe.make(profile, devices(3), cuts=[2, 5], minibatch_size=12)
+    page = tmp_path / "page.html"
+    page.write_bytes(plan_page(plan, {"a": profile}))
+    save = (
+        "(async (name) => { let saved; URL.createObjectURL = (blob) => { saved = blob; return 'data:,' }; "
+        "document.querySelector(`[aria-label='save the picture of the ${name}']`).click(); "
+        "while (!saved) await new Promise((done) => setTimeout(done, 20)); "
+        "return [saved.type, (await saved.arrayBuffer()).byteLength, await saved.text()] })"
+    )
+    with Browser(tmp_path / "browser", allowed=page.as_uri()) as browser:
+        browser.open(page.as_uri())
+        kind, _, layers_svg = browser.value(f"{save}('layers as SVG')")
+        assert kind == "image/svg+xml"
+        assert all(text in layers_svg for text in ("0 | 1", "1 | 2", ">F<", ">a cut's bytes<"))
+        assert browser.value(f"{save}('timeline as SVG')")[2].count(">forward<") == 1
+        kind, size, _ = browser.value(f"{save}('timeline as PNG')")
+        assert kind == "image/png"
+        assert size > 1000
+        browser.value("document.querySelectorAll('[role=tab]')[0].click()")
+        names = browser.value(
+            "[...document.querySelectorAll('#stages .long')].map((n) => [n.textContent, n.offsetWidth])"
+        )
+        assert [name for name, _ in names] == [f"{long}.{i}.attention" for i in (0, 1, 2, 4, 5, 7)]
+        ends = browser.value(
+            "[...document.querySelectorAll('#stages .long')].map((name) => { const last = name.lastChild; "
+            "return [last.textContent, last.scrollWidth <= last.clientWidth + 1 || last.offsetWidth > 0, "
+            "name.firstChild.scrollWidth > name.firstChild.clientWidth] })"
+        )
+        assert ends[1] == ["ck.1.attention", True, True]
         assert browser.problems == []
 
 
@@ -324,9 +405,10 @@ def test_predicted_and_measured_rows_have_updates_and_all_reduces(tmp_path: Path
             "(async () => { const data = document.getElementById('data').textContent, "
             "{ answer } = (await explorer.unpack(data)).tried[0], axis = new explorer.Axis(() => {}), "
             "place = document.body.appendChild(document.createElement('div')), view = new explorer.Timeline(place, axis); "
-            "axis.setStep(answer.timeline.length); view.canvas.saves = true; view.update(answer, [[0, 1], [2]]); "
+            "axis.setStep(answer.timeline.length); view.update(answer, [[0, 1], [2]]); "
+            "const { root } = explorer.drawnWithLegend(view, (width, height) => new explorer.SvgContext(width, height)); "
             "const row = (rect) => Math.floor(rect.y.baseVal.value / view.rowHeight); "
-            "const at = (fill) => [...view.canvas.drawn.root.querySelectorAll(`rect[fill='${fill}']`)].map(row).sort(); "
+            "const at = (fill) => [...root.querySelectorAll(`g g rect[fill='${fill}']`)].map(row).sort(); "
             "return [view.source.value, at(explorer.colour('update')), at('url(#sync)')] })()"
         )
         # A measured row below each predicted one; the first stage has two replicas, which exchange their gradients.

@@ -69,8 +69,8 @@ explorer.Analyses = class {
     for (const [one, [button, text]] of this.buttons) button.textContent = one === kind ? "stop, and take what was found" : text;
   }
   async computeBest() {
-    const from = this.page.state(), { ms, percentUp } = explorer;
-    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${status.simulated} plan${status.simulated === 1 ? "" : "s"} simulated, best ${ms(status.best)}, no plan below ${ms(status.bound)} (${percentUp(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
+    const from = this.page.state(), { ms, msDown, percentUp } = explorer;
+    const found = await this.job("best", {}, (status) => (status.best ? `planning: ${explorer.counted(status.simulated, "plan")} simulated, best ${ms(status.best)}, no plan below ${msDown(status.bound)} (${percentUp(status.best / Math.max(status.bound, 1) - 1)} between them)` : "planning"));
     if (found) await this.page.best(found.state, from);
   }
   async computeFront() {
@@ -100,13 +100,13 @@ explorer.Analyses = class {
   }
   choice(point, name, text = name) {
     const canBeChosen = this.page.canShow(point.state);
-    return { cell: explorer.make("button", { type: "button", disabled: !canBeChosen, onclick: () => this.page.choose(point.state, name) }, text), className: "name", title: name };
+    return { cell: explorer.make("button", { type: "button", disabled: !canBeChosen, title: name, onclick: () => this.page.choose(point.state, name) }, explorer.name(text)) };
   }
   drawFront() {
     const { ms, mib } = explorer, points = this.kept.front ? this.kept.front.points : [];
     this.front.element.hidden = !points.length;
     if (!points.length) return;
-    const named = points.map((point) => ({ ...point, name: `${point.devices} device${point.devices > 1 ? "s" : ""}, ${point.kind}` }));
+    const named = points.map((point) => ({ ...point, name: `${explorer.counted(point.devices, "device")}, ${point.kind}` }));
     const shown = named.map((point) => ({ x: point.peak, y: point.step, label: String(point.devices), state: point.state, name: point.name, canBeChosen: this.page.canShow(point.state), text: `${point.name}\n${ms(point.step)}, ${mib(point.peak)} a device\nat most ${explorer.percentUp(point.gap)} above the best for them` }));
     this.front.update([{ points: shown, colour: "B" }],
       { x: { name: "peak memory of a device; labels: number of devices", words: mib, unit: 2 ** 20 }, y: { words: ms } }, `Pareto front of ${points.length} plans.`);
@@ -123,11 +123,11 @@ explorer.Analyses = class {
     const choice = (point) => this.choice(point, label(point), axis.words(point.value));
     const best = found.map((point) => ({ x: point.value, y: point.rate, label: point.isNewKind ? "∗" : "", state: point.state, name: label(point), canBeChosen: this.page.canShow(point.state), text: `${label(point)}\nbest: ${ms(point.step)}, ${number(point.rate)} samples/s\n${point.kind}${point.isNewKind ? " (another kind of plan)" : ""}` }));
     const same = found.filter((point) => point.same).map((point) => ({ x: point.value, y: rate(point.same, point), text: `${label(point)}\nthis plan: ${ms(point.same)}` }));
-    this.curve.update([{ points: same, line: true, dash: [4, 3], colour: "transfer" }, { points: best, line: true, colour: "B" }],
+    this.curve.update([{ points: same, line: true, dash: [4, 3], colour: "transfer", name: "this plan" }, { points: best, line: true, colour: "B", name: "best plan" }],
       { x: { name: axis.name, words: axis.words, log: axis.log, values: found.map((point) => point.value) }, y: { words: (value) => `${number(value)}/s`, fromZero: true } }, `Samples per second of the best plan at ${found.length} values of the ${axis.short}.`);
     const rows = points.map((point) => ({ cells: point.step
       ? [choice(point), ms(point.step), number(point.rate), point.same ? ms(point.same) : "", mib(point.peak), point.kind + (point.isNewKind ? " ∗" : ""), explorer.percentUp(point.gap)]
-      : [axis.words(point.value), "", "", "", "", { cell: point.whyNot, className: "name", title: point.whyNot }, ""] }));
+      : [axis.words(point.value), "", "", "", "", { cell: point.whyNot, className: "words" }, ""] }));
     this.curveTable.replaceChildren(...explorer.table(`Best plans over the ${axis.short}; ∗: another kind than before`, [axis.short, "step>", "samples/s>", "this plan>", "peak>", "devices of each stage, schedule", "gap at most>"], rows));
   }
   showChanges(changes) {

@@ -14,7 +14,7 @@ explorer.Chart = class {
   // `choose(point)` is called when a point is clicked.
   constructor(name, choose) {
     this.canvas = explorer.make("canvas", { className: "chart plot", role: "img" });
-    this.element = explorer.make("div", { className: "plotted" }, this.canvas, explorer.savePictures(this, name));
+    this.element = explorer.make("div", { className: "plotted" }, explorer.savePictures(this, name), this.canvas);
     this.canvas.addEventListener("pointermove", (event) => {
       const point = this.nearest(event);
       this.canvas.style.cursor = point && point.canBeChosen ? "pointer" : "";
@@ -27,12 +27,15 @@ explorer.Chart = class {
     });
     this.series = [];
   }
-  // series: [{ points: [{ x, y, text, label, state, name, canBeChosen }], line, dash, colour }]; axes: { x: {name, words, unit, log}, y }
+  // series: [{ points: [{ x, y, text, label, state, name, canBeChosen }], line, dash, colour, name }]; axes: { x: {name, words, unit, log}, y }
   update(series, axes, summary) {
     this.series = series;
     this.axes = axes;
     this.canvas.setAttribute("aria-label", `${summary} The points are in the table below.`);
     this.draw();
+  }
+  get legend() {
+    return this.series.filter((one) => one.name).map((one) => [one.colour, one.name]);
   }
   get points() {
     return this.series.flatMap((one) => one.points);

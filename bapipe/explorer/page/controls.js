@@ -4,7 +4,7 @@ explorer.Controls = class {
   // `page` has: model, state(), change(changes, name), restage(changes, numStages, name), setMinibatch(value), undo, redo,
   // best, download(kind), judged(state) (a promise), progress(text).
   constructor(page) {
-    const { make, number } = explorer, at = (id) => document.getElementById(id);
+    const { make, number, counted } = explorer, at = (id) => document.getElementById(id);
     this.page = page;
     const { model } = page;
     const button = (name, text, action, className = "") => (this[name] = make("button", { type: "button", onclick: action, className }, text));
@@ -31,11 +31,11 @@ explorer.Controls = class {
     at("controls").append(
       group("plan",
         labelled("schedule", choice("schedule", model.schedules.concat(model.schedules.includes(page.state().schedule) ? [] : [page.state().schedule]).map((name) => [name, name]), (schedule) => this.setSchedule(schedule))),
-        labelled("stages", whole("stages", 1e9, "stages", (value) => page.restage({}, value, `${value} stages`))),
+        labelled("stages", whole("stages", 1e9, "stages", (value) => page.restage({}, value, counted(value, "stage")))),
         labelled("micro-batch", choice("microbatch", [], (value) => page.change({ microbatch_size: Number(value) }, `micro-batches of ${value}`))),
         labelled("mini-batch", whole("minibatch", 1e9, "mini-batch", page.setMinibatch))),
       group("cluster",
-        labelled("devices", whole("devices", 256, "devices", (value) => page.restage({ num_devices: value }, null, `${value} devices`))),
+        labelled("devices", whole("devices", 256, "devices", (value) => page.restage({ num_devices: value }, null, counted(value, "device")))),
         labelled(text("bandwidthText", "bandwidth"), input("bandwidth", { ...log }, (value) => page.change({ bandwidth: 2 ** Number(value) }, `bandwidth × ${number(2 ** value)}`))),
         labelled(text("latencyText", "latency"), input("latency", { ...log }, (value) => page.change({ latency: 2 ** Number(value) }, `latency × ${number(2 ** value)}`))),
         labelled("device", choice("slow", [], () => this.draw())),

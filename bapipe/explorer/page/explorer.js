@@ -90,7 +90,9 @@ explorer.begin = async () => {
       at("bound").textContent = answer.unjudged;
       return;
     }
-    const bound = answer.unjudged ? `The file: ${answer.unjudged}. This page simulated it.` : answer.bound.ns ? `No plan ${answer.bound.searched ? "of the searched space " : ""}takes less than ${ms(answer.bound.ns)}${answer.bound.searched ? "" : live ? " (from the work alone; “best” proves more)" : " (from the work alone)"}: ${answer.bound.space}` : answer.bound.space || "";
+    const { ns, space = "", searched } = answer.bound, least = found.gap > 0 ? `takes less than ${explorer.msDown(ns)}` : "is faster";
+    const proven = `No plan ${searched ? "of the searched space " : ""}${least}: ${space}${searched || !live ? "" : "; “best” proves more"}`;
+    const bound = answer.unjudged ? `The file: ${answer.unjudged}. This page simulated it.` : ns ? proven : space;
     at("figures").replaceChildren(
       entry("step", ms(found.step)), entry("samples/s", number(answer.rate)), entry("bubble", percent(answer.bubble), { share: answer.bubble }),
       entry("peak memory", mib(found.peak) + (found.fits ? "" : ", does not fit"), { alarm: !found.fits, share: found.full, title: `the fullest device uses ${percent(found.full)} of its memory` }),
@@ -221,11 +223,16 @@ explorer.begin = async () => {
 
   model = live ? await ask("model") : given.model;
   if (model.error) return complain(model.error);
-  at("model").textContent = at("model").title = explorer.plain(model.model);
+  at("model").title = explorer.plain(model.model);
+  at("model").replaceChildren(explorer.name(model.model));
   state = model.state;
   if (!live) tried = given.tried; // before the charts, whose points lead to these plans
   views.axis = new explorer.Axis(() => [views.timeline, views.memory].forEach((view) => view.draw()));
-  views.timeline = new explorer.Timeline(at("timeline"), views.axis);
+  const rowsChanged = () => {
+    views.memory.update(answer, views.timeline.rows);
+    explorer.deviceTable(at("devices"), answer, views.timeline.rows);
+  };
+  views.timeline = new explorer.Timeline(at("timeline"), views.axis, { rowsChanged });
   views.memory = new explorer.Memory(at("memory"), views.axis);
   views.layers = new explorer.Layers(at("layers"), model, { cut: moveCut, pin }, live);
   views.layerTable = new explorer.LayerTable(at("layer-table"), model, live ? pin : null);
@@ -237,7 +244,7 @@ explorer.begin = async () => {
     views.layerTable.open();
   });
   addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  for (const media of ["screen and (prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", redraw); // other colours and widths
   views.tabs.show("measured", false);
   if (live) {
     const page = { model, state: () => state, change, restage, setMinibatch, undo, redo, download, progress, best: () => (views.analyses.running === "best" ? ask("stop") : views.analyses.computeBest()), judged: (one) => ask("judge", { state: one, detailed: false }) };

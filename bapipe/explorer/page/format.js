@@ -2,20 +2,33 @@
 "use strict";
 const explorer = {};
 
-// A format for each number of digits: `toLocaleString` would make one for each number, which takes 100 times longer.
-explorer.formats = [0, 1, 2, 3].map((digits) => new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+// Numbers are rounded as in bapipe/units.py, so that the page has the digits that commands print.
+explorer.fixed = (value, digits) => value.toFixed(digits).replace(/^-?\d+/, (whole) => whole.replace(/\B(?=(\d{3})+$)/g, ","));
+explorer.digitsOf = (value) => Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))), 3);
 explorer.number = (value) => {
   if (value === 0 || !isFinite(value)) return String(value);
-  return explorer.formats[Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value)))), 3)].format(value);
+  return explorer.fixed(value, explorer.digitsOf(value));
 };
 explorer.ms = (ns) => `${explorer.number(ns / 1e6)} ms`;
+
+// A time that something takes at least: rounded down.
+explorer.msDown = (ns) => {
+  if (!ns) return "0 ms";
+  const value = ns / 1e6, digits = explorer.digitsOf(value), near = Number(value.toFixed(digits));
+  return `${explorer.fixed(near > value ? near - 10 ** -digits : near, digits)} ms`;
+};
 explorer.mib = (bytes) => (bytes >= 2 ** 40 ? `${explorer.number(bytes / 2 ** 30)} GiB` : `${explorer.number(bytes / 2 ** 20)} MiB`);
-explorer.percent = (share) => `${(100 * share).toFixed(1)}%`;
+explorer.percent = (share, digits = 1) => `${explorer.fixed(100 * share, digits)}%`;
 
-// Of what something is at most, such as a gap.
-explorer.percentUp = (share) => explorer.percent(Math.ceil(1000 * share - 1e-9) / 1000);
+// Of what something is at most, such as a gap: rounded up, but for what rounding may have added to it.
+explorer.percentUp = (share) => explorer.percent(Math.max(Math.ceil((share - 2 ** -52 * (1 + share)) * 1e4), share > 0 ? 1 : 0) / 1e4, 2);
 
+explorer.counted = (value, what) => `${value} ${what}${value === 1 ? "" : "s"}`;
 explorer.signed = (text, value) => (value > 0 ? `+${text}` : text);
+explorer.percentChange = (share) => {
+  const text = explorer.percent(share);
+  return parseFloat(text) ? explorer.signed(text, share) : "+0.0%";
+};
 
 explorer.make = (tag, attributes = {}, ...children) => {
   const element = document.createElement(tag);
@@ -34,6 +47,14 @@ explorer.plain = (text) => String(text).replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}
 explorer.tableCell = (tag, content, numeric) =>
   content && content.cell !== undefined ? explorer.make(tag, { className: `${numeric ? "n " : ""}${content.className || ""}`, title: content.title || "" }, ...[content.cell].flat())
     : explorer.make(tag, { className: numeric ? "n" : "" }, content);
+
+// A name in a table: where it is too long its middle is left out, as names often differ at their ends only.
+explorer.END = 14;
+explorer.name = (text) => {
+  const letters = [...explorer.plain(text)], split = letters.length - explorer.END;
+  return split < 12 ? letters.join("") : explorer.make("span", { className: "long" }, explorer.make("span", {}, letters.slice(0, split).join("")), explorer.make("span", {}, letters.slice(split).join("")));
+};
+explorer.nameCell = (text) => ({ cell: explorer.name(text), title: text });
 explorer.tableRow = (heads, { cells, now }) => explorer.make("tr", { className: now ? "now" : "" }, ...cells.map((c, i) => explorer.tableCell("td", c, heads[i].endsWith(">"))));
 explorer.table = (title, heads, rows) => {
   const { make } = explorer;
@@ -106,10 +127,11 @@ explorer.tip = (event, text) => {
   tip.style.top = `${Math.max(4, Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8))}px`;
 };
 
-// A canvas with as many pixels as the screen has; returns its context, scaled to CSS pixels. While the picture is saved as
-// SVG, returns an object that writes down what is drawn.
-explorer.context = (canvas, width, height) => {
-  if (canvas.saves) return (canvas.drawn = new explorer.SvgContext(width, height));
+// The context to draw a canvas in; while its picture is saved, that of the file.
+explorer.context = (canvas, width, height) => (canvas.saves ? canvas.saves(width, height) : explorer.scaled(canvas, width, height));
+
+// A canvas with as many pixels as the screen has; returns its context, scaled to CSS pixels.
+explorer.scaled = (canvas, width, height) => {
   const ratio = window.devicePixelRatio || 1;
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);

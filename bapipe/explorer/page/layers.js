@@ -1,5 +1,7 @@
 // The layers in order, with bars of their times, the tensors between them, and the cuts that can be dragged.
 "use strict";
+explorer.MAX_SAVED = 8000; // pixels of a saved picture of all layers
+
 explorer.Layers = class {
   // `actions.cut(cuts, done)` is called while a cut moves and when it is let go; `actions.pin(layer)` when a layer is
   // clicked.
@@ -9,6 +11,7 @@ explorer.Layers = class {
     this.actions = actions;
     this.live = live;
     this.count = model.layers.length;
+    this.legend = [["F", "F"], ["I", "I"], ["W", "W"], ["transfer", "a cut's bytes"]];
     this.canvas = make("canvas", { "aria-hidden": "true" });
     this.space = make("div", { className: "space" }, this.canvas);
     this.scroll = make("div", { className: `scroll${live ? "" : " still"}`, tabIndex: 0, role: "group", ariaLabel: "layers in order; their figures are in the table of layers" }, this.space);
@@ -18,7 +21,7 @@ explorer.Layers = class {
       make("div", { className: "tools" },
         make("button", { type: "button", onclick: zoom(1 / 1.5), ariaLabel: "smaller rows" }, "−"),
         make("button", { type: "button", onclick: zoom(1.5), ariaLabel: "larger rows" }, "+"),
-        ...["F", "I", "W"].map((phase) => explorer.key(phase, phase)), explorer.key("transfer", "a cut's bytes"), explorer.savePictures(this, "layers")),
+        ...this.legend.map(([name, text]) => explorer.key(name, text)), explorer.savePictures(this, "layers")),
       this.scroll,
     );
     this.scroll.addEventListener("scroll", () => this.draw());
@@ -116,7 +119,7 @@ explorer.Layers = class {
       handle.classList.remove("held");
     });
     handle.addEventListener("keydown", (event) => {
-      const by = { ArrowUp: -1, ArrowDown: 1, ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+      const by = { ArrowUp: -1, ArrowDown: 1, ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -this.count, End: this.count }[event.key];
       if (!by) return;
       event.preventDefault();
       this.move(index, this.state.cuts[index] + by, true, Math.sign(by));
@@ -137,9 +140,10 @@ explorer.Layers = class {
   }
   draw() {
     if (!this.state) return;
-    const width = this.scroll.clientWidth, height = this.scroll.clientHeight, { row } = this;
-    const context = explorer.context(this.canvas, width, height), colour = explorer.colour;
-    const { scrollTop } = this.scroll; // read once: each reading may lay out the page
+    const { row, scroll } = this, width = scroll.clientWidth, isSaved = !!this.canvas.saves;
+    const isWhole = isSaved && this.count * row <= explorer.MAX_SAVED; // else what is seen
+    const height = isWhole ? Math.ceil(this.count * row) : scroll.clientHeight, scrollTop = isWhole ? 0 : scroll.scrollTop; // read once: each reading may lay out the page
+    const context = explorer.context(this.canvas, width, height), { colour } = explorer;
     const first = Math.floor(scrollTop / row), last = Math.min(this.count, Math.ceil((scrollTop + height) / row));
     const bounds = [0, ...this.state.cuts, this.count], y = (index) => index * row - scrollTop;
     const rails = 26, railsWidth = this.natural ? Math.min(48, 6 * (1 + Math.max(0, ...this.model.rails.map((r) => r[0])))) : 0;
@@ -151,7 +155,7 @@ explorer.Layers = class {
       context.fillRect(0, top, rails - 4, bottom - top);
       context.fillStyle = colour("text");
       const middle = Math.min(Math.max((Math.max(top, 0) + Math.min(bottom, height)) / 2, 8), height - 8);
-      if (bottom - top > 11) context.fillText(`${stage}${this.state.recompute[stage] ? "r" : ""}`, 3, middle);
+      if (bottom - top > 11 && this.state.devices[stage].length) context.fillText(`${stage}${this.state.recompute[stage] ? "r" : ""}`, 3, middle);
     });
     if (this.natural) this.drawRails(context, rails, y, height);
     const fills = explorer.fills(context, ["F", "I", "W"]), colours = Object.fromEntries(["transfer", "accent", "text"].map((name) => [name, colour(name)]));
@@ -180,6 +184,20 @@ explorer.Layers = class {
         context.fillText(explorer.crop(context, (this.pinned.has(name) ? "● " : "") + name, bars - left - 6), left, top + row / 2);
       }
     }
+    if (isSaved) this.drawCuts(context, y, width);
+  }
+  // The cuts of a saved picture; on the page they are elements of their own.
+  drawCuts(context, y, width) {
+    const { colour } = explorer, isThin = this.scroll.classList.contains("thin");
+    this.handles.forEach((handle, index) => {
+      const at = y(this.state.cuts[index]), text = handle.firstChild.textContent, needs = context.measureText(text).width + 9;
+      context.fillStyle = colour("accent");
+      context.fillRect(0, at - 1.5, width, 3);
+      if (isThin) return;
+      context.fillRect(width - 2 - needs, at - 8, needs, 16);
+      context.fillStyle = colour("page");
+      context.fillText(text, width + 2.5 - needs, at);
+    });
   }
   // A line for each tensor, from the layer that makes it to the layer that uses it last.
   drawRails(context, left, y, height) {

@@ -2,13 +2,14 @@
 "use strict";
 explorer.Memory = class {
   constructor(root, axis) {
-    const { make, key } = explorer;
+    const { make } = explorer;
+    this.legend = [["fixed", "parameters, gradients, optimizer, buffers"], ["stash", "stashes"], ["workspace", "workspace"], ["alarm", "limit"]];
     this.root = root;
     this.axis = axis;
     this.canvas = make("canvas", { className: "chart", role: "img" });
     root.append(
       make("h2", {}, "Memory over time"),
-      make("div", { className: "tools" }, key("fixed", "parameters, gradients, optimizer, buffers"), key("stash", "stashes"), key("workspace", "workspace"), key("alarm", "limit"), explorer.savePictures(this, "memory")),
+      make("div", { className: "tools" }, ...this.legend.map(([name, text]) => explorer.key(name, text)), explorer.savePictures(this, "memory")),
       this.canvas, (this.why = make("p", { className: "why" })),
     );
     axis.attach(this.canvas);

@@ -1,4 +1,4 @@
-// Pictures as files: what is drawn on a canvas, written down as SVG, or its pixels as PNG.
+// Pictures as files: what is drawn on a canvas, with its legend, written down as SVG, or its pixels as PNG.
 "use strict";
 // The part of CanvasRenderingContext2D that the pictures use.
 explorer.SvgContext = class {
@@ -11,8 +11,6 @@ explorer.SvgContext = class {
     Object.assign(this, { fillStyle: "#000", strokeStyle: "#000", globalAlpha: 1, lineWidth: 1, textAlign: "left", dash: [] });
     this.measure = document.createElement("canvas").getContext("2d");
     this.measure.font = "11px system-ui, sans-serif";
-    this.fillStyle = explorer.colour("page");
-    this.fillRect(0, 0, width, height);
   }
   element(tag, attributes) {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -93,22 +91,49 @@ explorer.save = (name, content, type = "application/octet-stream") => {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 };
 
-// Buttons that save the picture of a view, which has a canvas and draws it with `draw`.
+// What the colours of a saved picture mean, in rows below it.
+explorer.LEGEND_ROW = 18;
+explorer.legendPlaces = (legend, width) => {
+  const measure = document.createElement("canvas").getContext("2d"), places = [];
+  measure.font = "11px system-ui, sans-serif";
+  let x = 4, row = 0;
+  for (const [name, text] of legend) {
+    const needs = 34 + measure.measureText(text).width;
+    if (x > 4 && x + needs > width) [x, row] = [4, row + 1];
+    places.push({ name, text, x, y: (row + 0.5) * explorer.LEGEND_ROW });
+    x += needs;
+  }
+  return { places, height: legend.length ? (row + 1) * explorer.LEGEND_ROW + 4 : 0 };
+};
+
+// Draws a view in the context that `made(width, height)` returns, on the colour of the page and above its legend, and
+// returns that context.
+explorer.drawnWithLegend = (view, made) => {
+  let context = null;
+  view.canvas.saves = (width, height) => {
+    const { places, height: below } = explorer.legendPlaces(view.legend, width);
+    context = made(width, height + below);
+    context.fillStyle = explorer.colour("page");
+    context.fillRect(0, 0, width, height + below);
+    for (const { name, text, x, y } of places) {
+      context.fillStyle = explorer.fill(context, name);
+      context.fillRect(x, height + y - 4, 14, 9);
+      context.fillStyle = explorer.colour("text");
+      context.fillText(text, x + 19, height + y);
+    }
+    return context;
+  };
+  view.draw();
+  view.canvas.saves = null;
+  return context;
+};
+
+// Buttons that save the picture of a view: it has a canvas, draws it with `draw`, and has a `legend`, which are colours
+// with what they mean.
 explorer.savePictures = (view, name) => {
   const { make } = explorer;
-  const png = () => {
-    const copy = make("canvas", { width: view.canvas.width, height: view.canvas.height }), context = copy.getContext("2d");
-    context.fillStyle = explorer.colour("page");
-    context.fillRect(0, 0, copy.width, copy.height);
-    context.drawImage(view.canvas, 0, 0);
-    copy.toBlob((blob) => explorer.save(`${name}.png`, blob));
-  };
-  const svg = () => {
-    view.canvas.saves = true;
-    view.draw();
-    view.canvas.saves = false;
-    explorer.save(`${name}.svg`, view.canvas.drawn.toString(), "image/svg+xml");
-  };
+  const png = () => explorer.drawnWithLegend(view, (width, height) => explorer.scaled(make("canvas"), width, height)).canvas.toBlob((blob) => explorer.save(`${name}.png`, blob));
+  const svg = () => explorer.save(`${name}.svg`, explorer.drawnWithLegend(view, (width, height) => new explorer.SvgContext(width, height)).toString(), "image/svg+xml");
   return make("span", { className: "saves" },
     make("button", { type: "button", className: "quiet", onclick: png, ariaLabel: `save the picture of the ${name} as PNG` }, "PNG"),
     make("button", { type: "button", className: "quiet", onclick: svg, ariaLabel: `save the picture of the ${name} as SVG` }, "SVG"));

@@ -17,9 +17,9 @@ explorer.stageTable = (root, state, answer, model, data, actions) => {
     return { key: JSON.stringify(facts), make: () => made(s, own, times, last) };
   };
   const made = (s, own, times, last) => {
-    const names = state.devices[s].join(", "), name = (i) => ({ cell: model.layers[i].name, className: "name", title: model.layers[i].name });
+    const names = state.devices[s].join(", "), name = (i) => explorer.nameCell(model.layers[i].name);
     const recompute = make("input", { type: "checkbox", checked: state.recompute[s], disabled: !actions, ariaLabel: `stage ${s} recomputes its forward` });
-    const place = actions ? make("input", { type: "text", value: names, ariaLabel: `devices of stage ${s}` }) : { cell: names, className: "name", title: names };
+    const place = actions ? make("input", { type: "text", value: names, ariaLabel: `devices of stage ${s}` }) : explorer.nameCell(names);
     if (actions) {
       recompute.addEventListener("change", () => actions.recompute(s, recompute.checked));
       place.addEventListener("change", () => actions.place(s, place.value));
@@ -32,23 +32,23 @@ explorer.stageTable = (root, state, answer, model, data, actions) => {
 
 explorer.deviceTable = (root, answer, rows) => {
   const { make, ms, mib, percent } = explorer, step = Math.max(answer.step, 1);
-  const fill = { "before its first action": "band-b", transfer: "transfer", "another stage": "I", "all-reduce": "sync", "after its last action": "fixed", "no stage": "band-a" };
+  const fill = { "before its first action": "band-b", transfer: "transfer", "another stage": "I", "after its last action": "fixed", "no stage": "band-a" };
   const shown = new Map(rows.map((row) => [row.rank, row])), folded = new Set(rows.flatMap((row) => row.ranks.slice(1)));
   const cells = answer.ranks.map((rank, index) => {
     if (folded.has(index)) return null;
     const causes = Object.entries(rank.causes).filter(([, ns]) => ns > 0).sort((a, b) => b[1] - a[1]);
     const part = (ns, name, title) => make("i", { title: `${title}: ${ms(ns)}`, className: explorer.STRIPES[name] ? `stripes${explorer.STRIPES[name]}` : "", style: `width:${(100 * ns) / step}%; background-color: var(--${name})` });
-    const bar = make("span", { className: "bar" }, part(rank.busy, "F", "busy"), ...causes.map(([name, ns]) => part(ns, fill[name], name)));
+    const bar = make("span", { className: "bar" }, part(rank.busy, "F", "busy"), ...causes.map(([name, ns]) => part(ns, fill[name], name)), part(rank.sync, "sync", "sync"));
     const lack = rank.peak - rank.limit, row = shown.get(index);
     const hosts = [...new Set((row ? row.ranks : [index]).map((one) => answer.ranks[one].host))].join(", ");
-    const name = { cell: row ? explorer.rowLabel(row, answer) : rank.device, title: row ? explorer.rowTitle(row, answer) : rank.device, className: "name" };
+    const name = { cell: explorer.name(row ? explorer.rowLabel(row, answer) : rank.device), title: row ? explorer.rowTitle(row, answer) : rank.device };
     const memory = make("span", { className: "bar short" }, make("i", { style: `width:${Math.min(100, (100 * rank.peak) / Math.max(rank.limit, 1))}%; background-color: var(--${lack > 0 ? "alarm" : "stash"})` }));
     const why = causes.slice(0, 2).map(([cause, ns]) => `${cause} ${ms(ns)}`).join(", ");
     const kind = rank.members.length ? { cell: `${rank.kind}, ${rank.members.length} members`, title: rank.members.join(", ") } : rank.kind;
-    return { cells: [name, kind, hosts, String(rank.speed), { cell: bar }, ms(rank.busy), percent(rank.idle / step), { cell: why, className: "name", title: why }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "yes"] };
+    return { cells: [name, kind, hosts, String(rank.speed), { cell: bar }, ms(rank.busy), ms(rank.sync), ms(rank.idle), percent(rank.idle / step), { cell: why, className: "words" }, { cell: memory }, mib(rank.peak), mib(rank.limit), lack > 0 ? { cell: `lacks ${mib(lack)}`, className: "alarm" } : "yes"] };
   }).filter(Boolean);
-  explorer.replace(root, ...explorer.table("Devices, and why they are idle", ["device", "kind", "host", "speed>", "busy and idle", "busy>", "idle>", "longest causes", "memory", "peak>", "limit>", "fits"], cells),
-    make("div", { className: "tools keys" }, explorer.key("F", "busy"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, name))));
+  explorer.replace(root, ...explorer.table("Devices, and why they are idle", ["device", "kind", "host", "speed>", "a step", "busy>", "sync>", "idle>", "idle share>", "longest causes", "memory", "peak>", "limit>", "fits"], cells),
+    make("div", { className: "tools keys" }, explorer.key("F", "busy"), explorer.key("sync", "sync: waits for an all-reduce"), ...Object.entries(fill).map(([name, colour]) => explorer.key(colour, `idle: ${name}`))));
 };
 
 // The actions of a timeline as a table, for those who cannot see the picture; made when it is opened,
@@ -96,9 +96,8 @@ explorer.LayerTable = class {
   }
   draw() {
     const { ms, mib } = explorer, { model, data, order } = this, wanted = this.search.value.toLowerCase();
-    const named = (text) => ({ cell: text, className: "name", title: text });
     const rows = order.map((i, at) => ({ layer: model.layers[i], i, at })).filter(({ layer }) => `${layer.name} ${layer.kind}`.toLowerCase().includes(wanted)).map(({ layer, i, at }) => ({ cells: [
-      String(at), named(layer.name), named(layer.kind), ms(data.F[i]), ms(data.I[i]), ms(data.W[i]), mib(data.params[i]), mib(data.stash[i]),
+      String(at), explorer.nameCell(layer.name), explorer.nameCell(layer.kind), ms(data.F[i]), ms(data.I[i]), ms(data.W[i]), mib(data.params[i]), mib(data.stash[i]),
       this.isNatural && at + 1 < order.length ? mib(data.cut[at + 1]) : "", ...(this.pin ? [{ cell: this.pinBox(i, layer) }] : [])] }));
     this.isStale = false;
     explorer.replace(this.place, ...explorer.table(`${rows.length} of ${order.length} layers`, ["number>", "layer", "kind", "F>", "I>", "W>", "parameters>", "stash>", "a cut behind it sends>", ...(this.pin ? ["pinned"] : [])], rows));

@@ -4,15 +4,21 @@ explorer.PHASES = { F: "forward", B: "backward", I: "input gradient", W: "weight
 explorer.COLUMN = 3; // pixels of a column that sums up actions which are too short to be drawn
 
 explorer.Timeline = class {
-  constructor(root, axis, { title = "One step", name = "timeline", small = false } = {}) {
+  // `rowsChanged()` is called when the user chooses other rows.
+  constructor(root, axis, { title = "One step", name = "timeline", small = false, rowsChanged = () => {} } = {}) {
     const { make } = explorer, redraw = () => this.draw();
+    const choose = () => {
+      if (!this.answer) return;
+      this.update(this.answer);
+      rowsChanged();
+    };
     this.axis = axis;
     this.small = small;
     this.canvas = make("canvas", { className: "chart", role: "img" });
     this.path = make("input", { type: "checkbox", checked: true, onchange: redraw });
     this.sent = make("input", { type: "checkbox", checked: true, onchange: redraw });
-    this.folds = make("input", { type: "checkbox", checked: true, onchange: () => this.answer && this.update(this.answer) });
-    this.source = make("select", { ariaLabel: "which step is drawn", hidden: true, onchange: () => this.update(this.answer) });
+    this.folds = make("input", { type: "checkbox", checked: true, onchange: choose });
+    this.source = make("select", { ariaLabel: "which step is drawn", hidden: true, onchange: choose });
     this.foldLabel = make("label", { className: "inline" }, this.folds, "fold alike devices");
     this.keys = make("div", { className: "tools keys" });
     this.heading = make("h2", {}, title);
@@ -67,11 +73,13 @@ explorer.Timeline = class {
     this.took = this.measured && new Map(explorer.differences(answer.timeline, this.measured).map((one) => [`${one.rank} ${one.name}`, one]));
     const phases = new Set(this.rows.flatMap((row) => [...new Set(row.spans.phase)]));
     const drawn = both ? [timeline, this.measured] : [timeline];
-    this.keys.replaceChildren(
-      ...Object.keys(explorer.PHASES).filter((p) => phases.has(p)).map((p) => explorer.key(p, explorer.PHASES[p])),
-      ...(drawn.some((one) => one.updates.start.length) ? [explorer.key("update", "update")] : []),
-      ...(drawn.some((one) => one.syncs.start.length) ? [explorer.key("sync", "all-reduce")] : []),
-      ...(answer.path ? [explorer.key("path", "critical path")] : []));
+    this.legend = [
+      ...Object.entries(explorer.PHASES).filter(([phase]) => phases.has(phase)),
+      ...(drawn.some((one) => one.updates.start.length) ? [["update", "update"]] : []),
+      ...(drawn.some((one) => one.syncs.start.length) ? [["sync", "all-reduce"]] : []),
+      ...(timeline.transfers.start.length && !both ? [["transfer", "transfer"]] : []),
+      ...(answer.path ? [["path", "critical path"]] : [])];
+    this.keys.replaceChildren(...this.legend.map(([name, text]) => explorer.key(name, text)));
     this.shares.textContent = !answer.path ? "\u00a0" : `Critical path: ${answer.path.shares.filter(([, share]) => share >= 0.005).map(([name, share]) => `${name} ${Math.round(100 * share)}%`).join(", ")}.`;
     this.canvas.setAttribute("aria-label", `Timeline of ${answer.ranks.length} devices over ${explorer.ms(timeline.length)}. ${this.shares.textContent} Plus and minus zoom, the arrow keys move, 0 shows the whole step. The actions are in the table below.`);
     this.draw();
