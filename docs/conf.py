@@ -6,6 +6,8 @@ project = "bapipe"
 release = version = importlib.metadata.version("bapipe")
 html_title = "bapipe"
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["conf.py"]
 myst_heading_anchors = 4
