@@ -105,19 +105,24 @@ class FirstSamples:
 
     def _fault_over_halves(self, first: _Noted, second: _Noted) -> str | None:
         """Returns in which way the loss is not the mean over halves of the first samples, and of those of both."""
-        loss, num = self._ahead.computed, min(first.samples.num, second.samples.num)
+        loss, labels = self._ahead.computed, labels_in_code(state_of_loss(self._ahead.loss, nn.Module()))
         ways = list(zip(first.samples.ways(), second.samples.ways(), strict=True))
-        even = first.samples.num // 2 * 2
-        found, labels = None, labels_in_code(state_of_loss(self._ahead.loss, nn.Module()))
+        num, even = min(first.samples.num, second.samples.num), first.samples.num // 2 * 2
+        found, is_compared = None, False
         with suppress(Exception):  # a loss may take whole micro-batches alone
             if even:
-                found = loss_over_halves(
-                    loss, [way.select(range(even)) for way, _ in ways], first.target[:even], labels
-                )
+                own = [way.select(range(even)) for way, _ in ways]
+                found = loss_over_halves(loss, own, first.target[:even], labels)
+                is_compared = True
         if found is not None:
             return found
-        both = [one.select(range(num)).joined(other.select(range(num))) for one, other in ways]
-        return loss_over_halves(loss, both, torch.cat([first.target[:num], second.target[:num]]), labels)
+        try:
+            both = [one.select(range(num)).joined(other.select(range(num))) for one, other in ways]
+            return loss_over_halves(loss, both, torch.cat([first.target[:num], second.target[:num]]), labels)
+        except Exception:  # or no more than a micro-batch; or sentences are longer in one than in the other
+            if not is_compared:
+                raise
+            return None
 
 
 def _are_the_same(value: Tensor, other: Tensor) -> bool:

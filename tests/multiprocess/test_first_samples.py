@@ -238,6 +238,29 @@ def test_outputs_without_a_dimension_of_the_samples_are_told_of(caplog: pytest.L
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("sizes", "loss", "words"),
+    [
+        ((1, 2), flat_mean, None),  # halves of the first micro-batch are compared, and no more
+        ((1, 2), flat_masked, DEPENDS),
+        ((2, 4), flat_masked, DEPENDS),
+        ((2,), flat_masked, "it fails on other numbers of samples"),
+    ],
+)
+def test_losses_are_compared_on_as_many_samples_as_they_take(
+    sizes: tuple[int, ...], loss: Callable[..., Tensor], words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def checked(output: Tensor, target: Tensor) -> Tensor:
+        assert len(target) in (*sizes, NUM)  # the whole mini-batch, of plain torch
+        return loss(output, target, interleaved=False)
+
+    assert trained(partial(Words, flat=True), checked, *sentences(), 4) == (words is None)
+    told = [message for message in caplog.messages if "the loss" in message]
+    assert len(told) == (words is not None)
+    assert all(words in message for message in told if words is not None)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("make", "loss"), [(Words, masked), (Experts, with_balance), (Selects, of_selected)])
 def test_nothing_is_told_of_a_mini_batch_that_is_not_cut(
     make: Callable[[], nn.Module], loss: Loss, caplog: pytest.LogCaptureFixture
