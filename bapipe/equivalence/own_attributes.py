@@ -28,7 +28,8 @@ class OwnAttributes:
     def __init__(self, root: nn.Module, stages: Sequence[nn.Module], loss: Loss) -> None:
         kept = {id(one): one for one in (*root.modules(), *root.parameters(), *root.buffers())}
         self._stages, self._loss, self._of_model = stages, loss, tuple(kept.values())
-        self._first = [attributes_of(stage) for stage in stages]
+        # What recomputes a stage or puts it under autocast is a module around it, and keeps its own state.
+        self._first = [[own for own in attributes_of(stage) if id(own[0]) in kept] for stage in stages]
         self._first_reached = [self._reached_by(stage) for stage in range(len(stages))]
         self._own = [
             copied(attributes, kept | reached_by(reached))

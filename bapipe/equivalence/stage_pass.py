@@ -37,12 +37,23 @@ class Recomputation(Protocol):
         """In this context the module runs as it did in a micro-batch's first forward."""
 
 
+class LayersRecomputation(Protocol):
+    """A stage's module of which some layers run once more before the backward, whose graph is that of the forward."""
+
+    def enter(self, microbatch: int) -> None:
+        """Says which micro-batch runs from now on."""
+
+    def recompute(self) -> None:
+        """Runs these layers of it again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A stage and its module, which takes what it receives and what it loads by position.
 
     Attributes:
         recomputation: the module, if its forward runs again in the backward; None if not.
+        of_layers: what runs some layers again, if only these are recomputed; None if not.
         needs_gradient: with recomputation, for each output whether it has a gradient, which the first forward cannot
             say.
         can_split: says of a backward whether it is run as I and W; None if the plan has whole backwards.
@@ -51,6 +62,7 @@ class Stage:
     tensors: StageTensors
     module: nn.Module
     recomputation: Recomputation | None = None
+    of_layers: LayersRecomputation | None = None
     needs_gradient: tuple[bool, ...] = ()
     can_split: CanSplit | None = None
 
@@ -136,7 +148,10 @@ class StagesPass:
         """
         is_last = index == len(self.stages) - 1
         outputs, loss = self.outputs[index], self.loss
-        recomputation = self.stages[index].recomputation
+        recomputation, of_layers = self.stages[index].recomputation, self.stages[index].of_layers
+        if of_layers is not None:
+            of_layers.enter(self.microbatch)
+            of_layers.recompute()
         if recomputation is not None:
             with generators_restored(), recomputation.recomputing(self.microbatch):
                 restore_global_generators(self.generators[index])
@@ -230,6 +245,8 @@ def forward_of(
 def _first_forward(
     stage: Stage, received: Sequence[Tensor], loaded: Sequence[Tensor], microbatch: int
 ) -> tuple[Tensor, ...]:
+    if stage.of_layers is not None:
+        stage.of_layers.enter(microbatch)
     if stage.recomputation is None or not torch.is_grad_enabled():
         return run_stage(stage, received, loaded)
     outputs = stage.recomputation.first(microbatch, lambda: run_stage(stage, received, loaded))

@@ -3,10 +3,10 @@
 From `bapipe.Pipeline` down:
 
 1. `pipeline.Pipeline` traces the model, cuts it into the plan's stages (`cut_model`, `split`), compares them with the
-   model (`stage_check`), and gives its own layers storage and initial values that do not depend on the cuts
-   (`materialize`). `process_layout` says which process runs which rank of the schedule; `connected_stages` is what then
-   runs and communicates, in groups that `process_groups` makes and destroys. `stage_state` lists parameters and buffers
-   by their names in the model.
+   model (`stage_check`, of each as a `planned_stage`), and gives its own layers storage and initial values that do not
+   depend on the cuts (`materialize`). `process_layout` says which process runs which rank of the schedule;
+   `connected_stages` is what then runs and communicates, in groups that `process_groups` makes and destroys.
+   `stage_state` lists parameters and buffers by their names in the model.
 2. In a step, `Pipeline.step`, an `executor` (one per input size, made by `stage_executors`) runs the schedule's actions
    F, B, I and W, and the sends and receives (`transfers`) that `lowering` has added. A backward that torch cannot split
    into I and W runs whole (`whole_backward`). Stages (`recompute`) or layers (`recompute_layers`) that the plan

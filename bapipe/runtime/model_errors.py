@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from bapipe.equivalence.communication import ForwardCommunicates
 from bapipe.errors import BapipeError, LayerFailed, one_line, root_cause
 from bapipe.schedules.table import Action, Phase
 
@@ -25,7 +24,7 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
         raise
     except Exception as error:  # whatever the model's own code raises
         cause = root_cause(error)
-        if isinstance(cause, ForwardCommunicates):  # names the layer itself
+        if isinstance(cause, BapipeError):  # what torch's stage has put into an error of its own
             raise cause from None
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"

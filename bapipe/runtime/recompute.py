@@ -136,11 +136,11 @@ class RecomputedStage(nn.Module):
             for name in before.keys() - self._copied(weights, buffers).keys():
                 del before[name]
         for name in sorted(written - self._changing - before.keys()):
-            raise InvalidModel(_not_exactly(f"'{name}'", name))
+            raise InvalidModel(not_exactly(f"'{name}'", name))
         changed_inputs = self._inputs.finish()
         if changed_inputs is None:
             what = "an input in place that the first forward did not, or that requires gradients (by `tensor.data`)"
-            raise InvalidModel(_not_exactly(what, ""))
+            raise InvalidModel(not_exactly(what, ""))
         self._before[microbatch] = replace(state, inputs=changed_inputs)
         # A tensor that F has replaced by another one still has the value that earlier micro-batches started from.
         for name, tensor in replaced(tensors, now).items():
@@ -227,10 +227,11 @@ def _check_unchanged(before: Mapping[str, object], after: Mapping[str, object], 
     """Raises InvalidModel if a value differs; both are by name. `what` describes it in the error, `{}` is its name."""
     for name, value in before.items():
         if not same_value(after.get(name, value), value):
-            raise InvalidModel(_not_exactly(what.format(name), name))
+            raise InvalidModel(not_exactly(what.format(name), name))
 
 
-def _not_exactly(what: str, name: str) -> str:
+def not_exactly(what: str, name: str) -> str:
+    """Returns the message for a forward that changes `what`, of the parameter, buffer or attribute `name`, if any."""
     path = name.rpartition(".")[0]
     of_layer = f" of layer '{path}'" if path else ""
     return (

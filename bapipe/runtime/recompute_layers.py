@@ -3,18 +3,24 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bapipe.errors import InvalidModel
-from bapipe.runtime.recompute import RecomputedStage
-from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.recompute import RecomputedStage, not_exactly
+from bapipe.torch_private.tensors import version
 from bapipe.torch_settings import autocast_on
 from bapipe.tracing.stage_module import seal
 from bapipe.tracing.stage_parts import StagePart
+
+
+class Running(Protocol):
+    """Knows which micro-batch runs."""
+
+    microbatch: int
 
 
 @dataclass(slots=True)
@@ -23,9 +29,14 @@ class _Saved:
 
     In F the graph saves the `number` of each tensor in its place. When the layers run again, their operators save in
     the same order, and `append` keeps the tensors. B, or I and then again W, asks for a `tensor` by its number.
+
+    Attributes:
+        inputs: of the part, as they were before F.
+        written: positions of those with gradients that F changed in place.
     """
 
     inputs: tuple[Any, ...]
+    written: frozenset[int] = frozenset()
     num_tensors: int = 0
     tensors: list[Tensor] = field(default_factory=list)
 
@@ -58,7 +69,7 @@ class PartlyRecomputedStage(nn.Module):
         is_sealed: bool,
         device: torch.device,
         autocast: torch.dtype | None,
-        rng: PerOperatorRng,
+        rng: Running,
     ) -> None:
         """Splits a stage's module.
 
@@ -76,6 +87,7 @@ class PartlyRecomputedStage(nn.Module):
         self._is_sealed, self._device, self._autocast, self._rng = is_sealed, device, autocast, rng
         self._again = {i: RecomputedStage(part.module, device) for i, part in enumerate(parts) if part.recomputed}
         self._saved: dict[tuple[int, int], _Saved] = {}  # by part and micro-batch
+        self._writes_to = {i: _WritesToInputs() for i in self._again}
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled():
@@ -95,14 +107,17 @@ class PartlyRecomputedStage(nn.Module):
 
     def _first(self, i: int, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Runs a recomputed part in F, and keeps its inputs instead of the tensors that autograd saves."""
-        saved = self._saved[i, self._rng.microbatch] = _Saved(tuple(map(_detached, inputs)))
+        writes = self._writes_to[i]
+        saved = self._saved[i, self._rng.microbatch] = _Saved(writes.kept(inputs))
 
         def run() -> tuple[Tensor, ...]:
             with saved_tensors_hooks(saved.number, saved.tensor):
                 found: tuple[Tensor, ...] = self._again[i](*inputs)
             return found
 
-        return self._again[i].remembering(self._rng.microbatch, run)
+        outputs = self._again[i].remembering(self._rng.microbatch, run)
+        saved.inputs, saved.written = writes.finish(inputs, saved.inputs)
+        return outputs
 
     def recompute(self) -> None:
         """Runs the recomputed layers of the current micro-batch again.
@@ -117,7 +132,8 @@ class PartlyRecomputedStage(nn.Module):
                 contexts.enter_context(torch.enable_grad())
                 contexts.enter_context(autocast_on(self._device, self._autocast))
                 contexts.enter_context(saved_tensors_hooks(saved.append, _never))
-                again(*saved.inputs)
+                # A leaf that requires gradients may not be changed in place, and the copy of another may.
+                again(*(x.clone() if n in saved.written else x for n, x in enumerate(saved.inputs)))
             saved.inputs = ()
             if len(saved.tensors) != saved.num_tensors:
                 first, last = self._parts[i].layers[0], self._parts[i].layers[-1]
@@ -127,8 +143,41 @@ class PartlyRecomputedStage(nn.Module):
                 )
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+class _WritesToInputs:
+    """Keeps the inputs of a part for when it runs again: those with gradients that it changes in place are copied.
+
+    `RecomputedStage` copies those without, and refuses writes that autograd does not see. Before the first F all inputs
+    that the part may change are copied, later those only that the first one has changed.
+    """
+
+    def __init__(self) -> None:
+        self._changing: frozenset[int] | None = None  # positions; None before the first F
+        self._versions: dict[int, int] = {}  # torch's counts of writes, by position
+
+    def kept(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what to keep of inputs before F."""
+        with_gradients = (isinstance(x, Tensor) and x.requires_grad and not x.is_leaf for x in inputs)
+        self._versions = {n: version(inputs[n]) for n, is_so in enumerate(with_gradients) if is_so}
+        copied = self._versions.keys() if self._changing is None else self._changing
+        return tuple(_detached(x.detach().clone() if n in copied else x, x) for n, x in enumerate(inputs))
+
+    def finish(self, inputs: Sequence[Any], kept: Sequence[Any]) -> tuple[tuple[Any, ...], frozenset[int]]:
+        """Returns what to keep after F, and the positions of those inputs that it has changed.
+
+        Raises:
+            InvalidModel: F has changed an input that the first F did not.
+        """
+        written = frozenset(n for n, count in self._versions.items() if version(inputs[n]) != count)
+        if self._changing is None:
+            self._changing = written
+            return tuple(kept[n] if n in written else _detached(x, x) for n, x in enumerate(inputs)), written
+        if not written <= self._changing:
+            raise InvalidModel(not_exactly("an input in place that the first forward did not", ""))
+        return tuple(kept), written
+
+
+def _detached(value: Any, like: Any) -> Any:
+    return value.detach().requires_grad_(like.requires_grad) if isinstance(value, Tensor) else value
 
 
 def _never(_: object) -> Tensor:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,21 +14,18 @@ from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare
 from bapipe.equivalence.communication import forwards_checked
 from bapipe.equivalence.earlier_forwards import layers_that_read_earlier_forwards
 from bapipe.equivalence.outcome import TRAINING, Conditions, Microbatch, device_of, run_original
-from bapipe.equivalence.stage_pass import NoTensor, Stage
+from bapipe.equivalence.stage_pass import NoTensor
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.module_state.modes import evaluation_mode
-from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.model_errors import hint
-from bapipe.runtime.recompute import RecomputedStage
+from bapipe.runtime.planned_stage import planned_stage
 from bapipe.runtime.replica_state import check_changes_of_replicas, with_replicas
-from bapipe.runtime.whole_backward import can_split, has_hooks_of_the_model
 from bapipe.schedules.table import Phase
 from bapipe.torch_device import CPU, describe
 from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
 from bapipe.tracing.model import layer_states, state_names
-from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffers
 
 _log = logging.getLogger(__name__)
@@ -172,35 +170,21 @@ def _compare(
     """Compares stages with the module, on micro-batches of `size` samples if the plan's are not smaller."""
     device, microbatches = device_of(parts.model.root), _microbatches(parts, plan, inputs, size)
     split = {action.stage for actions in plan.table.order for action in actions if action.phase is Phase.INPUT_GRAD}
-    recomputed = {index for index, stage in enumerate(plan.stages) if stage.recompute and recompute}
     stages = [
-        _as_planned(parts, index, device, conditions, has_i_and_w=index in split, recompute=index in recomputed)
-        for index in range(len(plan.stages))
+        planned_stage(
+            parts,
+            index,
+            stage if recompute else msgspec.structs.replace(stage, recompute=False, recompute_layers=msgspec.UNSET),
+            device,
+            conditions,
+            has_i_and_w=index in split,
+        )
+        for index, stage in enumerate(plan.stages)
     ]
     result = compare_stages(parts.model, stages, _weighted_sum, microbatches, conditions)
     if isinstance(result, Unchecked):  # under other conditions it was compared without them, or need not be
         _log.log(logging.WARNING if conditions == TRAINING else logging.INFO, "%s", result)
     return result
-
-
-def _as_planned(
-    parts: Split, index: int, device: torch.device, conditions: Conditions, *, has_i_and_w: bool, recompute: bool
-) -> Stage:
-    """Returns a stage that runs as in the plan, on one device."""
-    tensors = parts.stages[index]
-    module: nn.Module = stage_module(parts, index, device)
-    examples = [parts.examples[name] for name in tensors.outputs]
-    if conditions.autocast is not None:
-        module = AutocastStage(module, device, conditions.autocast, [example.dtype for example in examples])
-    never_split = has_hooks_of_the_model(module)
-    recomputed = RecomputedStage(module, device) if recompute else None
-    return Stage(
-        tensors=tensors,
-        module=recomputed or module,
-        recomputation=recomputed,
-        needs_gradient=tuple(example.requires_grad for example in examples),
-        can_split=(lambda *backward: not never_split and can_split(*backward)) if has_i_and_w else None,
-    )
 
 
 def _check_tied(parts: Split, changed: Collection[str]) -> None:

@@ -1,10 +1,12 @@
 """The check before training runs stages as the plan does: what is wrong in one way of running only is found, too."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,11 @@ from bapipe.equivalence.outcome import Conditions
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
-from bapipe.runtime import stage_check
+from bapipe.runtime import planned_stage, stage_check
 from bapipe.runtime.autocast import AutocastStage
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.recompute import RecomputedStage
+from bapipe.runtime.recompute_layers import _Saved
 from tests.multiprocess.runtime_cases import make_plan
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -109,7 +112,7 @@ def test_a_stage_that_fails_under_autocast_only_is_found(monkeypatch: pytest.Mon
             outputs = super().forward(*args, **kwargs)
             return tuple(output * 3 for output in outputs)
 
-    monkeypatch.setattr(stage_check, "AutocastStage", Failing)
+    monkeypatch.setattr(planned_stage, "AutocastStage", Failing)
     assert build(WHOLE).stages
     with pytest.raises(InvalidModel, match=r"^under autocast the stages would not train as the module does: the loss"):
         build(WHOLE, autocast=torch.bfloat16)
@@ -137,3 +140,68 @@ def test_a_difference_in_evaluation_mode_only_is_found(monkeypatch: pytest.Monke
     assert build(WHOLE).stages
     with pytest.raises(InvalidModel, match=r"^in evaluation mode the stages would not give what the module does: "):
         build(WHOLE, evaluates=True)
+
+
+class Writes(nn.Module):
+    """A layer that changes its input in place, as autograd sees it or not, and draws a number outside of torch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1 + np.random.rand() + random.random()
+        if self.how == "operator":
+            return x.mul_(factor).sin()
+        with torch.no_grad():
+            (x.data if self.how == "data" else x).mul_(factor)
+        return x.sin()
+
+
+def with_writes(how: str, order: list[list[str]], recompute_layers: tuple[str, ...], **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), Writes(how), nn.Linear(6, 5))
+    plan = make_plan(["0", "1", "2"], (), (0,), order, 2, 2, (), recompute_layers)
+    return Pipeline(module, plan, loss=cross_entropy, inputs=[X[:2]], **options)
+
+
+TWO_AT_A_TIME = [["0F0", "0F1", "0B0", "0B1"]]
+TWO_SPLIT = [["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute_layers", [("1",), ("1", "2"), ("0",)])
+@pytest.mark.parametrize("order", [TWO_AT_A_TIME, TWO_SPLIT])
+@pytest.mark.parametrize("how", ["operator", "no_grad"])
+def test_a_recomputed_layer_may_change_its_input(
+    how: str, order: list[list[str]], recompute_layers: tuple[str, ...]
+) -> None:
+    def trained(recompute_layers: tuple[str, ...]) -> list[Tensor]:
+        pipeline = with_writes(how, order, recompute_layers)
+        target = torch.tensor([0, 1, 2, 3])
+        for _ in range(2):
+            pipeline.step(X.clone(), target=target)
+        return [parameter.detach() for parameter in pipeline.named_parameters().values()]
+
+    for got, wanted in zip(trained(recompute_layers), trained(()), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("check", [True, False])
+def test_a_recomputed_layer_that_changes_its_input_unseen_is_refused(check: bool) -> None:
+    with pytest.raises(InvalidModel, match=r"^the forward changes an input in place .* \(by `tensor.data`\)"):
+        with_writes("data", TWO_AT_A_TIME, ("1",), check=check).step(X.clone(), target=torch.tensor([0, 1, 2, 3]))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("order", [WHOLE, SPLIT])
+def test_layers_are_compared_as_they_are_recomputed(order: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps_another(self: _Saved, tensor: Tensor) -> None:
+        self.tensors.append(2 * tensor.detach())
+
+    plan = make_plan(LAYERS, (3,), (0, 0), order, 4, 1, (), ("a", "c"))
+    assert Pipeline(Model(), plan, loss=cross_entropy, inputs=[X]).stages
+    monkeypatch.setattr(_Saved, "append", keeps_another)
+    with pytest.raises(InvalidModel, match=r"^the stages would not train as the module does: the gradient of"):
+        Pipeline(Model(), plan, loss=cross_entropy, inputs=[X])
