@@ -9,7 +9,6 @@ from itertools import takewhile
 import msgspec
 
 from bapipe.errors import ConstraintsUnmet, Infeasible
-from bapipe.formats.certificate import outside_of
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ProfilesByKind
@@ -71,7 +70,10 @@ def sensitivity(
 
 
 def _more_memory(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, deadline: Deadline) -> list[Effect]:
-    """Returns the effects of more memory on the best plan: a hand-made one may not be the best for its own memory."""
+    """Returns the effects of more memory on the best plan.
+
+    The given one may not be the best for its own memory: it may be made by hand, or be the best of other options.
+    """
 
     def planned_ns(memory_bytes: Sequence[int], limit: int | None, known_ns: int) -> int:
         """The step of the best plan under a limit, if it is shorter than a known one."""
@@ -94,7 +96,7 @@ def _more_memory(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, dea
     others_ns = (other.step_ns for other in plan.alternatives if other.name == BEST_FOUND)
     without_ns = min((plan.prediction.step_ns, *others_ns))
     all_ns = planned_ns([UNLIMITED_BYTES] * len(memory_bytes), None, without_ns)
-    if all_ns < without_ns and not _is_best(plan):
+    if all_ns < without_ns:
         without_ns = planned_ns(memory_bytes, limit, without_ns)
         all_ns = min(all_ns, without_ns)
     more_ns = without_ns
@@ -106,11 +108,6 @@ def _more_memory(plan: Plan, profiles: ProfilesByKind, options: PlanOptions, dea
         Effect(resource=UNLIMITED_MEMORY, step_ns=all_ns, without_ns=without_ns, is_replanned=True),
         Effect(resource=MEMORY, step_ns=more_ns, without_ns=without_ns, is_replanned=True),
     ]
-
-
-def _is_best(plan: Plan) -> bool:
-    """Whether no plan is faster with the same memory."""
-    return plan.certificate.proven_optimal and outside_of(plan.certificate) is None
 
 
 def changes_of_resources(plan: Plan) -> dict[str, Callable[[], Cluster]]:

@@ -57,3 +57,13 @@ def test_effects_are_sorted_by_the_step_time_they_give() -> None:
     plan = plan_step_time(profiles, devices(3), OPTIONS)
     steps = [effect.step_ns for effect in sensitivity(plan, profiles, OPTIONS)]
     assert steps == sorted(steps)
+
+
+def test_what_other_options_are_worth_is_not_worth_of_memory() -> None:
+    """A plan that is proven optimal with one stage, explained with the options of any number: there is memory enough."""
+    profile, cluster = chain([1, 1, 1, 1]), devices(2)
+    alone = plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, num_stages=1, replicas=False))
+    assert alone.certificate.proven_optimal
+    effects = {e.resource: e for e in sensitivity(alone, {"a": profile}, PlanOptions(minibatch_size=4))}
+    for resource in (MEMORY, UNLIMITED_MEMORY):
+        assert effects[resource].step_ns == effects[resource].without_ns < alone.prediction.step_ns
