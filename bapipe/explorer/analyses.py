@@ -83,17 +83,18 @@ class Analyses:
 
         def work(job: Job) -> Json:
             points: list[Json] = []
-            before = None
+            last: Plan | None = None
             for done, value in enumerate(values):
                 job.report(axis=axis, done=done, total=len(values), points=list(points))
                 if job.deadline.is_over:
                     break
                 there = on_axis(state, axis, value)
                 own = self._session.fitting_plan(there) if axis != "devices" else None
-                point, kind = self._point(there, own, schedules, job, len(values) - done)
-                points.append({"value": value, "same": own and own.prediction.step_ns, **point})
-                points[-1]["isNewKind"] = kind is not None and before is not None and kind != before
-                before = kind or before
+                point, best = self._point(there, own, last, schedules, job, len(values) - done)
+                is_new_kind = best is not None and last is not None and kind_of(best) != kind_of(last)
+                same = own and own.prediction.step_ns
+                points.append({"value": value, "same": same, **point, "isNewKind": is_new_kind})
+                last = best or last
             found: Json = {"axis": axis, "points": points}
             self.kept[axis] = found
             return found
@@ -101,22 +102,32 @@ class Analyses:
         self.background.begin("sweep", seconds, work)
 
     def _point(
-        self, state: State, own: Plan | None, schedules: tuple[str, ...], job: Job, num_left: int
-    ) -> tuple[Json, str | None]:
-        """Returns the best plan of a state's cluster and its kind; why there is none, and None.
+        self,
+        state: State,
+        own: Plan | None,
+        last: Plan | None,
+        schedules: tuple[str, ...],
+        job: Job,
+        num_left: int,
+    ) -> tuple[Json, Plan | None]:
+        """Returns the figures of the best plan of a state's cluster, and that plan; why there is none, and None.
 
         Args:
-            own: the plan of the page there; the best one if the search, ended early, did not reach it.
+            own: the plan of the page there.
+            last: the best plan at the value before. A search that is ended early may not reach the two.
         """
+        moved = None if last is None else self._session.try_plan(last, state)
+        known = [plan for plan in (own, moved) if plan is not None and not state.constraints]
         try:
             best = best_at(self._session, state, schedules, job.deadline.share(num_left))
         except BapipeError as error:
-            if own is None:
+            if not known:
                 return {"whyNot": str(error).replace("`", "")}, None
-            best = own
-        if own is not None and not state.constraints and own.prediction.step_ns < best.prediction.step_ns:
-            best = own
-        return {**self._figures(best, state), "gap": best.certificate.gap}, kind_of(best)
+            best = known[0]
+        bound_ns = best.certificate.lower_bound_ns
+        best = min((best, *known), key=lambda plan: plan.prediction.step_ns)
+        gap = best.prediction.step_ns / max(best.certificate.lower_bound_ns, bound_ns, 1) - 1
+        return {**self._figures(best, state), "gap": max(0.0, gap)}, best
 
     def _figures(self, found: Plan, state: State) -> Json:
         return {

@@ -374,6 +374,20 @@ def test_a_curve_has_the_best_plan_at_each_value_and_the_plan_of_the_page(axis: 
             assert point["same"] == same["step"] >= point["step"]
 
 
+def test_a_point_of_a_curve_has_the_plan_before_if_its_search_ended_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = session()
+    slow = page.plan(page.first)
+    fast = bapipe.plan(PROFILE, CLUSTER, minibatch_size=12, schedules=["1f1b"])
+    assert fast.prediction.step_ns < slow.prediction.step_ns
+    found = iter((fast, slow, slow, slow, slow, slow, slow))
+    monkeypatch.setattr("bapipe.explorer.analyses.best_at", lambda *given: next(found))
+    analyses = Analyses(page)
+    analyses.sweep("memory", page.first, ("1f1b",), 1000)
+    points = ended(analyses)["points"]
+    assert [point["step"] for point in points] == [fast.prediction.step_ns] * len(points)
+    assert not any(point["isNewKind"] for point in points)
+
+
 def test_the_command_lines_name_what_differs() -> None:
     page = session()
     answer: Any = page.judge(replace(page.first, recompute=(True, False, False)))

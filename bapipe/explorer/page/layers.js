@@ -81,7 +81,7 @@ explorer.Layers = class {
     this.space.style.height = `${this.count * this.row}px`;
     while (this.handles.length > cuts.length) this.handles.pop().remove();
     while (this.handles.length < cuts.length) {
-      const handle = make("div", { className: "cut", tabIndex: 0, role: "slider" }, make("span"));
+      const handle = make("div", { className: "cut", ...(this.live ? { tabIndex: 0, role: "slider" } : { role: "img" }) }, make("span"));
       if (this.live) this.hold(handle, this.handles.length);
       this.handles.push(handle);
       this.space.append(handle);
@@ -90,11 +90,9 @@ explorer.Layers = class {
     this.handles.forEach((handle, index) => {
       const cut = cuts[index];
       handle.style.top = `${cut * this.row}px`;
-      handle.setAttribute("aria-valuemin", index ? cuts[index - 1] + 1 : 1);
-      handle.setAttribute("aria-valuemax", (cuts[index + 1] || this.count) - 1);
-      handle.setAttribute("aria-valuenow", cut);
-      handle.setAttribute("aria-valuetext", `before ${this.model.layers[this.order[cut]].name}`);
-      handle.setAttribute("aria-label", `cut between stage ${index} and stage ${index + 1}`);
+      const name = `cut between stage ${index} and stage ${index + 1}`, place = `before ${this.model.layers[this.order[cut]].name}`;
+      const slider = { label: name, valuemin: index ? cuts[index - 1] + 1 : 1, valuemax: (cuts[index + 1] || this.count) - 1, valuenow: cut, valuetext: place };
+      for (const [key, value] of Object.entries(this.live ? slider : { label: `${name}, ${place}` })) handle.setAttribute(`aria-${key}`, value);
       handle.firstChild.textContent = this.natural && this.data.isKnown !== false ? `${index} | ${index + 1}  ${explorer.mib(this.data.cut[cut])}` : `${index} | ${index + 1}`;
     });
   }
