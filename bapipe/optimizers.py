@@ -49,7 +49,12 @@ def rule_of(torch_class: str, momentum: object) -> str | None:
     return next((name for name, rule in OPTIMIZERS.items() if rule.torch_class.lower() == torch_class.lower()), None)
 
 
-def unknown_optimizer(name: str, known: Iterable[str]) -> BapipeError:
-    """Returns the error for a name that is none of the known ones, with the one that it resembles."""
+def unknown_optimizer(name: str, known: Iterable[str], where: str = "") -> BapipeError:
+    """Returns the error for a name that is none of the known ones, with the one that it resembles.
+
+    Args:
+        where: in which argument to give it.
+    """
     names = [*known]
-    return BapipeError(f"unknown optimizer '{name}'; want one of {', '.join(names)}{did_you_mean(name.lower(), names)}")
+    wanted = f"{', '.join(names)}{f' in {where}' if where else ''}"
+    return BapipeError(f"unknown optimizer '{name}'; want one of {wanted}{did_you_mean(name.lower(), names)}")

@@ -69,6 +69,10 @@ FLAGS = {
 """The flag of each argument that an error text of the library may name."""
 
 
+_ARGUMENT = re.compile(r"`(?:settings=bapipe\.Settings\()?(\w+)(?:=\.\.\.\))?`")
+"""An argument as texts name it, or one of the settings that are given as an argument."""
+
+
 def with_flags(text: str) -> str:
     """Returns an error text of the library with each argument in backticks replaced by its command-line flag."""
-    return re.sub(r"`(\w+)`", lambda match: FLAGS.get(match[1], match[0]), text)
+    return _ARGUMENT.sub(lambda match: FLAGS.get(match[1], match[0]), text)

@@ -15,6 +15,13 @@ _CAUSES = (
     ),
     (("register_hook",), Reason("adds hooks to tensors")),
     (
+        ("grad", "jacrev", "jacfwd", "vjp", "jvp", "jacobian", "hessian"),
+        Reason(
+            "takes derivatives of outputs with respect to inputs, which cannot be taken across a cut",
+            "take derivatives of a smaller part",
+        ),
+    ),
+    (
         ("requires_grad_",),
         Reason("changes which parameters have gradients (requires_grad_); use detach() on tensors instead"),
     ),

@@ -15,6 +15,7 @@ from bapipe.equivalence.outcome import (
     TRAINING,
     Conditions,
     Loss,
+    LossFailed,
     Microbatch,
     Outcome,
     reads_what_forwards_leave,
@@ -22,7 +23,7 @@ from bapipe.equivalence.outcome import (
 )
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
-from bapipe.errors import first_line
+from bapipe.errors import first_line, root_cause
 from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
@@ -160,6 +161,9 @@ def _compare(
         original = run_original(model.root, loss, microbatches, conditions)
     except ForwardCommunicates:
         raise
+    except LossFailed as error:
+        sizes = " and ".join(map(str, sorted({len(one.target) for one in microbatches})))
+        return Unchecked(reason=f"the loss itself fails for micro-batches of {sizes}: {first_line(root_cause(error))}")
     except Exception as error:  # whatever the model's own code raises
         return Unchecked(reason=f"the model itself fails: {first_line(error)}")
     if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):

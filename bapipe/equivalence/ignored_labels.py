@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bapipe.module_state.names_in_code import names_in, numbers_compared_in, numbers_in
 from bapipe.module_state.reached_state import KeptState, is_of_the_user
 
-IGNORED = -100
+IGNORED_BY_TORCH = -100
 """What torch's cross entropy ignores by default."""
 
 _ATTRIBUTE = re.compile(r"(ignored?|pad(ding)?)_?(index|idx|id|label|value|token|token_id)|ignored?|pad", re.IGNORECASE)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.equivalence.ignored_labels import (
-    IGNORED,
+    IGNORED_BY_TORCH,
     CodeLabels,
     holds_labels,
     labels_in_code,
@@ -116,7 +116,7 @@ def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch, labels: CodeLa
         return _model_over_parts(module, loss, batch, dims or guess, labels, _tolerance(output))
     samples = Samples.of(output, dims, num)
     try:
-        return loss_over_halves(loss, [_unequal(samples)], batch.target, labels, (0, IGNORED))
+        return loss_over_halves(loss, [_unequal(samples)], batch.target, labels, (0, IGNORED_BY_TORCH))
     except Exception:  # on half of the samples; what the first ones of a run show remains
         return None
 
@@ -198,7 +198,7 @@ def _model_over_parts(
             one.begin_forward(microbatch)
             return module(*Microbatch(inputs=tuple(inputs), target=batch.target).copy().inputs)
 
-    by_target = (batch.inputs, list(_targets(batch.target, labels, (0, IGNORED))))
+    by_target = (batch.inputs, list(_targets(batch.target, labels, (0, IGNORED_BY_TORCH))))
     by_input = ((inputs, [(batch.target, words)]) for inputs, words in _inputs_with_ignored(batch.inputs, labels))
     for inputs, targets in chain((by_target,), by_input):
         try:
@@ -235,7 +235,7 @@ def _inputs_with_ignored(inputs: tuple[Tensor, ...], labels: CodeLabels) -> Iter
     for i, tensor in enumerate(inputs):
         if not holds_labels(tensor) or tensor.dim() < 2:  # a sample whose only label is ignored is of no use
             continue
-        for other, value, _ in with_label(tensor, _to_try(tensor, labels, (IGNORED, -1))):
+        for other, value, _ in with_label(tensor, _to_try(tensor, labels, (IGNORED_BY_TORCH, -1))):
             yield (*inputs[:i], other, *inputs[i + 1 :]), f"if some labels among the inputs are {value}, "
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.communication import ForwardCommunicates
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.randomness import SeededOperators, seed_generators
 from bapipe.errors import InvalidModel
@@ -21,6 +22,10 @@ from bapipe.torch_device import CPU
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(what the model returns, target) -> mean loss over the micro-batch, a scalar."""
+
+
+class LossFailed(Exception):
+    """A loss that raised an error, its `__cause__`, of what the model's own code gives it."""
 
 
 def check_scalar(loss: object) -> None:
@@ -150,7 +155,11 @@ def device_of(module: nn.Module) -> torch.device:
 def run_original(
     module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions = TRAINING
 ) -> Outcome:
-    """Returns the outcome of the model's own code, one micro-batch after another."""
+    """Returns the outcome of the model's own code, one micro-batch after another.
+
+    Raises:
+        LossFailed: the loss raised an error, or gave no scalar tensor.
+    """
     with trial(module, conditions, loss) as one:
         numbers, losses = [numbers_kept(module)], []
         for index, microbatch in enumerate(microbatches):
@@ -158,13 +167,23 @@ def run_original(
             one.begin_forward(index)
             with conditions.forward(device_of(module)):
                 output = module(*own.inputs)
-            value = loss(output, own.target)
-            check_scalar(value)
+            value = _loss_of(loss, output, own.target)
             numbers.append(numbers_kept(module))
             losses.append(value.detach())
             if conditions.trains:
                 value.backward()  # type: ignore[no-untyped-call]
         return one.outcome(losses, counters_in(numbers))
+
+
+def _loss_of(loss: Loss, output: Any, target: Tensor) -> Tensor:
+    try:
+        value = loss(output, target)
+        check_scalar(value)
+    except ForwardCommunicates:  # as `forwards_checked` says it
+        raise
+    except Exception as error:  # whatever a loss raises
+        raise LossFailed from error
+    return value
 
 
 def reads_what_forwards_leave(loss: Loss, module: nn.Module, batch: Microbatch, conditions: Conditions) -> bool:

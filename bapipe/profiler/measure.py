@@ -87,7 +87,7 @@ def measure_model(
     """
     sizes = checked_sizes(microbatch_sizes)
     if settings.optimizer not in OPTIMIZERS:
-        raise unknown_optimizer(settings.optimizer, OPTIMIZERS)
+        raise unknown_optimizer(settings.optimizer, OPTIMIZERS, "`settings=bapipe.Settings(optimizer=...)`")
     check_inputs(module, inputs)
     check_examples(tensor_inputs(inputs), target)
     check_has_layers(module)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.equivalence.sample_dims import SampleDim
 from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluation import ForwardExecutor
@@ -57,6 +58,7 @@ def connect_stages(
     evaluated: Split | None,
     modules: Mapping[int, nn.Module],
     loss: Loss,
+    sample_dims: Sequence[SampleDim],
     autocast: torch.dtype | None,
     clock: Clock,
     rng: PerOperatorRng,
@@ -67,6 +69,7 @@ def connect_stages(
         sized: the stages for each size of inputs, the planned size first.
         evaluated: the stages in evaluation mode; None without evaluation.
         modules: this rank's stages.
+        sample_dims: as `ExecutorFactory` has them.
 
     Raises:
         BapipeError: a group of some of the processes is needed, and the layout's group is not the default one.
@@ -81,6 +84,7 @@ def connect_stages(
         replicas=replicas,
         channels=connect_channels(layout, groups),
         loss=loss,
+        sample_dims=sample_dims,
         autocast=autocast,
         clock=clock,
         rng=rng,

@@ -54,7 +54,8 @@ class LossWeights:
 
         This is done anew in every step, because class weights may change; nothing waits for a GPU. Once, the loss of
         the first samples is also compared with that of their halves (`FirstSamples`), which changes the state of the
-        loss and restores it: here no graph of a step needs that state.
+        loss and restores it: here no graph of a step needs that state. One micro-batch is the mini-batch, whatever its
+        loss depends on.
         """
         self._mean_weights, self._is_cut = None, num_microbatches > 1
         fault = self._first_samples.fault()

@@ -190,7 +190,8 @@ class StageOptimizers:
         if len(rates) > 1:
             raise BapipeError(
                 f"the groups of parameters that `optimizer` made have learning rates of {', '.join(map(str, rates))}, "
-                "and would all get the same one: set the rates in the groups themselves, as learning-rate schedulers do"
+                "and would all get the same one: let that function keep the optimizers that it makes, as in a list, "
+                'and set the "lr" of each of their `param_groups`, as learning-rate schedulers do'
             )
         for group in self._groups:
             group["lr"] = value

@@ -280,8 +280,8 @@ def _check_devices(plan: Plan, num_threads: int) -> None:
     have = num_devices(kind)
     if num_used > have:
         raise BapipeError(
-            f"the plan uses {num_used} {kind} devices and this machine has {have}: plan with "
-            f"`num_devices` {have}, or start it on more machines with torchrun"
+            f"the plan uses {num_used} {kind} devices and this machine has {have}: plan for a cluster of the "
+            "devices that it has, or start the run on more machines with torchrun"
         )
     if kind == "cpu" and num_used * num_threads > have:
         raise BapipeError(

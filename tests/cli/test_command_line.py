@@ -416,6 +416,9 @@ def test_errors_of_the_library_name_the_flag(folder: Path) -> None:
     assert "choose a smaller --minibatch-size" in done.stderr or "change --minibatch-size" in done.stderr
     assert with_flags("name blocks with `leaf_modules`") == "name blocks with --leaf-module"
     assert with_flags("`num_stages` 3 and `$.layers` and `nothing`") == "--stages 3 and `$.layers` and `nothing`"
+    assert (
+        with_flags("want one of adam in `settings=bapipe.Settings(optimizer=...)`") == "want one of adam in --optimizer"
+    )
 
 
 def test_every_command_has_help(folder: Path) -> None:

@@ -657,6 +657,19 @@ def test_a_loss_keeps_its_buffers() -> None:
     assert loss.calls == 0
 
 
+def test_a_step_of_one_micro_batch_is_not_warned_of_how_it_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    def between_samples(scores: Tensor, target: Tensor) -> Tensor:
+        return (scores @ scores.T).logsumexp(1).mean()
+
+    steps = torch.randn(3, 4, 4)  # before the loss's generators are set
+    for num, warned in ((1, False), (2, True)):
+        weights = _weights(between_samples, [0], lambda part: part)
+        for scores in steps:
+            weights.begin(torch.zeros(4 * num, 4), num)
+            weights.computed(of_first(between_samples), [scores], torch.zeros(4, 4))
+        assert ("training depends on which samples share a micro-batch" in caplog.text) is warned
+
+
 def of_first(loss: Loss) -> Loss:
     """The same of the tensors that a stage returns."""
     return lambda outputs, target: loss(outputs[0], target)

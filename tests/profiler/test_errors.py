@@ -183,11 +183,17 @@ def test_an_error_in_a_backward_names_the_layer() -> None:
     [
         ((), {}, "no micro-batch size to measure at: give one or more, such as 1,2,4,8"),
         ((2, 0), {}, "micro-batch size 0 cannot be measured: want 1 or more"),
-        ((1,), {"optimizer": "lion"}, "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw"),
+        (
+            (1,),
+            {"optimizer": "lion"},
+            "unknown optimizer 'lion'; want one of sgd, sgd-momentum, adam, adamw in "
+            "`settings=bapipe.Settings(optimizer=...)`",
+        ),
         (
             (1,),
             {"optimizer": "AdamW"},
-            "unknown optimizer 'AdamW'; want one of sgd, sgd-momentum, adam, adamw; did you mean 'adamw'?",
+            "unknown optimizer 'AdamW'; want one of sgd, sgd-momentum, adam, adamw in "
+            "`settings=bapipe.Settings(optimizer=...)`; did you mean 'adamw'?",
         ),
     ],
 )

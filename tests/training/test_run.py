@@ -68,7 +68,7 @@ def test_devices_of_several_kinds_run_if_torch_drives_them_alike(kinds: tuple[st
 def test_more_devices_or_threads_than_there_are_cores_are_refused() -> None:
     have = num_cores()
     assert refusal_of(plan_on("cpu", have + 1)).startswith(
-        f"the plan uses {have + 1} cpu devices and this machine has {have}: plan with `num_devices` {have}"
+        f"the plan uses {have + 1} cpu devices and this machine has {have}: plan for a cluster of"
     )
     assert refusal_of(plan_on("cpu", 1), num_threads=have + 1).startswith(
         f"the plan uses {have + 1} threads on each of 1 cpu devices and this machine has {have} cores"
