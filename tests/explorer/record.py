@@ -41,8 +41,8 @@ def opened(session: Session) -> Iterator[Browser]:
     with Server(session) as server, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with Browser(Path(folder), allowed=server.address, width=SIZE[0], height=SIZE[1]) as browser:
-            browser.open(server.address)
             browser.call("Emulation.setScrollbarsHidden", {"hidden": True})
+            browser.open(server.address)
             browser.value("document.querySelector('#toolbar input[type=number]').value = 20")
             yield browser
         server.shutdown()
@@ -72,7 +72,7 @@ def walk(browser: Browser, folder: Path) -> None:
     browser.mouse("mouseMoved", 4, 4)
     browser.wait(f"{tried} === 2")
     browser.click("Idle time")
-    browser.value("window.scrollTo(0, 120)")
+    browser.value("document.querySelector('#tabs').scrollIntoView({ block: 'center' })")
     record(browser, folder / "walk-2-idle.png")
     browser.click("best")
     browser.wait(f"{tried} === 3")

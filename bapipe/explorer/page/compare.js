@@ -12,7 +12,7 @@ explorer.triedTable = (root, tried, now, actions) => {
     const shown = !entry.figures ? ["", "", "", "", "", "not simulated yet"] : figures.error ? ["", "", "", "", "", { cell: figures.error, className: "words alarm" }] : [ms(figures.step), number(figures.rate), against, mib(figures.peak), explorer.percentUp(figures.gap), fits];
     return { now: index === now, cells: [{ cell: mark }, { cell: go }, entry.state.schedule, String(entry.state.cuts.length + 1), `${entry.state.minibatch_size / entry.state.microbatch_size} of ${entry.state.microbatch_size}`, ...shown] };
   });
-  explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "samples/s>", "time a sample against the first>", "peak>", "above the bound>", "remark"], rows),
+  explorer.replace(root, ...explorer.table("Plans tried", ["compare", "plan", "schedule", "stages>", "micro-batches>", "step>", "samples/s>", "against the first>", "peak>", "above the bound>", "remark"], rows),
     make("p", { className: "why" }, "Mark two plans to see them side by side."));
 };
 
