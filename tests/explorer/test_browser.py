@@ -82,7 +82,10 @@ def test_a_cut_is_dragged_the_planner_asked_and_the_plan_saved(tmp_path: Path) -
         assert expected != begun
         # The same by keyboard, back and forth.
         browser.value("document.querySelector('.cut').focus()")
-        for key, step_ns in (("ArrowUp", begun), ("ArrowDown", expected)):
+        steps = {cut: session.plan(replace(first, cuts=(cut, 6))).prediction.step_ns for cut in (1, 2, 5)}
+        keys = [("ArrowUp", begun), ("End", steps[5]), ("Home", steps[1]), ("ArrowDown", steps[2])]
+        keys += [("ArrowDown", begun), ("ArrowDown", expected)]
+        for key, step_ns in keys:
             for kind in ("keyDown", "keyUp"):
                 browser.call("Input.dispatchKeyEvent", {"type": kind, "key": key, "code": key})
             browser.wait(f"{SHOWN_STEP} === {step_ns}")
