@@ -39,10 +39,10 @@ def job(names: tuple[str, ...], places: tuple[int, ...]) -> RankJob:
 def test_ranks_on_gpus_meet_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch warns, in the user's terminal, that it takes the current one."""
     met: list[object] = []
-    monkeypatch.setattr("torch.distributed.barrier", lambda device_ids: met.append(device_ids))
+    monkeypatch.setattr("torch.distributed.barrier", lambda _, device_ids: met.append(device_ids))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for backend in ("gloo", "nccl"):
-        monkeypatch.setattr("torch.distributed.get_backend", lambda backend=backend: backend)
+        monkeypatch.setattr("torch.distributed.get_backend", lambda _, backend=backend: backend)
         barrier()
     assert met == [None, [3]]
 
