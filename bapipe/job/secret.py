@@ -14,6 +14,9 @@ VARIABLE = "BAPIPE_JOB_SECRET"
 
 _NUM_BYTES = 32
 
+_LEAST_GIVEN = 16
+"""Least length of a secret that is given: who has seen a proof of a shorter one could try all of them."""
+
 
 def new_secret() -> bytes:
     """Returns a secret that nobody else knows."""
@@ -32,11 +35,17 @@ def job_secret() -> bytes:
     with a common home folder then need no setting.
 
     Raises:
-        BapipeError: the file can be read by others, or there is none and it cannot be written.
+        BapipeError: the variable is too short; or the file can be read by others, or there is none and it cannot be
+            written.
     """
-    given = os.environ.get(VARIABLE)
+    given = os.environ.get(VARIABLE, "").encode()
+    if 0 < len(given) < _LEAST_GIVEN:
+        raise BapipeError(
+            f"{VARIABLE} has {len(given)} characters, which can be guessed: set it to the same random text of at least "
+            f"{_LEAST_GIVEN} for all ranks, such as that of `openssl rand -hex 32`"
+        )
     if given:
-        return given.encode()
+        return given
     path = secret_path()
     try:
         if not path.exists():

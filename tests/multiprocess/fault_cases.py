@@ -95,7 +95,7 @@ class Ranks:
             if pid == 0:
                 os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-                os.environ["BAPIPE_JOB_SECRET"] = "of this test"
+                os.environ["BAPIPE_JOB_SECRET"] = "known to this test"
                 said, code = "crashed", 0
                 try:
                     prepare(rank)

@@ -180,7 +180,8 @@ def test_torchrun_restarts_a_killed_run_and_passes_on_a_signal(tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "of this test"},
+        env=os.environ
+        | {"PYTHONPATH": PYTHONPATH, "GLOO_SOCKET_IFNAME": "lo", "BAPIPE_JOB_SECRET": "known to this test"},
     )
     try:
         assert run.stdout is not None

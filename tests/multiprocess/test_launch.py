@@ -193,7 +193,7 @@ def _job(monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     given = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-             "BAPIPE_JOB_SECRET": "of this test"}  # fmt: skip
+             "BAPIPE_JOB_SECRET": "known to this test"}  # fmt: skip
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     return port
@@ -220,7 +220,7 @@ def test_a_rank_that_fails_before_it_joins_ends_the_others(monkeypatch: pytest.M
     def fail() -> None:
         while True:
             with suppress(ConnectionRefusedError):
-                JobStore(("127.0.0.1", port), b"of this test", 60.0).add("failed", 1)
+                JobStore(("127.0.0.1", port), b"known to this test", 60.0).add("failed", 1)
                 return
 
     failing = Thread(target=fail)
