@@ -40,9 +40,11 @@ def _tell(job: Job, reason: str, tell_s: float) -> None:
 
     index, size, end_s = job.rank, job.size, time.monotonic() + tell_s
     store = open_store(index, [""] * size, tell_s)
-    store.set(REFUSED, f"rank {index} on {socket.gethostname()} is refused: {reason}")
-    store.set(f"{HEARD}{index}", "")
-    store.add("failed", 1)
-    while index == 0 and time.monotonic() < end_s and not store.check([f"{HEARD}{other}" for other in range(size)]):
-        time.sleep(_ASK_AGAIN_S)
-    store.stop_serving()
+    try:
+        store.set(REFUSED, f"rank {index} on {socket.gethostname()} is refused: {reason}")
+        store.set(f"{HEARD}{index}", "")
+        store.add("failed", 1)
+        while index == 0 and time.monotonic() < end_s and not store.check([f"{HEARD}{other}" for other in range(size)]):
+            time.sleep(_ASK_AGAIN_S)
+    finally:
+        store.stop_serving()

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -62,6 +62,14 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
             the job's secret, or runs another version of bapipe.
         RunFailed: there is no answer for `timeout_s`.
     """
+    with ExitStack() as serving:
+        store = _joined_store(index, names, timeout_s, serving)
+        serving.pop_all()  # until the job ends; after an error the port is free at once
+    return store
+
+
+def _joined_store(index: int, names: Sequence[str], timeout_s: float, serving: ExitStack) -> JobStore:
+    """Returns the store as `open_store`; `serving` closes it."""
     if index >= len(names):
         raise BapipeError(
             f"RANK is {index} and WORLD_SIZE {len(names)}: a job numbers its ranks from 0; start it with torchrun, "
@@ -75,6 +83,8 @@ def open_store(index: int, names: Sequence[str], timeout_s: float) -> JobStore:
     try:
         # Under torchrun its agent has the port.
         server = serve(address, 0 if is_under_agent else port, secret) if index == 0 else None
+        if server is not None:
+            serving.callback(server.close)
         if is_under_agent:
             _num_opened[index] += 1
             agent = _store_of_agent(address, port, f"bapipe{len(names)}run{_num_opened[index]}", server, timeout_s)

@@ -1,5 +1,6 @@
 """Ranks of a job wait for one another by name, agree on who reports a failure, and refuse what differs."""
 
+import errno
 import os
 import re
 import socket
@@ -255,6 +256,24 @@ def test_a_rank_of_another_start_of_the_job_is_told_so(server: StoreServer, monk
         open_store(1, NAMES[:2], 1.0)
 
 
+def test_a_rank_that_cannot_join_its_own_store_frees_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("bapipe.job.rendezvous._join", unreachable)
+    monkeypatch.setattr("bapipe.job.rendezvous._OWN_S", 0.1)
+    monkeypatch.setattr("bapipe.job.rendezvous.job_secret", lambda: SECRET)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RunFailed, match=r"^rank 0 \(cpu0\) cannot reach its own store"):
+        open_store(0, NAMES[:2], 20.0)
+    with socket.socket() as connection:
+        assert connection.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
 def test_a_rank_that_dies_while_others_join_may_come_back(server: StoreServer) -> None:
     stores = [JobStore(("127.0.0.1", server.port), SECRET, 20.0) for _ in range(4)]
     assert [stores[rank].join(rank, 3) for rank in (0, 1)] == [JOINED, JOINED]
@@ -336,7 +355,11 @@ def test_an_address_that_nobody_has_is_named_with_the_systems_reason(
     monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=socket.gaierror(socket.EAI_NONAME, reason)))
     monkeypatch.setattr(rendezvous, "_OWN_S", 0.2)
     monkeypatch.setattr(rendezvous, "_listener_on_all", lambda port: socket.create_server(("127.0.0.1", 0)))
-    for name, value in (("MASTER_ADDR", "no-such-host.invalid"), ("MASTER_PORT", "29555"), (secrets.VARIABLE, "text")):
+    for name, value in (
+        ("MASTER_ADDR", "no-such-host.invalid"),
+        ("MASTER_PORT", "29555"),
+        (secrets.VARIABLE, "t" * 16),
+    ):
         monkeypatch.setenv(name, value)
     with pytest.raises(RunFailed) as caught:
         open_store(rank, NAMES, 0.2 if rank else 600.0)
@@ -397,7 +420,7 @@ def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: p
         f"rank 1 (gpu1) has joined the job at 127.0.0.1:{server.port} already, as another process: choose another "
         "MASTER_PORT for another job"
     )
-    monkeypatch.setenv(secrets.VARIABLE, "something else")
+    monkeypatch.setenv(secrets.VARIABLE, "known to another job")
     with pytest.raises(
         BapipeError, match=rf"^rank 2 \(gpu2\) and what it finds at 127.0.0.1:{server.port} do not have the same secret"
     ):
@@ -499,8 +522,11 @@ def test_the_users_secret_is_made_once_and_kept_from_others(tmp_path: Path, monk
         "/proc/nowhere/bapipe/job-secret: the job's secret cannot be kept there: No such file or directory; set "
         "BAPIPE_JOB_SECRET to the same random text for all ranks"
     )
-    monkeypatch.setenv(secrets.VARIABLE, "given")
-    assert job_secret() == b"given"
+    monkeypatch.setenv(secrets.VARIABLE, "sixteen letters.")
+    assert job_secret() == b"sixteen letters."
+    monkeypatch.setenv(secrets.VARIABLE, "fifteen letters")
+    with pytest.raises(BapipeError, match=r"^BAPIPE_JOB_SECRET has 15 characters, .* at least 16 for all ranks"):
+        job_secret()
 
 
 def test_a_rank_that_is_refused_ends_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +534,7 @@ def test_a_rank_that_is_refused_ends_the_others_at_once(monkeypatch: pytest.Monk
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, secrets.VARIABLE: "the job's"}
+    given = {"RANK": 0, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, secrets.VARIABLE: "j" * 16}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     said: list[str] = []

@@ -190,7 +190,7 @@ def _listening(processes: Sequence[LocalProcess]) -> Iterator[_Batches]:
         yield batches
     finally:
         leaves.set()
-        listener.join()
+        listener.join(_END_S)  # not for ever: a rank may be paused in a message, until it is ended
 
 
 def _follow(

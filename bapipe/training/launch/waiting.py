@@ -8,16 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
-
+from bapipe.job.lost_peer import COMMUNICATION
 from bapipe.job.sockets import OPEN_FILES, open_sockets, shut_down_connections
 
 _TICK_S = 0.5
 
 _UNLIMITED = timedelta(days=30)
-
-_COMMUNICATION = (str(Path(dist.__file__).parent), str(Path(__file__).parents[2] / "job"))
-"""Folders of code that waits for other ranks. A rank that waits elsewhere, as for data, is one that others wait for."""
 
 _CHECKPOINT = str(Path(__file__).parents[1] / "checkpoint")
 """Folder of code that waits for the thread that writes a checkpoint together with those of the other ranks."""
@@ -91,7 +87,7 @@ def _waits_for_rank(frame: FrameType | None, have_met: bool) -> bool:
     If the ranks `have_met` there since the last interval, that thread waits for a disk, not for a rank.
     """
     if frame is None or frame.f_code.co_filename != threading.__file__:
-        return frame is not None and frame.f_code.co_filename.startswith(_COMMUNICATION)
+        return frame is not None and frame.f_code.co_filename.startswith(COMMUNICATION)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     return not have_met and frame is not None and frame.f_code.co_filename.startswith(_CHECKPOINT)

@@ -21,7 +21,7 @@ from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line
 from bapipe.formats.cluster import Device
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.interfaces import check_interface, choose_interface
-from bapipe.job.lost_peer import is_lost_peer
+from bapipe.job.lost_peer import has_waited_too_long, is_lost_peer
 from bapipe.job.rendezvous import OtherRanks, Refused, open_store, outer_address, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.store import JobStore
@@ -234,7 +234,7 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
         return Failure(text=str(error), expected=False, lost_peer=is_lost_peer(root_cause(error)))
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
-    if any(sign in str(error) for sign in ("Timed out", "timed out", "timeout")) and isinstance(error, RuntimeError):
+    if has_waited_too_long(error):
         return waited_too_long(timeout_s)
     return Failure(text=one_line(error), expected=False, lost_peer=is_lost_peer(error))
 

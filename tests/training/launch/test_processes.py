@@ -1,15 +1,20 @@
 """What the parent of the ranks makes of what they tell, and of their silence."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from bapipe.errors import RunFailed
+from bapipe.job.groups import meet
 from bapipe.stop_signals import StopRequest
 from bapipe.training.launch import processes
 from bapipe.training.launch.processes import _Batches, _RankState
-from bapipe.training.launch.worker import RankJob, waited_too_long
+from bapipe.training.launch.worker import RankJob, _failure_of, waited_too_long
 
 
 class Runs:
@@ -64,3 +69,42 @@ def test_a_rank_that_cannot_tell_that_it_waits_may_be_silent_for_twice_as_long(
         RunFailed, match=rf"^rank 0 \(cpu0\) neither ended nor reported anything for {allowed_s} s: if a"
     ):
         processes._follow(ranks_of(job, 0.0), batches, job, None, StopRequest())
+
+
+def test_a_rank_that_is_paused_in_a_message_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_continued, has_ended = Event(), Event()
+
+    def receive(*_: object, **__: object) -> None:
+        is_continued.wait(20)
+        has_ended.set()
+
+    monkeypatch.setattr(processes, "receive", receive)
+    monkeypatch.setattr(processes, "_END_S", 0.1)
+    paused: Any = Runs(0)
+    paused.is_open = True
+    with processes._listening([paused]):
+        pass
+    assert not has_ended.is_set()
+    is_continued.set()
+
+
+def error_of(call: Callable[[], object]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return caught.value
+
+
+def in_the_users_code() -> None:
+    raise RuntimeError("timeout of my dataset")
+
+
+def test_only_communication_that_times_out_shows_that_another_rank_hangs() -> None:
+    waiting = error_of(lambda: meet(dist.HashStore(), 0, 2, timedelta(seconds=0.1)))
+    for error, timed_out in (
+        (waiting, True),
+        (dist.DistBackendError("NCCL communicator was aborted: timeout"), True),
+        (error_of(in_the_users_code), False),
+        (TimeoutError("timed out"), False),
+    ):
+        assert _failure_of(error, 60.0, None).timed_out == timed_out
+    assert _failure_of(error_of(in_the_users_code), 60.0, None).text == "RuntimeError: timeout of my dataset"
