@@ -153,8 +153,14 @@ def _locked(path: Path) -> int:
             raise BapipeError(f"{path} is a link, where bapipe makes a file: remove it if you trust the folder")
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise BapipeError(f"{path} is no regular file: remove it if you trust the folder")
+            if status.st_nlink > 1:
+                raise BapipeError(
+                    f"{path} is another name of a file elsewhere (a hard link), which would be overwritten: remove it "
+                    "if you trust the folder"
+                )
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The run before may have removed the file between the two calls: then its lock protects nothing.
             if _is_file(path, handle):

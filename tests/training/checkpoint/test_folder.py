@@ -176,6 +176,16 @@ def test_a_lock_that_is_a_link_is_refused_and_not_followed(tmp_path: Path, there
     assert (victim.read_text() == "precious") if there else not victim.exists()
 
 
+def test_a_lock_that_is_a_hard_link_is_refused_and_not_written_to(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "from-a-stranger"
+    victim.write_text("precious")
+    folder.mkdir()
+    (folder / ".lock").hardlink_to(victim)
+    with pytest.raises(BapipeError, match=r"\.lock is another name of a file elsewhere \(a hard link\)"):
+        convert(folder)
+    assert victim.read_text() == "precious"
+
+
 def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
     with pytest.raises(BapipeError, match="no regular file"), only_writer(tmp_path):
