@@ -23,7 +23,7 @@ from bapipe.equivalence.sample_dims import SampleDim, doubled
 from bapipe.errors import one_line
 from bapipe.module_state.python_state import state_restored
 from bapipe.module_state.reached_state import KeptState
-from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, quiet_fake_tensors
+from bapipe.torch_private.tensors import FakeTensor, FakeTensorMode, limit_fake_tensor_cache, quiet_fake_tensors
 
 
 class Means(NamedTuple):
@@ -158,6 +158,7 @@ class WeightsAhead:
         self._are_over_all = []
         with quiet_fake_tensors(), torch.no_grad(), state.restored():
             yield
+        limit_fake_tensor_cache()  # a number that changes from step to step makes every operator a new one
         self._changes = self._changes or state.obstacle
 
     def of(self, target: Tensor) -> Means | None:

@@ -123,6 +123,16 @@ def needs_values(error: Exception) -> bool:
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
+_MAX_CACHED_OPERATORS = 10_000
+"""Operators on fake tensors that torch may remember, at 1 to 3 KB each."""
+
+
+def limit_fake_tensor_cache() -> None:
+    """Lets torch forget operators on fake tensors if it remembers many: it never does, and numbers make them differ."""
+    if FakeTensorMode.cache_info().size > _MAX_CACHED_OPERATORS:
+        FakeTensorMode.cache_clear()
+
+
 @contextmanager
 def quiet_fake_tensors() -> Iterator[None]:
     """Keeps torch from writing tracebacks of errors that are dealt with, and that a recurrent layer must be a bug."""
