@@ -51,6 +51,14 @@ def uncounted(obstacle: str) -> str:
     return f"micro-batches count alike, but the loss weights them ({advice.reasons}): {advice.remedy}"
 
 
+_KEEPS_VALUES = (
+    "the loss keeps values from one call to the next, such as a running average, and is called for each micro-batch, "
+    "so these values depend on the number of micro-batches: choose the rate of the average for micro-batches, or plan "
+    "with one micro-batch"
+)
+"""Of a loss that is the mean over the halves of a batch as long as these values are the same."""
+
+
 def _of_obstacle(obstacle: str) -> _Advice:
     return _Advice(
         f"it is a mean by weights, which must be known before the outputs are, but its code {obstacle}",
@@ -114,11 +122,31 @@ def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch, labels: CodeLa
     if dims is None or not all(where.is_own or where.is_constant for where in dims):
         guess = [BY_ROWS if tensor.dim() else OF_BATCH for tensor in tensors_in(output)]
         return _model_over_parts(module, loss, batch, dims or guess, labels, _tolerance(output))
-    samples = Samples.of(output, dims, num)
+    ways, usual = [_unequal(Samples.of(output, dims, num))], (0, IGNORED_BY_TORCH)
     try:
-        return loss_over_halves(loss, [_unequal(samples)], batch.target, labels, (0, IGNORED_BY_TORCH))
+        fault = loss_over_halves(loss, ways, batch.target, labels, usual)
+        if fault is None or not _changes_what_it_keeps(loss, ways[0], batch.target):
+            return fault
+        forgetting = _forgetting(loss, module)
+        return loss_over_halves(forgetting, ways, batch.target, labels, usual) or _KEEPS_VALUES
     except Exception:  # on half of the samples; what the first ones of a run show remains
         return None
+
+
+def _changes_what_it_keeps(loss: Loss, samples: Samples, target: Tensor) -> bool:
+    with torch.no_grad():
+        one, other = (loss(samples.output(), target.clone()) for _ in range(2))
+    return not torch.equal(one, other)
+
+
+def _forgetting(loss: Loss, module: nn.Module) -> Loss:
+    """Returns a loss that keeps nothing from one call to the next."""
+
+    def forgetting(output: Any, target: Tensor) -> Tensor:
+        with state_of_loss(loss, module).restored():
+            return loss(output, target)
+
+    return forgetting
 
 
 def _dims_of(module: nn.Module, batch: Microbatch, output: Any) -> list[SampleDim] | None:

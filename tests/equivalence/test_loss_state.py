@@ -12,6 +12,7 @@ from bapipe.equivalence.check import Equivalence, Unchecked, example_microbatche
 from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.losses import loss_over_parts
+from bapipe.equivalence.outcome import Microbatch
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import CPU
 
@@ -93,6 +94,24 @@ def test_a_check_whether_a_loss_is_a_mean_leaves_what_it_keeps() -> None:
     loss_over_parts(network(), centered, MICROBATCHES[0])
     assert centered.num_calls == 0
     assert not centered.center.any()
+
+
+class Teacher(Centered):
+    """Compares with the target less the average, as DINO does with the outputs of its teacher."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = (output - target + self.center).square().mean()
+        self.center = 0.9 * self.center + 0.1 * target.mean(0, keepdim=True)
+        return loss
+
+
+def test_values_that_a_loss_keeps_are_the_reason_why_it_depends_on_how_a_batch_is_cut() -> None:
+    batch = Microbatch(inputs=(torch.randn(4, 6),), target=torch.randn(4, 3))
+    teacher = Teacher(in_place=False)
+    fault = loss_over_parts(network(), teacher, batch)
+    assert fault is not None
+    assert fault.startswith("the loss keeps values from one call to the next")
+    assert not teacher.center.any()
 
 
 class Averages(nn.Module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bapipe.equivalence.sample_dims import BY_ROWS
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.torch_device import CPU
 from bapipe.torch_private import tensors
@@ -19,7 +20,7 @@ def test_a_loss_with_another_number_in_each_step_does_not_fill_a_cache_of_torch(
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (factor * output - target).pow(2).mean()
 
-    ahead = WeightsAhead(loss, lambda outputs, target: loss(outputs[0], target), [torch.zeros(2, 4)], CPU)
+    ahead = WeightsAhead(loss, lambda outputs, target: loss(outputs[0], target), [torch.zeros(2, 4)], [BY_ROWS], CPU)
     sizes = []
     for step in range(40):
         factor = 1 + step / 100
