@@ -2,6 +2,7 @@
 
 import dis
 import inspect
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -40,9 +41,23 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 
 
 def assigned_names(module: nn.Module) -> frozenset[str]:
-    """Returns the names of the attributes that a forward of a module assigns, its own or those of other objects."""
-    steps = (step for function in forward_functions(module) for step in dis.get_instructions(function))
-    return frozenset(str(step.argval) for step in steps if step.opname == "STORE_ATTR")
+    """Returns the names of the attributes that a forward of a module assigns, its own or those of other objects.
+
+    Those are among them of which it assigns an item by a name, as of a dictionary: `self.kept["mean"] = ...`.
+    """
+    return frozenset(name for function in forward_functions(module) for name in _assigned(function))
+
+
+def _assigned(function: FunctionType) -> Iterator[str]:
+    before: list[dis.Instruction] = []
+    for step in dis.get_instructions(function):
+        if step.opname == "STORE_ATTR":
+            yield str(step.argval)
+        if step.opname == "STORE_SUBSCR" and [one.opname for one in before] == ["LOAD_ATTR", "LOAD_CONST"]:
+            owner, key = before
+            if isinstance(key.argval, str):  # a tensor is never indexed by one
+                yield str(owner.argval)
+        before = [*before[-1:], step]
 
 
 def assigns_attributes(module: nn.Module) -> bool:

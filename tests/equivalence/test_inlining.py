@@ -63,6 +63,37 @@ def test_a_plans_layers_tell_what_was_inlined(follows_sizes: bool) -> None:
     assert names(trace(module, [X])) == called
 
 
+class Centering(nn.Module):
+    """Keeps the mean in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor, *, back: bool) -> Tensor:
+        if back:
+            return x + self.kept["mean"]
+        self.kept["mean"] = x.mean(1, keepdim=True)
+        return x - self.kept["mean"]
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.a, self.b = Centering(), nn.Linear(NUM_CHANNELS, 4), nn.Linear(4, NUM_CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.center(self.b(self.a(self.center(x, back=False))), back=True)
+        return y[:, :HORIZON]
+
+
+def test_a_norm_that_keeps_statistics_in_a_dictionary_is_inlined() -> None:
+    module = Centered()
+    model = checked(module)
+    assert (names(model), model.inlined) == (["a", "b"], {"center"})
+    assert not module.center.kept
+
+
 class Outer(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -40,6 +40,13 @@ class Sets(nn.Module):
         return x
 
 
+class Holds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.held["first"] = x
+        x[0] = self.other["last"]
+        return x
+
+
 class Plain(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
@@ -54,9 +61,10 @@ def test_attributes_are_found_in_the_methods_that_a_forward_may_call() -> None:
 
 
 def test_modules_without_children_of_ones_own_may_be_inlined_if_they_assign() -> None:
-    made = [Derived(), Sets(), Plain(), nn.Linear(2, 2), nn.BatchNorm1d(2)]
-    assert [assigns_attributes(module) for module in made] == [True, True, False, False, False]
-    assert [may_be_inlined(module) for module in made] == [True, True, False, False, False]
+    made = [Derived(), Sets(), Holds(), Plain(), nn.Linear(2, 2), nn.BatchNorm1d(2)]
+    assert [assigns_attributes(module) for module in made] == [True, True, True, False, False, False]
+    assert [may_be_inlined(module) for module in made] == [True, True, True, False, False, False]
+    assert assigned_names(Holds()) == {"held"}
     with_child = Derived()
     with_child.child = nn.Identity()
     assert not may_be_inlined(with_child)
