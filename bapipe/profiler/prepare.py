@@ -12,6 +12,7 @@ from bapipe.formats.settings import Settings
 from bapipe.module_state.modes import enter_training_mode, idle_dropout
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
+from bapipe.module_state.unregistered import unregistered_parameters
 from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
@@ -71,9 +72,9 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
         if move:
             module.to(device)
         enter_training_mode(module)
-        idle = idle_dropout(module)
-        if idle is not None:
-            _log.warning("%s", idle)
+        for fault in (idle_dropout(module), unregistered_parameters(module)):
+            if fault is not None:
+                _log.warning("%s", fault)
         if settings.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         module.zero_grad()

@@ -41,6 +41,9 @@ class Sets(nn.Module):
 
 
 class Holds(nn.Module):
+    held: dict[str, torch.Tensor]
+    other: dict[str, torch.Tensor]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.held["first"] = x
         x[0] = self.other["last"]
