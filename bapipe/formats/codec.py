@@ -1,6 +1,7 @@
 """Reads and writes the three kinds of files: version header, and errors with the path inside the file."""
 
 import hashlib
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +14,9 @@ from bapipe.formats.files import naming_file, read_limited, write_bytes
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.strict_json import decode_fields, decode_json
+from bapipe.printable import printable
+
+_log = logging.getLogger(__name__)
 
 File = ModelProfile | Cluster | Plan
 T = TypeVar("T", ModelProfile, Cluster, Plan)
@@ -111,7 +115,9 @@ def kind_in_words(text: bytes) -> str | None:
 def read_any(path: Path) -> File:
     """Returns the profile, cluster or plan in the file at `path`; errors begin with the path."""
     with naming_file(path):
-        return decode(read_limited(path))
+        value = decode(read_limited(path))
+    _warn_of_other_order(path, value)
+    return value
 
 
 def read(path: Path | str, want: type[T]) -> T:
@@ -124,7 +130,19 @@ def read(path: Path | str, want: type[T]) -> T:
         raise BapipeError(f"{want!r} is no kind of file: want ModelProfile, Cluster or Plan")
     path = Path(path)
     with naming_file(path):
-        return decode_as(read_limited(path), want)
+        value = decode_as(read_limited(path), want)
+    _warn_of_other_order(path, value)
+    return value
+
+
+def _warn_of_other_order(path: Path, value: object) -> None:
+    """Warns of a plan, as one that was edited by hand, whose actions are not in the order of the schedule it names."""
+    if isinstance(value, Plan) and not value.follows_its_schedule:
+        _log.warning(
+            "%s: its `order` is not that of the schedule '%s' that it names: ranks run the order",
+            path,
+            printable(value.schedule),
+        )
 
 
 def write(path: Path | str, value: File) -> None:

@@ -244,6 +244,14 @@ class Plan(
         )
 
     @property
+    def follows_its_schedule(self) -> bool:
+        """Whether `order` is that of the schedule that the plan names; also of a name that is no such schedule's."""
+        try:
+            return self._named_table().order == self.table.order
+        except InvalidFile:
+            return True
+
+    @property
     def compute_settings(self) -> Settings:
         """The settings of the profiled model, or the default ones if the plan does not say."""
         return Settings() if self.settings is msgspec.UNSET else self.settings

@@ -44,6 +44,28 @@ def plan(profile: ModelProfile, cluster: Cluster) -> Plan:
     return plan_step_time({"a": profile}, cluster, PlanOptions(minibatch_size=4, num_stages=2))
 
 
+def test_a_plan_whose_order_is_not_that_of_its_schedule_is_told(
+    plan: Plan, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The orders are written by hand: two stages, three micro-batches of which each device runs 1F1B, or GPipe."""
+    one_f_one_b = "0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"
+    gpipe = "0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"
+    told = []
+    for schedule, orders in (("1f1b", one_f_one_b), ("1f1b", gpipe), ("gpipe", gpipe), ("search", gpipe)):
+        sizes = {"minibatch_size": 3, "microbatch_size": 1, "num_microbatches": 3}
+        made = json.loads(encode(plan)) | sizes | {"schedule": schedule, "order": [order.split() for order in orders]}
+        for name in ("prediction", "certificate", "alternatives"):
+            made.pop(name, None)
+        (tmp_path / "plan.json").write_text(json.dumps(made))
+        for read_it in (read_any, partial(read, want=Plan)):
+            caplog.clear()
+            found = read_it(tmp_path / "plan.json")
+            assert isinstance(found, Plan)
+            assert [list(actions) for actions in found.order] == made["order"]
+            told.append("its `order` is not that of the schedule '1f1b'" in caplog.text)
+    assert told == [False, False, True, True, False, False, False, False]
+
+
 def test_decode_reverses_encode(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:
     for value in (profile, cluster, plan):
         assert decode(encode(value)) == value
