@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bapipe.equivalence.cut_gradients import check_gradients
 from bapipe.equivalence.outcome import Loss, Microbatch, check_scalar
 from bapipe.equivalence.own_attributes import OwnAttributes
 from bapipe.errors import InvalidModel
@@ -54,8 +55,8 @@ class Stage:
     Attributes:
         recomputation: the module, if its forward runs again in the backward; None if not.
         of_layers: what runs some layers again, if only these are recomputed; None if not.
-        needs_gradient: with recomputation, for each output whether it has a gradient, which the first forward cannot
-            say.
+        needs_gradient: for each output whether the next stage sends a gradient back; empty if it does where the
+            output has one.
         can_split: says of a backward whether it is run as I and W; None if the plan has whole backwards.
     """
 
@@ -65,6 +66,11 @@ class Stage:
     of_layers: LayersRecomputation | None = None
     needs_gradient: tuple[bool, ...] = ()
     can_split: CanSplit | None = None
+
+    def check_gradients(self, outputs: Sequence[Tensor]) -> None:
+        """Raises InvalidModel if an output has a gradient that the next stage does not send back."""
+        if self.needs_gradient:
+            check_gradients(self.tensors.outputs, outputs, self.needs_gradient)
 
 
 class StageFailed(Exception):
@@ -157,6 +163,8 @@ class StagesPass:
                 restore_global_generators(self.generators[index])
                 outputs = run_stage(self.stages[index], self.received[index], self.loaded[index])
                 loss = self.loss_of(outputs) if is_last else loss
+            if not is_last:
+                self.stages[index].check_gradients(outputs)
         if is_last:
             return [loss.clone()], None  # I detaches what it starts from
         pairs = [
@@ -205,6 +213,8 @@ def forward_of(
         try:
             with own_attributes.of(place):
                 outputs = _first_forward(stage, received, loaded, index)
+            if place + 1 < len(stages):
+                stage.check_gradients(outputs)
         except InvalidModel as error:
             if place + 1 == len(stages):
                 raise

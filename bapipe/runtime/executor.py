@@ -20,7 +20,7 @@ from bapipe.equivalence.outcome import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.collectives_check import FirstForwards
-from bapipe.runtime.local_stage import LocalStage, check_outputs
+from bapipe.runtime.local_stage import LocalStage, check_gradients_of_outputs, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for
 from bapipe.runtime.model_errors import model_errors
@@ -163,7 +163,7 @@ class ScheduleExecutor:
         self._post_here(torch_stage, "get_fwd_send_ops", End.SEND, is_forward=True)
         self._post_here(torch_stage, "get_bwd_recv_ops", End.RECEIVE, is_forward=False)
         self._post_here(torch_stage, "get_bwd_send_ops", End.SEND, is_forward=False)
-        recompute = self._recompute_forward(torch_stage) if stage.recompute else None
+        recompute = self._recompute_forward(torch_stage, stage) if stage.recompute else None
         self._wrap_forward(torch_stage, stage)
         self._wrap_backward(torch_stage, stage, recompute)
         self._wrap_weight(torch_stage, stage)
@@ -185,7 +185,7 @@ class ScheduleExecutor:
 
         setattr(torch_stage, name, posted)
 
-    def _recompute_forward(self, torch_stage: PipelineStage) -> Callable[[int], Tensor | None]:
+    def _recompute_forward(self, torch_stage: PipelineStage, stage: LocalStage) -> Callable[[int], Tensor | None]:
         """Makes F keep only its inputs; returns a function that runs the F of a micro-batch again.
 
         That function returns the loss on the last stage, None on others. The first F runs without an autograd graph.
@@ -216,6 +216,7 @@ class ScheduleExecutor:
             with module.recomputing(microbatch):
                 output = original(microbatch, args, kwargs, save_forward_output=False)
             if not torch_stage.is_last:
+                check_gradients_of_outputs(stage, output)  # the first F had no graph
                 return None
             assert isinstance(self._loss, RecomputedStage)
             with self._loss.recomputing(microbatch):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from bapipe.equivalence.cut_gradients import check_gradients
 from bapipe.errors import InvalidModel
 from bapipe.torch_device import dtype_name
 
@@ -38,7 +39,10 @@ class LocalStage:
 
 
 def check_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
-    """Raises InvalidModel unless a stage returned tensors of the shapes and types that the next one expects."""
+    """Raises InvalidModel unless a stage returned tensors of the shapes and types that the next one expects.
+
+    One that needs a gradient, for which the next stage sends none back, is an error too.
+    """
     for name, output, example in zip(stage.output_names, outputs, stage.outputs, strict=False):
         if output.shape != example.shape or output.dtype != example.dtype:
             raise InvalidModel(
@@ -47,3 +51,10 @@ def check_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
                 "depends on the data cannot cross a cut; plan another cut, or make the module around it one layer "
                 "(`leaf_modules`)"
             )
+    check_gradients_of_outputs(stage, outputs)
+
+
+def check_gradients_of_outputs(stage: LocalStage, outputs: Sequence[Tensor]) -> None:
+    """Raises InvalidModel if an output needs a gradient that the next stage does not send back."""
+    if stage.output_names:
+        check_gradients(stage.output_names, outputs, [example.requires_grad for example in stage.outputs])
