@@ -16,6 +16,7 @@ from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
 from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.structure import add_structure_check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +265,7 @@ def _instrument(
             running = layer
         gradients.enter(node)
         copy[node] = graph.node_copy(node, copy.__getitem__)
+        add_structure_check(graph, node, copy[node], model.layer_of.get(node, ""))
         if layer is not None and node in name_of:
             graph.call_function(record, (layer, name_of[node], copy[node]))
     return ModesModule(model.module, graph)

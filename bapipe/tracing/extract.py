@@ -15,6 +15,7 @@ from bapipe.tracing.model import TracedModel
 from bapipe.tracing.randomness import is_random, runs_other_code
 from bapipe.tracing.recorded_functions import plain_function
 from bapipe.tracing.sizes import StageSizes, copy_node, is_size
+from bapipe.tracing.structure import add_structure_check
 
 BeforeRandom = Callable[[str, bool], None]
 """(the operator's name, whether it runs code from outside torch, which may draw from generators of Python and numpy)"""
@@ -190,6 +191,7 @@ class _Extraction:
             if other_code or is_random(self._model.module, node):
                 self._graph.call_function(self._before_random, (node.name, other_code))
         self._env[node] = copy_node(self._graph, node, self._env.__getitem__, self._device)
+        add_structure_check(self._graph, node, self._env[node], self._model.layer_of.get(node, ""))
         return self._env[node]
 
     def _source(self, node: fx.Node) -> fx.Node:

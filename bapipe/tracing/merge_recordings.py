@@ -13,6 +13,7 @@ from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref
 from bapipe.tracing.sizes import BATCH_SIZES, TensorShape
+from bapipe.tracing.structure import STRUCTURE
 
 Three = tuple[Any, Any, Any]
 """A value at the two batch sizes, and at the one that checks."""
@@ -110,6 +111,8 @@ class _Graph:
         if call.shape is not None and call.op != "get_attr":
             assert three[1].shape is not None
             self.sizes[node] = (TensorShape(call.shape), TensorShape(three[1].shape))
+        if call.structure is not None and all(other.structure == call.structure for other in three):
+            node.meta[STRUCTURE] = call.structure
         if call.no_grad:
             node.meta[NO_GRAD] = True
         if call.autocast is not None:

@@ -61,6 +61,7 @@ from bapipe.tracing.seeding import (
     mark_default_generator,
     seeding_noticed,
 )
+from bapipe.tracing.structure import structure
 
 _UNDER_VMAP = Reason(
     "it calls a function under torch.func.vmap or grad",
@@ -248,6 +249,7 @@ class _Recorder(TorchFunctionMode):
             no_grad=self._grad and not torch.is_grad_enabled(),
             autocast=autocast[0] if autocast else None,
             shape=tuple(result.shape) if isinstance(result, Tensor) else None,
+            structure=None if layer is None or isinstance(result, Tensor) else structure(result),
             shares=tuple(dict.fromkeys(self._ref(tensor).index for tensor in shares)),
             writes=tuple(dict.fromkeys(self._ref(tensor).index for tensor in written)),
             returns_written=any(leaf is tensor for leaf in leaves for tensor in written),

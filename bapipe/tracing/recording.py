@@ -57,6 +57,7 @@ class Call:
         no_grad: gradients were off.
         autocast: the mode of autocast, if that was not the mode of the whole recording.
         shape: of its result, if that is a tensor.
+        structure: of a layer's result, if that is nested.
         shares: earlier results whose memory its result shares.
         writes: earlier results that it wrote to.
         returns_written: it returned a tensor that it wrote to.
@@ -72,6 +73,7 @@ class Call:
     no_grad: bool = False
     autocast: Autocast | None = None
     shape: tuple[int, ...] | None = None
+    structure: Any = None
     shares: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     returns_written: bool = False

@@ -1,0 +1,59 @@
+"""Layers that return another number of values than when the model was traced."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from bapipe.errors import LayerFailed
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.tracing.structure import structure
+from tests.multiprocess.runtime_cases import make_plan
+
+Y = torch.randn(4, 3)
+
+
+class Halting(nn.Module):
+    """Returns its states until one is large: one or two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y = torch.tanh(x @ self.weight)
+        return [y, torch.tanh(y @ self.weight)] if x.max() > 4 else [y]
+
+
+class Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halting, self.last = Halting(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(sum(self.halting(x)))
+        return output
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute", [(), (0,)])
+@pytest.mark.parametrize(("traced", "later"), [(1, 2), (2, 1)])
+def test_a_layer_that_returns_another_number_of_values_ends_the_step(
+    traced: int, later: int, recompute: tuple[int, ...]
+) -> None:
+    examples, other = (torch.zeros(4, 3), torch.full((4, 3), 5.0))[:: 1 if traced == 1 else -1]
+    order = [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]
+    plan = make_plan(["halting", "last"], (1,), (0, 0), order, 2, 2, recompute=recompute)
+    pipeline = Pipeline(Summing(), plan, loss=mse_loss, inputs=(examples,), check=False)
+    pipeline.step(examples, target=Y)
+    now, before = (", ".join(["tensor"] * count) for count in (later, traced))
+    message = rf"layer 'halting' returned \[{now}\], and \[{before}\] when the model was traced: make it and what uses"
+    with pytest.raises(LayerFailed, match=message):
+        pipeline.step(other, target=Y)
+
+
+def test_a_structure_says_what_is_where() -> None:
+    one = torch.ones(())
+    assert structure((one, [None, 3], {"a": one})) == ["tensor", ["None", "value"], {"a": "tensor"}]
+    assert structure({"b": one, "a": None}) == structure({"a": None, "b": one})
+    assert structure(()) != structure(((),))
