@@ -6,10 +6,18 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any
 
+_READS_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+
 
 def names_in(function: Any) -> list[str]:
     """Returns the names of functions and attributes in a function written in Python."""
     return [name for code in _codes(getattr(function, "__code__", None)) for name in code.co_names]
+
+
+def globals_in(function: Any) -> list[str]:
+    """Returns the names of global variables that a function written in Python reads."""
+    codes = _codes(getattr(function, "__code__", None))
+    return [one.argval for code in codes for one in dis.get_instructions(code) if one.opname in _READS_GLOBALS]
 
 
 def numbers_in(function: Any) -> list[int]:

@@ -218,17 +218,17 @@ class KeptState:
         """Returns what code may reach of an object; what a class gives its objects in another form is left out."""
         own = vars(one).items()
         values = {name: value for name, value in own if not isinstance(one, type) or not hasattr(value, "__get__")}
-        named = {**_methods(one if isinstance(one, type) else type(one)), **values}
+        named = {**methods_of(one if isinstance(one, type) else type(one)), **values}
         return [value for name, value in named.items() if self._is_named(one, name)]
 
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
         has_classes_of_the_user = isinstance(one, type | ModuleType | nn.Module)
-        is_of_python = not has_classes_of_the_user and any(map(_is_of_a_library, _modules_of(type(one))))
+        is_of_python = not has_classes_of_the_user and any(map(is_of_a_library, _modules_of(type(one))))
         return (
             name in self._names
             or is_of_python
-            or (name.startswith("__") and name not in _NOT_USED and name in _methods(type(one)))
+            or (name.startswith("__") and name not in _NOT_USED and name in methods_of(type(one)))
         )
 
     def _follow_tensor(self, tensor: Tensor) -> None:
@@ -253,10 +253,10 @@ class KeptState:
                 self._meet(f"a module of type {type(module).__name__}, which holds much")
         for part in own:
             self._follow(type(part))
-            self._follow_all(_methods(type(part)).values())
+            self._follow_all(methods_of(type(part)).values())
 
     def _follow_function(self, function: FunctionType) -> None:
-        if _is_of_a_library(function.__module__):
+        if is_of_a_library(function.__module__):
             return
         self._names.update(names_in(function))
         self._restores.append(partial(_update, vars(function), dict(vars(function))))
@@ -318,9 +318,9 @@ def is_plain(one: object) -> bool:
     return hasattr(one, "__dict__") and type(one).__basicsize__ == _Plain.__basicsize__
 
 
-def _methods(kind: type) -> dict[str, object]:
+def methods_of(kind: type) -> dict[str, object]:
     """Returns the functions of a class and its bases, but for those of libraries, by name."""
-    classes = (one for one in reversed(kind.__mro__) if not _is_of_a_library(one.__module__))
+    classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one.__module__))
     found = {name: value for one in classes for name, value in vars(one).items()}
     return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
 
@@ -333,7 +333,7 @@ def _function_of(value: object) -> object:
     return function if isinstance(function, FunctionType) else None
 
 
-def _is_of_a_library(module: str | None) -> bool:
+def is_of_a_library(module: str | None) -> bool:
     """Returns whether code is torch's, bapipe's or Python's own."""
     top = (module or "").partition(".")[0]
     return top in ("torch", "bapipe") or top in sys.stdlib_module_names
@@ -346,7 +346,7 @@ def is_of_the_user(module: str) -> bool:
     """
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not (_is_of_a_library(module) or is_installed)
+    return not (is_of_a_library(module) or is_installed)
 
 
 def _holds_little(module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ from bapipe.runtime.same_model import check_same_model
 from bapipe.runtime.settings_check import check_autocast, check_optimizers, check_settings
 from bapipe.runtime.shared_buffers import SharedBuffers
 from bapipe.runtime.stage_state import StageState
-from bapipe.runtime.traced_numbers import TracedNumbers
+from bapipe.runtime.traced_values import TracedValues
 from bapipe.schedules.table import Action, Schedule
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device, move_tensors
@@ -166,7 +166,7 @@ class Pipeline:
             )
         self._split, self._fault_of_one = cut.trained, cut.fault_of_one
         sample_dims = sample_dims_of_model(self._split) if self.needs_target else ()  # while the module has all layers
-        self._traced_numbers = TracedNumbers(self._split.model)
+        self._traced_values = TracedValues(self._split.model)
         self._shared_buffers = SharedBuffers(self._split, self.stages)
 
         check_same_model(self._split.model, loss, group)
@@ -334,7 +334,7 @@ class Pipeline:
                 "for inputs of the planned size"
             )
         self._optimizers.check_frozen()
-        self._traced_numbers.warn_of_changes()
+        self._traced_values.warn_of_changes()
         self._size = 0 if bucket is None else bucket + 1  # the first is for inputs of the planned size
         executor, expected = connected.executors[self._size], self._expected[self._size]
         given = by_name(inputs, self.input_names)

@@ -202,6 +202,34 @@ def test_an_attribute_that_a_loop_changes_is_named_once(caplog: pytest.LogCaptur
     ]
 
 
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.layer = {"mode": "plain", "scale": 2.0}, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y if self.config["mode"] == "plain" else -y
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_setting_that_a_loop_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(Configured(), nn.Tanh())
+    plan = make_plan(["0.layer", "1"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,))
+    pipeline.step(X, target=Y)
+    module[0].config = {"mode": "plain", "scale": 2.0}  # type: ignore[assignment]
+    pipeline.step(X, target=Y)
+    assert not caplog.messages
+    module[0].config = None  # type: ignore[assignment]
+    pipeline.step(X, target=Y)
+    pipeline.step(X, target=Y)
+    assert caplog.messages == [
+        "the attribute '0.config' was an object of type dict when the model was traced and is None now: stages compute "
+        "with the first value. If a forward reads it, make its module one layer (`leaf_modules`)"
+    ]
+
+
 @pytest.mark.usefixtures("alone")
 def test_what_is_no_tensor_or_learning_rate_is_refused() -> None:
     pipeline = pipelined()
