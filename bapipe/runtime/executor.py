@@ -234,7 +234,8 @@ class ScheduleExecutor:
         original = torch_stage.forward_one_chunk
 
         def forward(microbatch: int, args: tuple[Any, ...], kwargs: Any = None, **options: Any) -> Any:
-            loaded = {name: self._arguments[name][microbatch] for name in stage.arguments}
+            args = tuple(map(_with_own_version, args))
+            loaded = {name: _with_own_version(self._arguments[name][microbatch]) for name in stage.arguments}
             action = Action(stage.index, Phase.FORWARD, microbatch)
             call = partial(original, microbatch, args, loaded, **options)
             errors = model_errors(action, stage.module, recompute=stage.recompute)
@@ -413,6 +414,16 @@ class ScheduleExecutor:
         loss = value.to(torch.promote_types(value.dtype, torch.float32))
         share = loss / self._schedule.num_microbatches
         return share if self.loss_scale == 1.0 else share * self.loss_scale
+
+
+def _with_own_version(value: Any) -> Any:
+    """Returns a micro-batch of an input of the model, on the same memory, that counts writes to itself alone.
+
+    All micro-batches are slices of one tensor, and torch counts their writes together: a layer that changes its input
+    in place would seem to change what autograd has saved of earlier ones. One that requires gradients cannot be changed
+    in place.
+    """
+    return value.data if isinstance(value, Tensor) and not value.requires_grad else value
 
 
 def _range(target: Tensor) -> str:

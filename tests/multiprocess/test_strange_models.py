@@ -288,3 +288,26 @@ def test_group_norms_in_channels_last_memory_run_i_and_w_apart() -> None:
     pipeline.step(x, target=y)
     for name, parameter in pipeline.named_parameters().items():
         torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+
+
+class Halves(nn.Module):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.5)
+
+
+@pytest.mark.parametrize("recompute", [(), (0,)])
+@pytest.mark.usefixtures("alone")
+def test_a_first_layer_may_change_the_input_with_several_forwards_in_flight(recompute: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Halves(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    x, y = torch.randn(6, 4).double(), torch.randn(6, 4).double()
+    whole = copy.deepcopy(module)
+    mse_loss(whole(x.clone()), y).backward()
+    order = [f"{phase}{m}" for phase in ("0F", "1F", "1B", "0B") for m in range(3)]
+    plan = make_plan(["0", "1", "2", "3"], (2,), (0, 0), [order], 2, 3, recompute=recompute)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=[x.clone()], optimizer=sgd(0.0))
+    pipeline.step(x, target=y)
+    for name, parameter in pipeline.named_parameters().items():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
