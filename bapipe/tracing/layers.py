@@ -43,6 +43,7 @@ from bapipe.tracing.sizes import (
     is_size,
     observe_sizes,
 )
+from bapipe.tracing.sparse_constants import check_constants_dense
 
 OPERATOR = "op:"
 """Prefix of the name of a layer that is one operator."""
@@ -83,8 +84,8 @@ def trace(
             modules do, unless they cannot be traced, or are leaf modules.
 
     Raises:
-        InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, or has trained
-            parameters in memory that other parameters or buffers share.
+        InvalidModel: the module cannot be traced, has no layers, returns values that are not tensors, uses sparse
+            constants, or has trained parameters in memory that other parameters or buffers share.
     """
     with state_restored(module):
         paths = matching_paths(module, leaf_modules)
@@ -99,6 +100,7 @@ def trace(
             with autocast_of_training(autocast):
                 captured = _captured_with_sizes(captured, module, inputs, paths, check_size, frozenset(inlined), error)
             model = _traced(module, captured, inputs, operator_layers, check_size)
+        check_constants_dense(model)
         check_shared_memory(model)
         return model
 
