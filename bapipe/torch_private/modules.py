@@ -39,6 +39,11 @@ def is_exported(module: nn.Module) -> bool:
     return isinstance(module, _StatefulGraphModule)
 
 
+def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Callable[..., object]], ...]:
+    """Returns the hooks that a forward of a module runs, before and after it, by their numbers."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 def hooks_of(module: nn.Module) -> list[Callable[..., object]]:
     """Returns the hooks that a call of a module runs, forward or backward."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -7,9 +7,10 @@ Numbers that come from shapes are recorded as they are at that batch size; `merg
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from types import CellType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from bapipe.module_state.python_random import (
 )
 from bapipe.module_state.python_state import generators_kept
 from bapipe.torch_device import CPU
+from bapipe.torch_private.modules import forward_hooks_of
 from bapipe.torch_private.tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -137,7 +139,27 @@ def _copy_without_values(module: nn.Module, device: torch.device, names: dict[in
     for generator in generators_kept(module).values():
         if isinstance(generator, torch.Generator):  # copies need tensors with values; `generators_watched` restores it
             memo[id(generator)] = generator
-    return copy.deepcopy(module, memo)
+    own = copy.deepcopy(module, memo)
+    for part in own.modules():
+        for hooks in forward_hooks_of(part):
+            hooks.update({number: _of_copy(hook, memo) for number, hook in hooks.items()})
+    return own
+
+
+def _of_copy(hook: Callable[..., Any], memo: Mapping[int, Any]) -> Callable[..., Any]:
+    """Returns a hook with copies in place of what its closure and its defaults hold of a module that was copied.
+
+    Copying does not copy functions: what such a hook keeps, the forward of the copy would not find.
+    """
+    if not isinstance(hook, FunctionType):
+        return hook
+
+    def copied(value: Any) -> Any:
+        return memo.get(id(value), value)
+
+    cells = tuple(CellType(copied(cell.cell_contents)) for cell in hook.__closure__ or ())
+    defaults = None if hook.__defaults__ is None else tuple(map(copied, hook.__defaults__))
+    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, cells or None)
 
 
 class _Recorder(TorchFunctionMode):
