@@ -14,8 +14,10 @@ from bapipe.printable import shortened
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
+from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.recording import in_words
 from bapipe.tracing.structure import add_structure_check
 
 
@@ -52,6 +54,10 @@ class TrainingPass:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def num_samples(self) -> int:
+        return self.target.shape[0] if self.target.dim() else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,7 +213,7 @@ def check_loss(loss: Tensor) -> None:
 
 def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Exception) -> InvalidModel:
     """Returns the error that says which layer failed in which phase, and what may help."""
-    size = training_pass.target.shape[0] if training_pass.target.dim() else 0
+    size = training_pass.num_samples
     if is_out_of_memory(error):
         return InvalidModel(
             f"layer '{name}' ran out of memory in its {phase} at micro-batch size {size}: measure smaller "
@@ -222,6 +228,24 @@ def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Excep
     return InvalidModel(
         f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}: {first_line(error)}"
     )
+
+
+def own_failure(training_pass: TrainingPass, error: InvalidModel) -> InvalidModel | None:
+    """Returns the error that says how the model's own code fails, where one of its layers, traced, has failed.
+
+    None if it does not, or if that is what `error` says.
+    """
+    try:
+        with training_pass.autocast_context():
+            training_pass.model.root(*training_pass.inputs)
+    except Exception as failed:  # whatever the model's own code raises
+        if first_line(failed) in str(error) or is_out_of_memory(failed):
+            return None
+        name, line = type(training_pass.model.root).__name__, failed_line(failed) or ""
+        return InvalidModel(
+            f"{name} itself fails at micro-batch size {training_pass.num_samples}: {in_words(failed)}{line}"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

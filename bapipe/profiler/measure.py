@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.module_state.python_random import generators_restored
 from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
-from bapipe.profiler.instrument import TrainingPass
+from bapipe.profiler.instrument import TrainingPass, own_failure
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_profiles import layer_profiles
@@ -186,10 +186,16 @@ class _Method:
         if self.layer_by_layer:
             parts.begin(f"layers one by one at micro-batch size {size}", NUM_PARTS_PER_SIZE)
             return measure_isolated(training_pass, self.seconds, self.target_spread, self.exhaustive)
-        parts.begin(f"times at micro-batch size {size}")
-        times = time_layers(training_pass, self.seconds, self.target_spread, self.exhaustive)
-        parts.begin(f"memory at micro-batch size {size}")
-        return times, layer_memory(training_pass)
+        try:
+            parts.begin(f"times at micro-batch size {size}")
+            times = time_layers(training_pass, self.seconds, self.target_spread, self.exhaustive)
+            parts.begin(f"memory at micro-batch size {size}")
+            return times, layer_memory(training_pass)
+        except InvalidModel as error:
+            itself = own_failure(training_pass, error)
+            if itself is None:
+                raise
+            raise itself from error
 
 
 def _training_pass(model: TracedModel, loss: Loss, batch: Sequence[Tensor], settings: Settings) -> TrainingPass:

@@ -157,6 +157,30 @@ def test_a_batch_that_does_not_fit_in_memory() -> None:
         profile(nn.Sequential(nn.Linear(6, 5)), 6, sizes=(10**15,))
 
 
+class FailsItself(nn.Module):
+    """Fails after it has read a shape, behind which a number is used in another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = self.a(x).shape
+        z: Tensor = self.b(x.permute(0, 2, 1)).reshape(rows, width)
+        return z
+
+
+def test_what_a_model_itself_raises_is_said() -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(RuntimeError) as plain:
+        FailsItself()(x)
+    line = FailsItself.forward.__code__.co_firstlineno + 2
+    expected = f"FailsItself itself fails at micro-batch size 4: RuntimeError: {plain.value} ({__name__}, line {line}: "
+    with pytest.raises(InvalidModel) as refused:
+        profile(FailsItself(), 6)
+    assert str(refused.value).startswith(expected)
+
+
 def test_an_error_in_a_backward_names_the_layer() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
