@@ -1,5 +1,7 @@
 """Text for people: names with escapes for what a terminal would obey or nobody could see, and lists of a few."""
 
+from collections.abc import Sequence
+
 MAX_CHARS = 400
 """Longest name that is shown whole."""
 
@@ -39,3 +41,10 @@ def counted(number: int, what: str) -> str:
     """Returns how many there are of something, such as "1 layer" and "2,000 layers"; "batch" makes "batches"."""
     ending = "" if number == 1 else "es" if what.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number:,} {what}{ending}"
+
+
+def are_one_layer(paths: Sequence[str], kind: str) -> str:
+    """Says that modules of one class are one layer each."""
+    if len(paths) == 1:
+        return f"'{paths[0]}' is one layer"
+    return f"'{paths[0]}' and {len(paths) - 1:,} more of class {kind} are one layer each"

@@ -14,6 +14,7 @@ from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import state_restored
 from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.printable import are_one_layer
 from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason
@@ -107,8 +108,8 @@ def _next_choice(module: nn.Module, model: TracedModel, result: Unchecked | Diff
     if not larger:
         raise InvalidModel(f"the split model would not train as the original does: {result}{_advice(result)}")
     reason = Reason(f"split, it would differ from the original: {result}", result.cause.to_cut)
-    for path in larger:
-        _log.warning("'%s' is one layer: %s", path, reason.with_advice)
+    kind = type(module.get_submodule(larger[0])).__name__
+    _log.warning("%s: %s", are_one_layer(larger, kind), reason.with_advice)
     return replace(choice, reasons={**choice.reasons, **dict.fromkeys(larger, reason)})
 
 

@@ -102,11 +102,20 @@ def traced(
         if fault is not None:
             _log.warning("%s", fault)
             notes[LOSS_OVER_PARTS] = fault
-    one_layer = {path: reason.with_advice for path, reason in model.leaf_reasons.items()}
+    one_layer = {
+        path: reason.with_advice
+        for path, reason in model.leaf_reasons.items()
+        if _has_several_layers(module.get_submodule(path))
+    }
     notes |= {ONE_LAYER: one_layer} if one_layer else {}
     shared = shared_changing_buffers(model)
     notes |= {SHARED_BUFFERS: {name: list(layers) for name, layers in shared.items()}} if shared else {}
     return TracedForProfile(model=model, notes=notes, keep_values=keep_values)
+
+
+def _has_several_layers(part: nn.Module) -> bool:
+    """Returns whether modules inside one that is one layer have parameters: without these, cutting it gains nothing."""
+    return any(next(child.parameters(), None) is not None for child in part.children())
 
 
 def _why_not_compared(module: nn.Module, device: torch.device, *, check: bool, layer_by_layer: bool) -> str | None:

@@ -18,7 +18,7 @@ from bapipe.formats.profile import (
     ModelProfile,
     has_host_times,
 )
-from bapipe.printable import MAX_LINE, printable
+from bapipe.printable import MAX_LINE, are_one_layer, printable
 from bapipe.report import layer_diagram
 from bapipe.report.formatting import add_row, empty_table
 from bapipe.units import number
@@ -42,9 +42,7 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
     if isinstance(ratios := profile.environment.get(HOST_OVER_DEVICE), dict) and ratios:
         by_size = ", ".join(f"{ratio:.2f} ({size})" for size, ratio in ratios.items() if isinstance(ratio, float))
         yield printable(f"time by the clock on the wall over that of the GPU (micro-batch size): {by_size}", MAX_LINE)
-    one_layer = profile.environment.get(ONE_LAYER)
-    for path, reason in one_layer.items() if isinstance(one_layer, dict) else ():
-        yield printable(f"'{path}' is one layer: {reason}", MAX_LINE)
+    yield from _one_layer_words(profile)
     shared = profile.environment.get(SHARED_BUFFERS)
     for name, layers in shared.items() if isinstance(shared, dict) else ():
         if isinstance(layers, list) and layers:
@@ -77,6 +75,19 @@ def render_profile(profile: ModelProfile) -> Iterator[Table | str]:
         add_row(totals, str(size), *(number(t / 1e6) for t in (f, i, w, b, (f + b) / size)), number(stash / 2**20))
     yield totals
     yield shape_table(profile)
+
+
+def _one_layer_words(profile: ModelProfile) -> Iterator[str]:
+    """Yields which modules are one layer and why; those of one class for which the same is the reason together."""
+    noted = profile.environment.get(ONE_LAYER)
+    reasons = noted if isinstance(noted, dict) else {}
+    kinds = {layer.name: layer.kind for layer in profile.layers}
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, reason in reasons.items():
+        without_path = str(reason).replace(f"'{path}.", "'")
+        alike.setdefault((kinds.get(path, path), without_path), []).append(path)
+    for (kind, _), paths in alike.items():
+        yield printable(f"{are_one_layer(paths, kind)}: {reasons[paths[0]]}", MAX_LINE)
 
 
 def _limit_words(profile: ModelProfile) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 PUT_APART = "put the lines of this into a module of their own, which is then the only one"
 REGISTER_INSIDE = "register the hook on modules inside, or do in the forward what it does"
-WRITE_INSIDE = "write to it in the forward of the innermost module that has it"
+WRITE_INSIDE = "write to it in the forward of a module without children that has it"
 RETURN_VALUES = "return the values, or keep them in a module of their own"
 CHOOSE_WITHOUT_VALUES = (
     "choose by `torch.where` or a mask in place of reading values, or put the lines that read them into a module of "

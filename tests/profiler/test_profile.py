@@ -281,3 +281,25 @@ def test_threads_take_turns_to_profile() -> None:
         thread.join()
     assert made == [4, 4, 4]
     assert len([ident for ident, _ in groupby(told)]) == 3
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, beside modules inside."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        y: Tensor = self.inside(x)
+        return y
+
+
+def test_modules_without_layers_worth_cutting_are_one_layer_without_a_word() -> None:
+    made = profile(nn.Sequential(Counting(nn.Tanh()), Counting(nn.Linear(6, 5))), 6)
+    assert [layer.name for layer in made.layers] == ["0", "1", "loss"]
+    reasons = made.environment["one_layer"]
+    assert isinstance(reasons, dict)
+    assert list(reasons) == ["1"]

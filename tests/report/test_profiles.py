@@ -7,7 +7,7 @@ from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.formats.host_times import HostTimes
 from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
-from bapipe.formats.profile import HOST_OVER_DEVICE, DeviceKind, ModelProfile
+from bapipe.formats.profile import HOST_OVER_DEVICE, ONE_LAYER, DeviceKind, ModelProfile
 from bapipe.report.profiles import render_cluster, render_profile, shape_table
 from tests.formats.test_profile import one_layer, with_host
 
@@ -68,3 +68,21 @@ def test_a_profile_with_times_of_the_host_says_where_it_is_the_limit(host_ns: in
     host = HostTimes(forward_ns=host_ns, input_grad_ns=0, weight_grad_ns=0, backward_ns=host_ns)
     assert words not in list(render_profile(profile))
     assert words in list(render_profile(with_host(profile, dict.fromkeys((1, 4, 8), host))))
+
+
+def test_modules_of_one_class_that_are_one_layer_for_the_same_reason_share_a_line() -> None:
+    (layer,) = one_layer((2, 5)).layers
+    kinds = {"a": "Norm", "b": "Norm", "c.d": "Norm", "e": "Gate"}
+    reasons = {path: f"its forward changes '{path}.mean'; to cut it, wait" for path in kinds}
+    reasons["b"] = "its forward draws"
+    profile = replace(
+        one_layer((2, 5)),
+        layers=tuple(replace(layer, name=name, kind=kind) for name, kind in kinds.items()),
+        environment={ONE_LAYER: reasons},
+    )
+    shown = [line for line in render_profile(profile) if isinstance(line, str) and "one layer" in line]
+    assert shown == [
+        "'a' and 1 more of class Norm are one layer each: its forward changes 'a.mean'; to cut it, wait",
+        "'b' is one layer: its forward draws",
+        "'e' is one layer: its forward changes 'e.mean'; to cut it, wait",
+    ]

@@ -66,7 +66,7 @@ def _complains(self: Any, x: Tensor) -> Tensor:
         (lambda self, x: x * (1 / len(x)), "as by `mean`"),
         (lambda self, x: x.tanh() if len(x) > 6 else x.sin(), "call the same functions for any number of samples"),
         (lambda self, x: torch.vmap(lambda row: row * 2)(x), "for the whole batch"),
-        (_writes, "in the forward of the innermost module that has it"),
+        (_writes, "in the forward of a module without children that has it"),
     ],
 )
 def test_what_recording_meets_comes_with_what_to_change(between: Callable[[Any, Tensor], Any], hint: str) -> None:
