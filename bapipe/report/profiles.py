@@ -85,7 +85,7 @@ def _one_layer_words(profile: ModelProfile) -> Iterator[str]:
     alike: dict[tuple[str, str], list[str]] = {}
     for path, reason in reasons.items():
         without_path = str(reason).replace(f"'{path}.", "'")
-        alike.setdefault((kinds.get(path, path), without_path), []).append(path)
+        alike.setdefault((kinds.get(path) or path, without_path), []).append(path)
     for (kind, _), paths in alike.items():
         yield printable(f"{are_one_layer(paths, kind)}: {reasons[paths[0]]}", MAX_LINE)
 
