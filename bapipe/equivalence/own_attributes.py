@@ -1,4 +1,4 @@
-"""Attributes of a model's modules, and what hooks and the loss keep, as each stage sees them in its own process."""
+"""Attributes of a model's modules, and what code keeps outside, as each stage sees them in its own process."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,13 +6,12 @@ from contextlib import contextmanager
 from torch import nn
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.module_state.code_state import reached_by, states_of_code
 from bapipe.module_state.python_state import (
     attributes_of,
     copied,
     plain_attributes,
-    reached_by,
     set_attributes,
-    states_of_hooks,
 )
 from bapipe.module_state.reached_state import KeptState
 
@@ -20,7 +19,8 @@ from bapipe.module_state.reached_state import KeptState
 class OwnAttributes:
     """Keeps for every stage what its forwards may change beside their results.
 
-    That is the attributes of its layers' modules, what hooks keep, and what the loss reaches, such as a global list.
+    That is the attributes of its layers' modules, what their hooks and forwards keep outside of them, and what the loss
+    reaches, such as a global list.
     What a stage leaves there no other stage can read, nor the loss on another one. Only a module that a stage calls as
     it is can have changed any: of all others it runs the operators.
     """
@@ -39,9 +39,9 @@ class OwnAttributes:
 
     def _reached_by(self, stage: int) -> list[KeptState]:
         """Returns what a stage may change outside of its modules, as it is now."""
-        hooks = states_of_hooks(self._stages[stage])
+        code = states_of_code(self._stages[stage])
         reaches_loss = self._first[stage] or stage == len(self._stages) - 1
-        return [*hooks, KeptState(self._loss, known=self._of_model)] if reaches_loss else hooks
+        return [*code, KeptState(self._loss, known=self._of_model)] if reaches_loss else code
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:

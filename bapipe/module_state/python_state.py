@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
 from bapipe.module_state.left_outside import left_outside
-from bapipe.module_state.reached_state import KeptState
 from bapipe.module_state.torch_layers import calls_other_code
-from bapipe.torch_private.modules import hooks_of, is_scripted
+from bapipe.torch_private.modules import is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
@@ -31,8 +31,8 @@ def state_restored(
 ) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    So are numbers of the classes of its parts, and what its hooks keep. Tensors that forwards leave outside of the
-    module are removed (`left_outside`); what else they change there, such as a global counter, is not undone.
+    So are numbers of the classes of its parts, and what its hooks and forwards keep outside of it, in closures,
+    defaults and globals (`code_state`). Tensors that they leave elsewhere are removed (`left_outside`).
 
     Attributes that are not immutable are replaced by copies meanwhile. Yields copies of the values of tensors, by the
     tensor's id.
@@ -41,7 +41,7 @@ def state_restored(
         parameters: whether to restore the values of parameters too, for which these are copied.
         compares: whether tensors that have changed are found by comparing them, which waits for a GPU; else by torch's
             counts of writes, which miss those of batch norm and those to `tensor.data`.
-        outside: whether to remove what forwards leave outside of the module.
+        outside: whether to undo what forwards change outside of the module.
     """
     modules = [part for part in module.modules() if not is_scripted(part)]
     hidden = {id(tensor): tensor for tensor in hidden_tensors(module).values()}
@@ -58,10 +58,10 @@ def state_restored(
     generators = generator_states_of(module)
     # What a graph module has beside tensors and generators is its graph and its code.
     changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
-    hooks = states_of_hooks(module)
+    code = states_of_code(module) if outside else states_of_hooks(module)
     kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
     # It lives as long as weak references to copies are needed.
-    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(hooks)
+    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(code)
     set_attributes(copied(changing, copies))
     try:
         with class_numbers_restored(modules), left_outside(module) if outside else nullcontext():
@@ -74,7 +74,7 @@ def state_restored(
                 registry.clear()
                 registry.update(entries)
         restore_generator_states(generators)
-        for state in hooks:
+        for state in code:
             state.put_back()
         with torch.no_grad():
             for tensor, value, count in values:
@@ -254,21 +254,6 @@ def _parts(value: object) -> Iterable[tuple[object, object]]:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return enumerate(value)
     return getattr(value, "__dict__", {}).items()
-
-
-def states_of_hooks(module: nn.Module) -> list[KeptState]:
-    """Returns what the hooks of a module and its parts keep now, each as far as it can be followed.
-
-    That is beside the module's parameters and buffers.
-    """
-    hooks = {id(hook): hook for part in module.modules() for hook in hooks_of(part)}
-    tensors = (*module.parameters(), *module.buffers()) if hooks else ()
-    return [KeptState(hook, known=tensors) for hook in hooks.values()]
-
-
-def reached_by(states: Iterable[KeptState]) -> dict[int, Any]:
-    """Returns the objects that code reaches, by id: they are changed in place and put back, not copied."""
-    return {number: one for state in states for number, one in state.followed.items()}
 
 
 def attributes_of(module: nn.Module) -> Attributes:

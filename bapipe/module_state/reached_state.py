@@ -4,7 +4,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -57,7 +57,8 @@ class KeptState:
     much would take too long.
 
     Attributes:
-        obstacle: what it reaches of these, in words; None if nothing. What is met after it is not followed.
+        obstacle: the first that it reaches of these, in words; None if nothing. What else it reaches is followed, as
+            long as that is not too much.
         followed: the objects that it reaches, and those known before, by id.
     """
 
@@ -115,7 +116,7 @@ class KeptState:
         with torch.no_grad():
             for tensor, before, value in self._tensors:
                 if value is not None:
-                    _put_back(tensor, value)
+                    _put_back(tensor, value, before)
                 elif version(tensor) != before:
                     self._meet(f"a tensor of shape {tuple(tensor.shape)} that it changes")
 
@@ -126,7 +127,7 @@ class KeptState:
         self._look_at(one, self._follow_one)
 
     def _follow_one(self, one: Any) -> None:
-        if isinstance(one, _CONSTANTS) or id(one) in self.followed or self.obstacle is not None:
+        if isinstance(one, _CONSTANTS) or id(one) in self.followed or self._num_followed > _MAX_ITEMS:
             return
         self.followed[id(one)] = one
         self._num_followed += not isinstance(one, Tensor)
@@ -270,12 +271,15 @@ class KeptState:
         self._follow_all((*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
 
 
-def _put_back(tensor: Tensor, value: Tensor) -> None:
-    """Gives a tensor back its value, also where torch has not counted a write; this one is not counted either."""
+def _put_back(tensor: Tensor, value: Tensor, before: int) -> None:
+    """Gives a tensor back its value. Torch counts that, if it has counted a write to it since the version `before`.
+
+    So a graph that has saved the tensor in between does not compute with another value in silence.
+    """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value
     elif not torch.equal(tensor, value):  # it may be read-only, or expanded
-        with version_kept(tensor):
+        with version_kept(tensor) if version(tensor) == before else nullcontext():
             tensor.copy_(value)
 
 
@@ -323,6 +327,14 @@ def methods_of(kind: type) -> dict[str, object]:
     classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one.__module__))
     found = {name: value for one in classes for name, value in vars(one).items()}
     return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
+
+
+def functions_of(value: object) -> list[object]:
+    """Returns the functions that run when a value is called, or is used as an attribute of a class."""
+    if isinstance(value, property):
+        return [one for one in (value.fget, value.fset) if one is not None]
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    return [function] if isinstance(function, FunctionType | MethodType | partial) else []
 
 
 def _function_of(value: object) -> object:

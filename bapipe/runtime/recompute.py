@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
+from bapipe.module_state.code_state import reached_by, states_of_code
 from bapipe.module_state.python_state import (
     Attributes,
     GeneratorStates,
@@ -19,12 +20,10 @@ from bapipe.module_state.python_state import (
     generator_states_of,
     hidden_tensors,
     one_of_each_class,
-    reached_by,
     restore_generator_states,
     same_tensor,
     same_value,
     set_attributes,
-    states_of_hooks,
 )
 from bapipe.module_state.reached_state import KeptState
 from bapipe.runtime.changed_inputs import ChangedInputs
@@ -46,7 +45,7 @@ class _StateBeforeForward:
         generators: states of the generators in attributes of the modules.
         tensors: copies of buffers and frozen parameters, by name.
         attributes: Python attributes of the modules.
-        hooks: the state that hooks of the modules kept.
+        code: the state that hooks and forwards of the modules kept outside of these.
         inputs: copies of the inputs that F changed in place, by position.
     """
 
@@ -55,7 +54,7 @@ class _StateBeforeForward:
     generators: GeneratorStates
     tensors: dict[str, Tensor]
     attributes: Attributes
-    hooks: list[KeptState]
+    code: list[KeptState]
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -63,7 +62,8 @@ class RecomputedStage(nn.Module):
     """A stage's module, run once without an autograd graph, and once more with one, with exactly the same result.
 
     The second run draws the same random numbers as the first. It reads inputs, buffers, frozen parameters, Python
-    attributes and the state of hooks as they were before the first, and writes to copies of them. So dropout is the
+    attributes, and what hooks and forwards keep in closures and globals, as they were before the first, and writes to
+    copies of them, or puts them back. So dropout is the
     same, and batch norm and counters count a micro-batch once.
 
     Small buffers, tensors that the first F of all changed, and mutable attributes are copied before each F. Other
@@ -153,10 +153,10 @@ class RecomputedStage(nn.Module):
 
         Both are by name. Tensors without such a copy stay as they are.
         """
-        generators, hooks = generator_states_of(self.module), states_of_hooks(self.module)
+        generators, code = generator_states_of(self.module), states_of_code(self.module)
         same = (*self.module.modules(), *(generator for generator, _ in generators))
         copies = (
-            reached_by(hooks)
+            reached_by(code)
             | {id(one): one for one in same}
             | {id(t): before.get(name, t) for name, t in tensors.items()}
         )
@@ -166,7 +166,7 @@ class RecomputedStage(nn.Module):
             generators=generators,
             tensors=before,
             attributes=copied(attributes_of(self.module), copies),
-            hooks=hooks,
+            code=code,
         )
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -192,14 +192,14 @@ class RecomputedStage(nn.Module):
         """In this context the module runs as in a micro-batch's first F; afterwards its state is what it was."""
         state = self._before.pop(microbatch)
         attributes, generators = attributes_of(self.module), generator_states_of(self.module)
-        hooks = states_of_hooks(self.module)
+        code = states_of_code(self.module)
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
             restore_generator_states(state.generators)
             set_attributes(state.attributes)
-            for kept in state.hooks:
+            for kept in state.code:
                 kept.put_back()
             self._again = state
             try:
@@ -207,7 +207,7 @@ class RecomputedStage(nn.Module):
             finally:
                 self._again = None
                 set_attributes(attributes)
-                for kept in hooks:
+                for kept in code:
                     kept.put_back()
                 restore_generator_states(generators)
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.code_state import CountedCode, Variable, reaches
 from bapipe.module_state.python_random import all_generators_restored, global_generator_states
 from bapipe.module_state.python_state import attributes_of, state_restored
 from bapipe.torch_private.tensors import tree_flatten, tree_leaves, tree_map
@@ -212,8 +213,9 @@ def capture_with_fx(
     """
     defaults = _default_arguments(module, num_inputs)
     with state_restored(module):
-        tracer, counts = _Tracer(leaf_modules, inlined), _counts(module)
+        tracer, counts, outside = _Tracer(leaf_modules, inlined), _counts(module), CountedCode(module)
         graph = _trace(tracer, module, defaults)
+        outside.count()
         texts = tracer.texts()
         _drop_arguments(graph, defaults, _num_named(module, num_inputs))
         _drop_star_arguments(graph)
@@ -222,7 +224,7 @@ def capture_with_fx(
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
         again = _Tracer(leaf_modules, inlined)
-        _check_second_trace(texts, again, module, defaults, is_counting=_counts(module) != counts)
+        _check_second_trace(texts, again, module, defaults, outside, is_counting=_counts(module) != counts)
     drop_unused(traced)
     check_writes(traced, tracer.path_of_node)
     layer_of_call: dict[fx.Node, str] = {}
@@ -279,13 +281,15 @@ def _check_second_trace(
     tracer: _Tracer,
     module: nn.Module,
     defaults: dict[str, Any],
+    outside: CountedCode,
     *,
     is_counting: bool,
 ) -> None:
     """Raises CannotKeep if a forward does something else at its second call: it keeps state in Python.
 
     If that is the model's own forward, there is no module that could be one layer. It may only have made a table that
-    it needs again, unless it counts.
+    it needs again, unless it counts. A number outside of modules that it counts with is state of each module whose
+    forward reaches it, whatever the forward does with it.
     """
     for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
         delattr(module, name)  # the second trace shall give the same names
@@ -295,8 +299,18 @@ def _check_second_trace(
         path = next((text[0] for text in different), None)
     except TracingFailed as error:
         path = error.path
-    if path or (path == "" and is_counting):
-        raise CannotKeep({path: Reason("its forward keeps state from call to call", RETURN_VALUES)})
+    outside.count()
+    changed = outside.changed(lengths=path is not None)
+    reason = Reason(f"its forward keeps state from call to call{_named(changed)}", RETURN_VALUES)
+    if path or (path == "" and (is_counting or changed)):
+        raise CannotKeep({path: reason})
+    if changed:
+        traced = {p: m for p, m in module.named_modules() if not (p and tracer.is_leaf_module(m, p))}
+        raise CannotKeep({p: reason for p, m in traced.items() if reaches(m, changed[0])} or {"": reason})
+
+
+def _named(changed: Sequence[Variable]) -> str:
+    return f", in {changed[0].what}" if changed else ""
 
 
 def _counts(module: nn.Module) -> list[float]:

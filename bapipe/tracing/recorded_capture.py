@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from bapipe.module_state.code_state import state_of_forwards_restored
 from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
@@ -58,7 +59,8 @@ def _recordings(
     """Returns recordings at some batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
     recordings: list[Recording] = []
     while len(recordings) < len(sizes):
-        recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons), inlined)
+        with state_of_forwards_restored(module):  # a number that counts shall not look like a function of the size
+            recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons), inlined)
         if recording.leaf_reasons and recordings:
             recordings.clear()
         else:

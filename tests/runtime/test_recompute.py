@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -101,6 +102,53 @@ def test_a_stage_that_recomputes_some_layers_keeps_no_more_than_the_simulator_co
     stage.recompute()
     (got,) = torch.autograd.grad(y.sum(), [weight])
     assert torch.equal(got, want)
+
+
+def test_what_a_forward_keeps_in_a_closure_changes_once_if_it_is_recomputed() -> None:
+    calls, mean = 0, torch.ones(())
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            mean.mul_(0.5)
+            y: Tensor = self.linear(x)
+            return y * calls + mean
+
+    x = torch.ones(2, 3)
+    stage = RecomputedStage(Counts(), torch.device("cpu"))
+    outputs = [stage.first(m, lambda: stage(x)) for m in range(2)]
+    torch.testing.assert_close(outputs[1] - 0.25, 2 * (outputs[0] - 0.5))
+    for m in range(2):
+        with stage.recomputing(m):
+            assert torch.equal(stage(x), outputs[m])
+        assert (calls, mean.item()) == (2, 0.25)
+
+
+def test_a_tensor_outside_that_a_graph_has_saved_is_not_put_back_in_silence() -> None:
+    """The gradient of the weights would be computed with another value than the recomputed forward had."""
+    mean = torch.ones(3)
+
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean.mul_(0.5)
+            return x * (self.weight * mean)
+
+    stage = RecomputedStage(Averages(), torch.device("cpu"))
+    for m in range(2):
+        stage.first(m, lambda: stage(torch.ones(2, 3)))
+    with stage.recomputing(0):
+        y = stage(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_what_a_hook_keeps_changes_once_in_a_forward_that_is_recomputed() -> None:
