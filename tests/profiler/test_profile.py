@@ -286,6 +286,8 @@ def test_threads_take_turns_to_profile() -> None:
 class Counting(nn.Module):
     """Counts its calls in a buffer, beside modules inside."""
 
+    calls: Tensor
+
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
         self.inside = inside
