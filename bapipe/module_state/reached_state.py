@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from logging import Logger
 from pathlib import Path, PurePath
@@ -29,6 +29,9 @@ _CONSTANTS = (
     re.Pattern, torch.dtype, torch.device, BuiltinFunctionType, MethodDescriptorType,
 )  # fmt: skip
 
+
+CachedFunction = type(lru_cache(lambda: None))
+"""The type of what `functools.lru_cache` and `functools.cache` make."""
 
 _MAX_BYTES = 2**24
 """Modules and arrays of more bytes are not copied before each call, nor more of tensors; their changes are noticed."""
@@ -161,6 +164,8 @@ class KeptState:
                 self._follow_array(one)
             case type() | ModuleType():
                 self._follow_named(one)
+            case CachedFunction():
+                self._follow_cached(one)
             case Logger():
                 self._loggers.append(one)
             case _ if is_plain(one):
@@ -256,6 +261,10 @@ class KeptState:
             self._follow(type(part))
             self._follow_all(methods_of(type(part)).values())
 
+    def _follow_cached(self, function: Any) -> None:
+        self._meet(f"an object of type {type(function).__name__}")
+        self._follow(function.__wrapped__)
+
     def _follow_function(self, function: FunctionType) -> None:
         if is_of_a_library(function.__module__):
             return
@@ -334,7 +343,7 @@ def functions_of(value: object) -> list[object]:
     if isinstance(value, property):
         return [one for one in (value.fget, value.fset) if one is not None]
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    return [function] if isinstance(function, FunctionType | MethodType | partial) else []
+    return [function] if isinstance(function, FunctionType | MethodType | partial | CachedFunction) else []
 
 
 def _function_of(value: object) -> object:

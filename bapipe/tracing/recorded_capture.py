@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from bapipe.module_state.cached_functions import caches_bypassed
 from bapipe.module_state.code_state import state_of_forwards_restored
 from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
@@ -34,7 +35,7 @@ def capture_by_recording(
     sizes = (*BATCH_SIZES, check_size)
     while True:
         try:
-            with silenced():
+            with silenced(), caches_bypassed(module):
                 recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), inlined, reasons)
             return replace(merge(module, recordings, check_size), leaf_reasons=_outermost(reasons))
         except TracingFailed as error:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
 from bapipe.graph.reached import reached
+from bapipe.module_state.cached_functions import caches_bypassed
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import tree_map
@@ -136,7 +137,7 @@ def meta_values(
         for name, tensor in (*traced.named_parameters(), *traced.named_buffers())
     }
     meta_inputs = tuple(empty_meta_like(example, (batch, *example.shape[1:])) for example in inputs)
-    with torch.enable_grad(), _META, all_generators_restored(), state_restored(traced):
+    with caches_bypassed(traced), torch.enable_grad(), _META, all_generators_restored(), state_restored(traced):
         values: tuple[Any, ...] = torch.func.functional_call(traced, state, meta_inputs)
     return values
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
+from bapipe.module_state.cached_functions import caches_bypassed
 from bapipe.module_state.python_random import all_generators_restored, generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.torch_device import CPU
@@ -248,6 +249,7 @@ def _fake_values(
         torch.enable_grad(),
         all_generators_restored(),
         state_restored(whole),  # outside of the mode: it compares the values of buffers
+        caches_bypassed(whole),
         quiet_fake_tensors(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
