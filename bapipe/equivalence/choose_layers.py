@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split
 from bapipe.equivalence.communication import ForwardCommunicates, forwards_checked
+from bapipe.equivalence.handed_on import modules_to_join
 from bapipe.equivalence.inlining import inlinable, inlined_in_vain
 from bapipe.equivalence.outcome import Loss, Microbatch
 from bapipe.errors import InvalidModel
@@ -56,7 +57,8 @@ def trace_checked(
     Where the split model differs, modules without children that assign attributes are inlined first, if that gives the
     original's results: their calls, which are layers, may find values there that other calls left. Else the module in
     which it differs becomes one layer, so that stages call it as it is; then the next larger one, until there is no
-    difference. `max_size` is the size of the largest micro-batches.
+    difference. So does the module around layers that give each other values that are no tensors. `max_size` is the size
+    of the largest micro-batches.
 
     Raises:
         InvalidModel: as `trace`; the model differs even so; or its forward communicates with other processes.
@@ -83,11 +85,27 @@ def trace_checked(
                 raise
             choice = choice.without(choice.inlined)
             continue
+        if joined := _to_join(model, result, microbatches[0], choice):
+            choice = replace(choice, reasons={**choice.reasons, **joined})
+            continue
         if isinstance(result, Equivalence) or (isinstance(result, Unchecked) and not choice.inlined):
             changed = result.changed if isinstance(result, Equivalence) else None
             reasons = {**model.leaf_reasons, **choice.reasons}
             return replace(model, leaf_reasons=reasons, inlined=choice.inlined, changed=changed), result
         choice = _next_choice(module, model, result, choice)
+
+
+def _to_join(
+    model: TracedModel, result: Equivalence | Unchecked | Difference, microbatch: Microbatch, choice: _Choice
+) -> dict[str, Reason]:
+    """Returns further modules that must be one layer for what their layers hand on, if some could not be cut apart."""
+    if not isinstance(result, Equivalence) or result.num_stages == len(model.layers):
+        return {}
+    joined = modules_to_join(replace(model, changed=result.changed), microbatch)
+    joined = {path: reason for path, reason in joined.items() if path not in choice.reasons}
+    for path, reason in joined.items():
+        _log.warning("'%s' is one layer: %s", path, reason.with_advice)
+    return joined
 
 
 def _next_choice(module: nn.Module, model: TracedModel, result: Unchecked | Difference, choice: _Choice) -> _Choice:

@@ -10,13 +10,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bapipe.equivalence.outcome import Loss, check_scalar
 from bapipe.errors import InvalidModel, first_line
 from bapipe.formats.profile import LOSS
-from bapipe.printable import shortened
 from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_input_grads
 from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
+from bapipe.tracing.reasons import not_handed_on
 from bapipe.tracing.recording import in_words
 from bapipe.tracing.structure import add_structure_check
 
@@ -180,10 +180,8 @@ class InstrumentedModel:
             self.enter(self.num_layers + 1)
         traced = self.training_pass.model.layers[layer]
         if not isinstance(value, Tensor):
-            raise InvalidModel(
-                f"layer '{traced.name}' gives other layers {shortened(repr(value))} ({type(value).__name__}); only "
-                "tensors can cross between layers: compute it from a tensor in the layer that uses it"
-            )
+            reason = not_handed_on(traced.name, value)
+            raise InvalidModel(f"{reason}: {reason.to_cut}")
         self.tensors[name] = TensorInfo(
             num_bytes=value.numel() * value.element_size(), has_gradient=value.requires_grad
         )

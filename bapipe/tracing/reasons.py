@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from bapipe.printable import shortened
+
 PUT_APART = "put the lines of this into a module of their own, which is then the only one"
 REGISTER_INSIDE = "register the hook on modules inside, or do in the forward what it does"
 WRITE_INSIDE = "write to it in the forward of a module without children that has it"
@@ -39,3 +41,22 @@ class Reason:
     def with_advice(self) -> str:
         """The reason, and what to change."""
         return f"{self.text}; to cut it, {self.to_cut}" if self.to_cut else self.text
+
+
+def not_handed_on(layer: str, value: object) -> Reason:
+    """Returns why a layer is no layer of its own: it gives other layers a value that is no tensor."""
+    is_constant = value is None or isinstance(value, bool | str | int | float | complex)
+    what = f"{shortened(repr(value))} ({type(value).__name__})" if is_constant else f"a {type(value).__name__}"
+    text = f"layer '{layer}' gives other layers {what}; only tensors can cross between layers"
+    return Reason(text, _in_place_of(value))
+
+
+def _in_place_of(value: object) -> str:
+    """Returns what to do in place of giving other layers a value."""
+    if isinstance(value, bool | str):
+        return "compute what it chooses in the layer that uses it, from a tensor or from what `__init__` was given"
+    if isinstance(value, int | float | complex):
+        return "compute it from a tensor in the layer that uses it"
+    if value is None:
+        return "give the layer that uses it a tensor in any case, such as one of zeros, or leave the argument out"
+    return "give the layer that uses it its tensors as arguments of their own"

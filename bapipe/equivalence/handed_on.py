@@ -1,0 +1,57 @@
+"""Values that layers hand on and that are no tensors: the modules that make and use one must be one layer together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.tracing.model import TracedModel
+from bapipe.tracing.reasons import Reason, not_handed_on
+
+
+def modules_to_join(model: TracedModel, microbatch: Microbatch) -> dict[str, Reason]:
+    """Returns the innermost modules around the layers that hand each other what is no tensor, and why, by path.
+
+    Where that is the whole model there is none: it has no smaller part to take as one layer.
+    """
+    found: dict[str, Reason] = {}
+    for name, value in _values_handed_on(model, microbatch).items():
+        maker = next(layer.name for layer in model.layers if name in layer.outputs)
+        users = [layer.name for layer in model.layers if name in layer.inputs]
+        path = _around([one.partition("#")[0] for one in (maker, *users)])
+        while path and isinstance(model.root.get_submodule(path), nn.ModuleList | nn.ModuleDict):  # never called
+            path = path.rpartition(".")[0]
+        if path:
+            found.setdefault(path, not_handed_on(maker, value))
+    return found
+
+
+def _values_handed_on(model: TracedModel, microbatch: Microbatch) -> Mapping[str, object]:
+    """Returns what layers give other layers in a forward and is no tensor, by name."""
+    used = {name for layer in model.layers for name in layer.inputs}
+    name_of = {model.node_of[name]: name for layer in model.layers for name in layer.outputs if name in used}
+    found: dict[str, object] = {}
+
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if n in name_of and not isinstance(value, Tensor):
+                found[name_of[n]] = value
+            return value
+
+    with trial(model.root) as one:
+        one.begin_forward(0)
+        Noting(model.module).run(*microbatch.copy().inputs)
+    return found
+
+
+def _around(paths: list[str]) -> str:
+    """Returns the path of the innermost module that holds those at some paths, and is none of them."""
+    names = [path.split(".")[:-1] for path in paths]
+    common = []
+    for several in zip(*names, strict=False):
+        if len(set(several)) > 1:
+            break
+        common.append(several[0])
+    return ".".join(common)
