@@ -1,4 +1,4 @@
-"""Finds modules whose forwards assign attributes, from their code."""
+"""Finds modules whose forwards assign attributes, or may change tensors, from their code."""
 
 import dis
 import inspect
@@ -63,6 +63,25 @@ def _assigned(function: FunctionType) -> Iterator[str]:
 def assigns_attributes(module: nn.Module) -> bool:
     """Returns whether a forward of a module assigns attributes, of the module or of another object."""
     return bool(assigned_names(module)) or "setattr" in names_in_forward(module)
+
+
+def may_change_tensors(module: nn.Module) -> bool:
+    """Returns whether code of a module's forward may write to tensors: by methods such as `mul_`, `+=`, or a part."""
+    if any(name.endswith("_") and not name.startswith("_") for name in names_in_forward(module)):
+        return True
+    functions = forward_functions(module)
+    named = {
+        name
+        for function in functions
+        for names in function.__code__.co_consts
+        if isinstance(names, tuple)
+        for name in names
+        if isinstance(name, str)
+    }
+    steps = (step for function in functions for step in dis.get_instructions(function))
+    return not named.isdisjoint(("inplace", "out")) or any(
+        step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr.endswith("=")) for step in steps
+    )
 
 
 def may_be_inlined(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private.modules import forward_hooks_of, hooks_in_words, is_compiled, is_exported, is_scripted
+from bapipe.torch_private.modules import hooks_in_words, is_compiled, is_exported, is_scripted
 from bapipe.torch_private.tensors import distributions_unvalidated
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
@@ -18,7 +18,7 @@ from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
 from bapipe.tracing.reasons import REGISTER_INSIDE, Reason
-from bapipe.tracing.recorded_capture import capture_by_recording
+from bapipe.tracing.recorded_capture import capture_by_recording, capture_with_calls
 from bapipe.tracing.recording import ExamplesFail, why_not_recorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
@@ -56,11 +56,10 @@ def capture(
     leaves = _Leaves(leaf_modules, inlined)
     leaves.add(_hooked_containers(module, leaves.paths, inlined))
     asked_for = leaves.paths
-    if inputs is not None and _has_hooked_layers(module, asked_for, inlined):
-        with contextlib.suppress(TracingFailed):
-            captured = capture_by_recording(module, inputs, sorted(asked_for), check_size, inlined)
-            if wanted.issubset(captured.layer_of_call.values()):
-                return replace(captured, leaf_reasons=leaves.reasons | dict(captured.leaf_reasons))
+    if inputs is not None:
+        called = capture_with_calls(module, inputs, asked_for, check_size, inlined)
+        if called is not None and wanted.issubset(called.layer_of_call.values()):
+            return replace(called, leaf_reasons=leaves.reasons | dict(called.leaf_reasons))
     try:
         captured = leaves.capture(module, num_inputs)
         if inputs is None or wanted.issubset(captured.layer_of_call.values()):
@@ -192,23 +191,6 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined:
             "register it on a module inside"
         )
     return hooked
-
-
-def _has_hooked_layers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> bool:
-    """Returns whether layers have hooks by which the code around them may get values: not those of torch's own code.
-
-    While torch.fx traces, layers are not called: what hooks keep is missing then, or is of an earlier forward.
-    """
-    return any(
-        is_layer(part, path, leaf_modules, inlined) and any(map(_is_of_the_model, hooks.values()))
-        for path, part in module.named_modules()
-        for hooks in forward_hooks_of(part)
-    )
-
-
-def _is_of_the_model(hook: object) -> bool:
-    code = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(getattr(code, "__module__", "")).partition(".")[0] != "torch"
 
 
 def check_has_layers(module: nn.Module) -> None:

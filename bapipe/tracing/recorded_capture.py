@@ -5,9 +5,13 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from bapipe.module_state.assigned_attributes import may_change_tensors
 from bapipe.module_state.cached_functions import caches_bypassed
 from bapipe.module_state.code_state import state_of_forwards_restored
-from bapipe.tracing.captured import Captured
+from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.torch_private.modules import forward_hooks_of
+from bapipe.tracing.aliasing import writers
+from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.merge_recordings import merge
@@ -42,6 +46,39 @@ def capture_by_recording(
             if not error.path or error.path in reasons:
                 raise TracingFailed(error.path, error.cause, reasons | error.reasons) from error
             reasons[error.path] = why_not_recorded(error.cause).behind("it cannot be traced: ")
+
+
+def capture_with_calls(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    leaf_modules: frozenset[str],
+    check_size: int,
+    inlined: frozenset[str],
+) -> Captured | None:
+    """Returns what recording captures, if layers pass values to the code around them by other ways than returning them.
+
+    They may write to their inputs, or hooks on them keep values, but not those of torch's own code. Recording calls
+    layers. While torch.fx traces they are not called: what they write is not seen, and what hooks keep is missing, or
+    of an earlier forward.
+    """
+    layers = [part for path, part in module.named_modules() if is_layer(part, path, leaf_modules, inlined)]
+    have_hooks = any(
+        _is_of_the_model(hook) for part in layers for one in forward_hooks_of(part) for hook in one.values()
+    )
+    if not have_hooks and not any(may_change_tensors(part) for part in layers if not is_of_torch(part)):
+        return None
+    try:
+        captured = capture_by_recording(module, inputs, sorted(leaf_modules), check_size, inlined)
+    except TracingFailed:
+        return None
+    calls = (node for node, _ in writers(captured.module) if node in captured.layer_of_call)
+    write = any(not is_of_torch(module.get_submodule(str(node.target))) for node in calls)
+    return captured if have_hooks or write else None
+
+
+def _is_of_the_model(hook: object) -> bool:
+    code = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(getattr(code, "__module__", "")).partition(".")[0] != "torch"
 
 
 def _outermost(reasons: Mapping[str, Reason]) -> dict[str, Reason]:

@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from bapipe.equivalence.check import Equivalence, compare_split, example_microbatches
 from bapipe.tracing.aliasing import alias_set, rewire_inplace_uses, writers
+from bapipe.tracing.extract import extract
 from bapipe.tracing.layers import trace
 
 CPU = torch.device("cpu")
@@ -129,3 +130,38 @@ def test_a_tensor_that_is_changed_through_a_view_stays_in_one_stage(
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+class ByMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return x
+
+
+class ByOperator(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 0.5
+        return x
+
+
+class ByPart(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[:] = x * 0.5
+        return x
+
+
+class ByArgument(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.threshold(x, 100.0, 0.5, inplace=True)
+
+
+@pytest.mark.parametrize("kind", [ByMethod, ByOperator, ByPart, ByArgument])
+def test_a_stage_copies_its_input_for_a_module_that_writes_to_it(kind: type[nn.Module]) -> None:
+    model = trace(nn.Sequential(nn.Linear(3, 3), kind(), nn.Linear(3, 3)), [torch.rand(4, 3)])
+    assert [layer.name for layer in model.layers] == ["0", "1", "2"]
+    stage = extract(model, ["1"], ["0"], ["1"])
+    received = torch.rand(5, 3, requires_grad=True)
+    before = received.detach().clone()
+    (result,) = stage(received)
+    assert torch.equal(received, before)
+    assert torch.equal(result, torch.full((5, 3), 0.5) if kind is ByArgument else 0.5 * before)
