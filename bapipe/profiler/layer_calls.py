@@ -102,7 +102,14 @@ def _outputs(layer: CallableLayer, inputs: Sequence[Tensor]) -> tuple[Tensor, ..
             return tuple(layer.run(inputs))
     except RuntimeError:
         with torch.enable_grad():  # for a forward that computes gradients itself, such as forces of an energy
-            return tuple(tensor.detach() for tensor in layer.run(inputs))
+            return tuple(tensor.detach() for tensor in layer.run([_with_gradient(tensor) for tensor in inputs]))
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor as an activation has them: with a gradient, if its type can have one."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach().requires_grad_().clone()  # no leaf, which the layer could not change in place
 
 
 def equal_layer_groups(

@@ -41,6 +41,28 @@ class Force(nn.Module):
         return torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)[0]
 
 
+class Descent(nn.Module):
+    """Adds to an activation the derivative of an energy by it: 2 w² x, for weights that are w times the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.energy = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        nn.init.eye_(self.energy.weight).data.mul_(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return x + torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)[0]
+
+
+def test_a_layer_may_take_derivatives_by_an_activation_that_another_layer_makes() -> None:
+    x = torch.ones(3, 2)
+    measured = TrainingPass(model=trace(Descent(), (x,)), loss=nn.functional.mse_loss, inputs=(x,), target=x)
+    calls = list(run_layers(measured, list(callable_layers(measured))))
+    assert [call.layer.name for call in calls] == ["a", "energy", "loss"]
+    torch.testing.assert_close(calls[1].outputs[0], (1 + 2 * 3**2) * calls[0].outputs[0])
+    assert not calls[1].outputs[0].requires_grad
+
+
 def test_a_forward_may_compute_gradients_itself() -> None:
     module, x = nn.Sequential(Force(), nn.Linear(2, 2)), torch.ones(3, 2)
     model = trace(module, (x,), leaf_modules=["0"])
