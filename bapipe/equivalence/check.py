@@ -1,5 +1,6 @@
 """Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,10 +24,11 @@ from bapipe.equivalence.outcome import (
 )
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
-from bapipe.errors import first_line, root_cause
+from bapipe.errors import InvalidModel, first_line, root_cause
 from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
+from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.sizes import repeat_to_batch
@@ -123,6 +125,7 @@ def compare_split(
 
     Raises:
         ForwardCommunicates: the model does, in the context `forwards_checked`.
+        InvalidModel: the model calls control flow of torch.
     """
 
     def run(original: Outcome) -> tuple[Sequence[Stage], Outcome]:
@@ -165,6 +168,7 @@ def _compare(
         sizes = " and ".join(map(str, sorted({len(one.target) for one in microbatches})))
         return Unchecked(reason=f"the loss itself fails for micro-batches of {sizes}: {first_line(root_cause(error))}")
     except Exception as error:  # whatever the model's own code raises
+        _check_no_control_flow(error)
         return Unchecked(reason=f"the model itself fails: {first_line(error)}")
     if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):
         return Unchecked(reason=f"some of its gradients are not finite in {dtype_name(conditions.autocast)}")
@@ -191,6 +195,21 @@ def _compare(
         locate=lambda: first_difference(model, stages, loss, microbatches, conditions),
         reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
     )
+
+
+def _check_no_control_flow(error: Exception) -> None:
+    """Raises InvalidModel if a model fails because it calls an operator that takes functions, such as `torch.cond`.
+
+    torch runs it in a mode, as comparing needs one, only where all that it is given can be compiled in that mode.
+    """
+    found = re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error))
+    if found:
+        line = failed_line(error) or ""
+        raise InvalidModel(
+            f"the model calls `torch.{found[1]}`{line}, which torch cannot run where random numbers are seeded and "
+            "operators are watched: choose by `torch.where`, or by Python's `if`, `for` or `while` in a module of its "
+            "own"
+        ) from error
 
 
 def _why_it_differs(model: TracedModel, loss: Loss) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from bapipe.errors import BapipeError
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, layer_error
@@ -16,6 +15,7 @@ from bapipe.profiler.layer_calls import CallableLayer, callable_layers, run_laye
 from bapipe.profiler.layer_memory import LayerMemory, memory_of_passes, pending_gradient_bytes
 from bapipe.profiler.layer_times import MAX_PASSES, MIN_PASSES, LayerTimes, spread
 from bapipe.profiler.timers import make_layer_timer, timed
+from bapipe.torch_private.measuring import saved_tensors_watched
 from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
 from bapipe.torch_private.tensors import is_view, storage_key
 
@@ -234,12 +234,11 @@ def _stash(
     state_storages = {storage_key(tensor) for tensor in state}
     saved: dict[int, int] = {}  # bytes, by key of the storage
 
-    def pack(tensor: Tensor) -> Tensor:
+    def watch(tensor: Tensor) -> None:
         if storage_key(tensor) not in state_storages:
             saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # see `layer_memory`
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_watched(watch):
         inputs, outputs = forward()
     saved_inputs = tuple(i for i, x in enumerate(inputs) if storage_key(x) in saved)
     saved_outputs = tuple(i for i, x in enumerate(outputs) if storage_key(x) in saved)

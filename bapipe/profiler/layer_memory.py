@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.autograd.profiler import record_function
 
 from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPass, parameters_of
-from bapipe.torch_private.measuring import memory_events
+from bapipe.torch_private.measuring import memory_events, saved_tensors_watched
 from bapipe.torch_private.tensors import storage_key
 from bapipe.tracing.model import TracedModel
 
@@ -112,13 +111,7 @@ def _stash(training_pass: TrainingPass) -> tuple[list[int], list[int], dict[str,
             counted.add(storage_key(tensor))
             into[layer] += allocated_bytes(tensor.untyped_storage().nbytes(), training_pass.device)
 
-    def pack(tensor: Tensor) -> Tensor:
-        count(tensor, stash, instrumented.running)
-        # Keeps the storage alive, so that no other one gets its address; not the tensor: an operator that saves its own
-        # output would keep its graph, where Python's garbage collector does not see it.
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_watched(lambda tensor: count(tensor, stash, instrumented.running)):
         loss = instrumented.forward()
         tensors = dict(instrumented.tensors)
         for group in instrumented.backward_inputs(loss, with_tied=True):

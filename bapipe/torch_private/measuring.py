@@ -2,11 +2,15 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch._C._profiler import _EventType as EventType
+from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
     pass
@@ -57,3 +61,29 @@ def without_log(name: str) -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def saved_tensors_watched(watch: Callable[[Tensor], None]) -> Iterator[None]:
+    """In this context `watch` is called with each tensor that autograd saves, also within transforms of `torch.func`.
+
+    What it is called with has the memory of that tensor. Transforms refuse hooks on saved tensors, as these might
+    compute something in a transform; this one does not.
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        plain = tensor
+        while is_functorch_wrapped_tensor(plain):
+            plain = get_unwrapped(plain)
+        watch(plain)
+        if maybe_current_level() is not None:
+            return tensor  # its graph may be that of another level
+        # Keeps the storage alive, so that no other one gets its address; not the tensor: an operator that saves its own
+        # output would keep its graph, where Python's garbage collector does not see it.
+        return tensor.detach()
+
+    with (
+        patch.object(torch.autograd.graph, "disable_saved_tensors_hooks", lambda message: nullcontext()),
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        yield

@@ -181,6 +181,19 @@ def test_what_a_model_itself_raises_is_said() -> None:
     assert str(refused.value).startswith(expected)
 
 
+class Conditional(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def test_control_flow_of_torch_is_refused_in_words() -> None:
+    line = Conditional.forward.__code__.co_firstlineno + 1
+    with pytest.raises(
+        InvalidModel, match=rf"^the model calls `torch\.cond` \({__name__}, line {line}: .*torch\.where"
+    ):
+        profile(nn.Sequential(nn.Linear(6, 6), Conditional(6, 5)), 6)
+
+
 def test_an_error_in_a_backward_names_the_layer() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

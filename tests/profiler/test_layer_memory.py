@@ -196,3 +196,18 @@ def test_what_was_allocated_before_a_profile_is_not_counted_where_it_is_freed() 
     assert (forward.before_bytes, forward.peak_bytes, forward.after_bytes) == (0, 40, 40)
     assert (backward.before_bytes, backward.peak_bytes) == (40, 40)
     assert backward.after_bytes >= 0
+
+
+class Derivative(nn.Module):
+    """Returns 3 x², as the derivative of the sum of x³."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.func.grad(lambda y: y.pow(3).sum())(x)
+        return result
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_what_transforms_save_is_counted(*, layer_by_layer: bool) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), Derivative(), nn.Linear(6, 5))
+    _, at_derivative = layers(profile(module, 6, layer_by_layer=layer_by_layer))["1"]
+    assert at_derivative.stash_bytes >= 4 * 4 * 6  # x at least, of which the derivative of 3 x² is made
