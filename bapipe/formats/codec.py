@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -151,7 +152,8 @@ def write(path: Path | str, value: File) -> None:
     Raises:
         InvalidFile, BapipeError: as `encode_for` and `write_bytes`.
     """
-    write_bytes(Path(path), encode_for(path, value))
+    text = encode_for(path, value)
+    write_bytes(Path(path), text)
 
 
 def encode_for(path: Path | str, value: File) -> bytes:
@@ -159,8 +161,13 @@ def encode_for(path: Path | str, value: File) -> bytes:
 
     Raises:
         InvalidFile: the file could not be read again: a value is of another type or out of range, or it is too large.
-        BapipeError: `value` is of another type.
+        BapipeError: `value` is of another type, or `path` is.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise BapipeError(
+            f"the path to write to is of type {type(path).__name__}: want the path first, then a ModelProfile, Cluster "
+            "or Plan, as in `bapipe.write(path, plan)`"
+        )
     if not isinstance(value, File):
         raise BapipeError(f"{path}: not written: {type(value).__name__} is no ModelProfile, Cluster or Plan")
     text = encode(value)

@@ -469,3 +469,14 @@ def test_a_file_that_cannot_keep_its_group_is_not_for_another_one(
 def test_another_type_is_no_kind_of_file(tmp_path: Path) -> None:
     with pytest.raises(BapipeError, match=r"^<class 'dict'> is no kind of file: want ModelProfile, Cluster or Plan$"):
         read(tmp_path / "plan.json", dict)  # type: ignore[type-var]
+
+
+def test_a_value_in_place_of_the_path_is_refused_in_words(tmp_path: Path) -> None:
+    profile = random_profile(Random(0), 2)
+    with pytest.raises(BapipeError) as refused:
+        write(profile, tmp_path / "profile.json")  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "the path to write to is of type ModelProfile: want the path first, then a ModelProfile, Cluster or Plan, as "
+        "in `bapipe.write(path, plan)`"
+    )
+    assert not list(tmp_path.iterdir())
