@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.module_state.code_state import reached_by, states_of_code
+from bapipe.module_state.code_state import ForwardCode, reached_by, states_of_hooks
 from bapipe.module_state.python_state import (
     Attributes,
     GeneratorStates,
@@ -84,7 +84,7 @@ class RecomputedStage(nn.Module):
         self._inputs, self._writes = ChangedInputs(), TensorWrites()
         self._again: _StateBeforeForward | None = None  # the state to start from while F is recomputed
         self._parts = tuple(module.named_modules(remove_duplicate=False))
-        self._one_of_each_class = one_of_each_class(module)
+        self._one_of_each_class, self._forward_code = one_of_each_class(module), ForwardCode.of(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, spec = tree_flatten((args, kwargs))
@@ -153,7 +153,7 @@ class RecomputedStage(nn.Module):
 
         Both are by name. Tensors without such a copy stay as they are.
         """
-        generators, code = generator_states_of(self.module), states_of_code(self.module)
+        generators, code = generator_states_of(self.module), self._states_of_code()
         same = (*self.module.modules(), *(generator for generator, _ in generators))
         copies = (
             reached_by(code)
@@ -168,6 +168,9 @@ class RecomputedStage(nn.Module):
             attributes=copied(attributes_of(self.module), copies),
             code=code,
         )
+
+    def _states_of_code(self) -> list[KeptState]:
+        return [*states_of_hooks(self.module), *self._forward_code.states()]
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns those buffers and frozen parameters that are copied before an F, by name."""
@@ -192,7 +195,7 @@ class RecomputedStage(nn.Module):
         """In this context the module runs as in a micro-batch's first F; afterwards its state is what it was."""
         state = self._before.pop(microbatch)
         attributes, generators = attributes_of(self.module), generator_states_of(self.module)
-        code = states_of_code(self.module)
+        code = self._states_of_code()
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
