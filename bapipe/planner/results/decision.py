@@ -186,7 +186,8 @@ def _check_inseparable(decision: Decision, layers: Sequence[LayerProfile]) -> No
         if stage_of.get(first) != stage_of.get(second):
             raise BapipeError(
                 f"'{first}' and '{second}' are in different stages, but share a buffer that training may change, or "
-                "parameters of unknown size: move a cut so that they stay together"
+                "memory that one of them changes in place, or parameters of unknown size: move a cut so that they "
+                "stay together"
             )
 
 
