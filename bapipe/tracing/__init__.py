@@ -12,8 +12,7 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
 2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random,
    `shared_memory` refuses parameters that share memory with other tensors.
 3. `layers`: assigns each operator to a layer, and names the tensors between layers. `results` says how what the model
-   returns is nested,
-   and `structure` what a layer does.
+   returns is nested, `structure` how that is of a layer.
 4. `sizes`: values that are not tensors, such as batch sizes, as functions of the batch size.
 
 `extract` goes the other way: from some layers to a module that computes them. `stages` cuts all layers into stages;
