@@ -9,6 +9,7 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ONE_LAYER, DeviceKind, ModelProfile
 from bapipe.report.profiles import render_cluster, render_profile, shape_table
+from tests.builders import chain
 from tests.formats.test_profile import one_layer, with_host
 
 
@@ -71,13 +72,15 @@ def test_a_profile_with_times_of_the_host_says_where_it_is_the_limit(host_ns: in
 
 
 def test_modules_of_one_class_that_are_one_layer_for_the_same_reason_share_a_line() -> None:
-    (layer,) = one_layer((2, 5)).layers
     kinds = {"a": "Norm", "b": "Norm", "c.d": "Norm", "e": "Gate"}
     reasons = {path: f"its forward changes '{path}.mean'; to cut it, wait" for path in kinds}
     reasons["b"] = "its forward draws"
+    made = chain([1] * len(kinds))
     profile = replace(
-        one_layer((2, 5)),
-        layers=tuple(replace(layer, name=name, kind=kind) for name, kind in kinds.items()),
+        made,
+        layers=tuple(
+            replace(layer, name=name, kind=kind) for layer, (name, kind) in zip(made.layers, kinds.items(), strict=True)
+        ),
         environment={ONE_LAYER: reasons},
     )
     shown = [line for line in render_profile(profile) if isinstance(line, str) and "one layer" in line]
