@@ -1,4 +1,4 @@
-"""Refuses hooks on layers that add to a collection which only the model's own code empties: no stage runs that."""
+"""Notices hooks on layers that add to a collection which only the model's own code empties: no stage runs that."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -6,26 +6,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from bapipe.errors import InvalidModel
 from bapipe.module_state.code_state import reached_by, states_of_hooks
 from bapipe.module_state.python_random import all_generators_restored
 
 
-def check_hooks_keep_no_more(module: nn.Module, traced: nn.Module, inputs: Sequence[Tensor]) -> None:
-    """Raises InvalidModel if hooks keep more with each forward of the traced model, and not with the module's own.
+def hooks_keep_more(module: nn.Module, traced: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Returns whether hooks keep more with each forward of the traced model, and not with the module's own.
 
-    Both run twice on copies of the inputs; the caller restores what they change. If one fails, nothing is checked.
+    Both run twice on copies of the inputs; the caller restores what they change. If one fails, False.
     """
+    if not states_of_hooks(module):
+        return False
     try:
-        own, of_trace = _growing(module, module, inputs), _growing(module, traced, inputs)
+        return bool(_growing(module, traced, inputs) - _growing(module, module, inputs))
     except Exception:  # whatever the model's own code raises
-        return
-    if of_trace - own:
-        raise InvalidModel(
-            "hooks on its layers add to a list, or another collection, that the forward of the whole model empties, "
-            "which no stage runs, so that it would grow with each micro-batch: let each hook assign what it keeps, "
-            "such as to an entry of a dictionary"
-        )
+        return False
 
 
 def _growing(module: nn.Module, run: Callable[..., object], inputs: Sequence[Tensor]) -> set[int]:

@@ -14,7 +14,7 @@ from bapipe.tracing.aliasing import writers
 from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.growing_hooks import check_hooks_keep_no_more
+from bapipe.tracing.growing_hooks import hooks_keep_more
 from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.record import record
@@ -60,10 +60,7 @@ def capture_with_calls(
 
     They may write to their inputs, or hooks on them keep values, but not those of torch's own code. Recording calls
     layers. While torch.fx traces they are not called: what they write is not seen, and what hooks keep is missing, or
-    of an earlier forward.
-
-    Raises:
-        InvalidModel: hooks keep more with each forward of a stage.
+    of an earlier forward. None also if hooks would keep more with each forward: a larger layer may do without.
     """
     layers = [part for path, part in module.named_modules() if is_layer(part, path, leaf_modules, inlined)]
     have_hooks = any(
@@ -75,8 +72,8 @@ def capture_with_calls(
         captured = capture_by_recording(module, inputs, sorted(leaf_modules), check_size, inlined)
     except TracingFailed:
         return None
-    if have_hooks:
-        check_hooks_keep_no_more(module, captured.module, inputs)
+    if have_hooks and hooks_keep_more(module, captured.module, inputs):
+        return None
     calls = (node for node, _ in writers(captured.module) if node in captured.layer_of_call)
     write = any(not is_of_torch(module.get_submodule(str(node.target))) for node in calls)
     return captured if have_hooks or write else None
