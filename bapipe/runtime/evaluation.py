@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from typing import Any, NamedTuple
 
@@ -136,7 +137,10 @@ class ForwardExecutor:
         self._layout, self._schedule, self._parts = layout, layout.schedule, parts
         self._channels = channels
         self._size, self._loss, self._sum_over_replicas = microbatch_size, loss, sum_over_replicas
-        self._first_forwards, self._loss_checked = FirstForwards(layout.group), False
+        self._first_forwards = FirstForwards(layout.group)
+        self._checked: Callable[[], AbstractContextManager[object]] = partial(
+            loss_checked, layout, layout.schedule.num_stages - 1
+        )  # of the first loss
         self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
         self._modules, self._rng = modules, rng
         for module in modules.values():
@@ -189,10 +193,9 @@ class ForwardExecutor:
 
     def _loss_sums(self, output: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """Returns what a micro-batch adds to the fields of `LossSums`, in their order. [6]"""
-        last = self._schedule.num_stages - 1
-        with nullcontext() if self._loss_checked else loss_checked(self._layout, last):
+        with self._checked():
             found = weighted_loss(self._loss, output, target, counting_alike(target.device))
-        self._loss_checked = True
+        self._checked = nullcontext
         loss, weight = found.value.double(), found.weight
         zero, num = torch.zeros_like(loss), torch.full_like(loss, len(target))
         by_weight = zero if weight is None else torch.where(weight > 0, loss * weight, zero)
