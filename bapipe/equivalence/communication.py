@@ -7,11 +7,11 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from bapipe.errors import InvalidModel
 from bapipe.torch_private.process_groups import name_of_collective, processes_of_collective
-from bapipe.torch_private.tensors import DispatchMode, tree_leaves
+from bapipe.torch_private.tensors import DispatchMode, tree_tensors
 
 
 class ForwardCommunicates(InvalidModel):
@@ -59,8 +59,7 @@ class CollectivesMode(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         processes = processes_of_collective(func, args)
         if processes is not None:
-            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            self.check(func, processes, max((tensor.numel() for tensor in tensors), default=0))
+            self.check(func, processes, max((tensor.numel() for tensor in tree_tensors(args)), default=0))
         return func(*args, **(kwargs or {}))
 
 

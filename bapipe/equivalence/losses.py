@@ -19,11 +19,11 @@ from bapipe.equivalence.ignored_labels import (
 )
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import Loss, Microbatch, trial
-from bapipe.equivalence.sample_dims import BY_ROWS, OF_BATCH, SampleDim, Samples, sample_dims, tensors_in
+from bapipe.equivalence.sample_dims import BY_ROWS, OF_BATCH, SampleDim, Samples, sample_dims
 from bapipe.equivalence.target_weights import WeightsAhead, mean_weights, sums_of_weights, weighted_loss
 from bapipe.errors import InvalidModel
 from bapipe.module_state.modes import evaluation_mode
-from bapipe.torch_private.tensors import tree_map
+from bapipe.torch_private.tensors import tree_map, tree_tensors
 
 
 class _Advice(NamedTuple):
@@ -120,7 +120,7 @@ def _over_parts(module: nn.Module, loss: Loss, batch: Microbatch, labels: CodeLa
         return None
     dims = _dims_of(module, batch, output)
     if dims is None or not all(where.is_own or where.is_constant for where in dims):
-        guess = [BY_ROWS if tensor.dim() else OF_BATCH for tensor in tensors_in(output)]
+        guess = [BY_ROWS if tensor.dim() else OF_BATCH for tensor in tree_tensors(output)]
         return _model_over_parts(module, loss, batch, dims or guess, labels, _tolerance(output))
     ways, usual = [_unequal(Samples.of(output, dims, num))], (0, IGNORED_BY_TORCH)
     try:
@@ -154,13 +154,13 @@ def _dims_of(module: nn.Module, batch: Microbatch, output: Any) -> list[SampleDi
 
     A model that takes other inputs beside samples is run on no half: then tensors are by rows, or that is not known.
     """
-    num, found = len(batch.target), tensors_in(output)
+    num, found = len(batch.target), tree_tensors(output)
     if all(len(tensor) == num for tensor in batch.inputs):
         half = Microbatch(inputs=tuple(x[: num // 2] for x in batch.inputs), target=batch.target[: num // 2])
         with trial(module) as one, torch.no_grad():
             one.begin_forward(0)
             try:
-                return sample_dims(found, tensors_in(module(*half.copy().inputs)), num, num // 2)
+                return sample_dims(found, tree_tensors(module(*half.copy().inputs)), num, num // 2)
             except Exception:  # whatever the model's own code raises for another number of samples
                 pass
     return [BY_ROWS] * len(found) if is_by_rows(output, num) else None
@@ -283,7 +283,7 @@ def check_no_parameters(loss: Loss) -> None:
 
 def is_by_rows(output: Any, num_rows: int) -> bool:
     """Returns whether the first dimension of all tensors of an output is that of the samples."""
-    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tensors_in(output))
+    return all(tensor.dim() > 0 and len(tensor) == num_rows for tensor in tree_tensors(output))
 
 
 def _parameters_read(module: nn.Module, loss: Loss, output: Any, target: Tensor) -> list[str]:
@@ -359,5 +359,5 @@ def _to_try(tensor: Tensor, labels: CodeLabels, usual: Sequence[int]) -> list[in
 
 
 def _tolerance(output: Any) -> float:
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors_in(output))
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tree_tensors(output))
     return 5e-2 if half else 1e-4

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import Microbatch, trial
 from bapipe.equivalence.sample_dims import sample_dim
 from bapipe.module_state.modes import evaluation_mode
-from bapipe.torch_private.tensors import tree_flatten
+from bapipe.torch_private.tensors import tree_tensors
 
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 """Of differences, relative to the largest value: kernels add up in another order in a batch of another size."""
@@ -53,8 +53,7 @@ def _outputs(module: nn.Module, *batches: tuple[Tensor, ...], microbatch: int = 
         found = []
         for inputs in batches:
             one.begin_forward(microbatch)
-            leaves, _ = tree_flatten(module(*(tensor.clone() for tensor in inputs)))
-            found.append([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            found.append(tree_tensors(module(*(tensor.clone() for tensor in inputs))))
         return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from bapipe.errors import InvalidModel
 from bapipe.graph.reached import reached
-from bapipe.torch_private.tensors import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from bapipe.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
 from bapipe.tracing.sizes import proportional_dimension
 from bapipe.tracing.stages import Split, at_size
 
@@ -188,8 +188,3 @@ def _as_it_was(apart: Tensor, where: SampleDim) -> Tensor:
 def doubled(tensor: Tensor, where: SampleDim) -> Tensor:
     """Returns a tensor without values for twice as many samples."""
     return tensor if where.dim is None or not tensor.dim() else torch.cat([tensor, tensor], where.dim)
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """Returns the tensors that a model returns, in order."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

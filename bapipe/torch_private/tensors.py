@@ -40,6 +40,11 @@ __all__ = [  # torch's names
 ]
 
 
+def tree_tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors among the leaves of a nested value, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 def argument_schemas(operator: OpOverload) -> Sequence[Any]:
     """Returns the arguments in an operator's schema, with what they alias and whether they are written."""
     arguments: Sequence[Any] = operator._schema.arguments

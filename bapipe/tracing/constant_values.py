@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapipe.torch_private.tensors import storage_key, tree_leaves, tree_map, without_fake_tensors
+from bapipe.torch_private.tensors import storage_key, tree_map, tree_tensors, without_fake_tensors
 from bapipe.tracing.randomness import draws_random_numbers
 
 _READS = ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
@@ -46,7 +46,7 @@ class ConstantValues:
             return
         if draws_random_numbers(func) or "empty" in name:
             return
-        tensors = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        tensors = set(map(id, tree_tensors((args, kwargs))))
         drawn = tensors & self._drawn.keys()
         if not tensors <= self._known.keys() | drawn or (drawn and (len(drawn) > 1 or name not in _COMPARISONS)):
             return
