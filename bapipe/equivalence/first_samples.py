@@ -15,6 +15,7 @@ from bapipe.equivalence.sample_dims import Samples
 from bapipe.equivalence.target_weights import WeightedLoss, WeightsAhead
 from bapipe.errors import one_line
 from bapipe.module_state.python_random import all_generators_restored
+from bapipe.module_state.python_state import same_tensor
 
 _MAX_BYTES = 2**25
 """Of outputs that are kept, so that a plan that just fits still does."""
@@ -93,13 +94,13 @@ class FirstSamples:
 
     def _is_another_each_time(self, noted: _Noted) -> bool:
         one, other = (self._ahead.computed(noted.samples.output(), noted.target.clone()) for _ in range(2))
-        return not _are_the_same(one, other)
+        return not same_tensor(one, other)
 
     def _value_of_whole_read(self, first: _Noted, second: _Noted) -> str | None:
         """Returns that the loss reads a value of the whole micro-batch; None if it does not."""
         value = self._ahead.computed(first.samples.output(), first.target.clone())
         for changed, tensor in _with_other_values_of_whole(first.samples, second.samples):
-            if not _are_the_same(self._ahead.computed(changed, first.target.clone()), value):
+            if not same_tensor(self._ahead.computed(changed, first.target.clone()), value):
                 return of_whole(tensor.shape)
         return None
 
@@ -123,10 +124,6 @@ class FirstSamples:
             if not is_compared:
                 raise
             return None
-
-
-def _are_the_same(value: Tensor, other: Tensor) -> bool:
-    return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _num_kept(samples: Samples) -> int:
