@@ -5,7 +5,6 @@ Whether it does is not known of them: losses are computed of batches in which on
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from bapipe.module_state.names_in_code import names_in, numbers_compared_in, numbers_in
 from bapipe.module_state.reached_state import KeptState, is_of_the_user
+from bapipe.module_state.variables import closure_of, defaults_of, globals_of
 
 IGNORED_BY_TORCH = -100
 """What torch's cross entropy ignores by default."""
@@ -63,21 +63,10 @@ def labels_in_code(state: KeptState) -> CodeLabels:
         function = type(one).forward if isinstance(one, nn.Module) else one
         is_of_loss = one is function or any("loss" in name or "entropy" in name for name in names_in(function))
         if isinstance(function, FunctionType) and is_of_loss and is_of_the_user(function.__module__):
-            variables = list(_variables_of(function))
+            variables = [one for values in (globals_of, defaults_of, closure_of) for one in values(function).items()]
             ignored += [value for name, value in variables if _VARIABLE.search(name)] + numbers_compared_in(function)
             others += [value for _, value in variables] + numbers_in(function)
     return CodeLabels(ignored=_numbers(ignored), others=_numbers(others))
-
-
-def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yields the name and value of what a function is given by closures, globals and defaults."""
-    yield from ((name, function.__globals__[name]) for name in names_in(function) if name in function.__globals__)
-    yield from (function.__kwdefaults__ or {}).items()
-    code, defaults = function.__code__, function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # it is empty
-            yield name, cell.cell_contents
 
 
 def _numbers(values: Iterable[object]) -> tuple[int, ...]:

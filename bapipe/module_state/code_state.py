@@ -11,9 +11,9 @@ from typing import Any
 from torch import fx, nn
 
 from bapipe.module_state.assigned_attributes import names_in_forward
-from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.reached_state import KeptState, functions_of, is_of_the_user, is_plain, methods_of
 from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.variables import closure_of, defaults_of, globals_of
 from bapipe.printable import shortened
 from bapipe.torch_private.modules import hooks_of, is_scripted
 
@@ -185,19 +185,10 @@ def reaches(part: nn.Module, variable: Variable) -> bool:
 def _variables_of(one: object) -> Iterator[tuple[str, object]]:
     """Yields (what it is, value) of what a function, class or object keeps."""
     if isinstance(one, FunctionType):
-        code, name = one.__code__, one.__qualname__
-        for variable, cell in zip(code.co_freevars, one.__closure__ or (), strict=True):
-            try:
-                yield f"the variable '{variable}' around {name}", cell.cell_contents
-            except ValueError:  # it has no value yet
-                continue
-        for variable in dict.fromkeys(names_in(one)):
-            if variable in one.__globals__:
-                yield f"the global '{variable}'", one.__globals__[variable]
-        arguments = code.co_varnames[: code.co_argcount]
-        defaults = one.__defaults__ or ()
-        named = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-        for variable, value in (named | (one.__kwdefaults__ or {})).items():
+        name = one.__qualname__
+        yield from ((f"the variable '{variable}' around {name}", value) for variable, value in closure_of(one).items())
+        yield from ((f"the global '{variable}'", value) for variable, value in globals_of(one).items())
+        for variable, value in defaults_of(one).items():
             yield f"the default of the argument '{variable}' of {name}", value
         yield from ((f"the attribute '{variable}' of {name}", value) for variable, value in vars(one).items())
     elif isinstance(one, nn.Module) or (isinstance(one, type) and issubclass(one, nn.Module)):

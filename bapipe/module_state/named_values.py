@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bapipe.module_state.names_in_code import globals_in, names_in
 from bapipe.module_state.python_state import plain_attributes
 from bapipe.module_state.reached_state import is_of_a_library, is_of_the_user, methods_of
+from bapipe.module_state.variables import closure_of
 
 PLAIN = (int, float, str, type(None))
 """Types of plain values: numbers, flags, texts and None."""
@@ -121,7 +122,7 @@ class _Search:
         self._functions[function] = None
         self._names.update(names_in(function))
         if is_of_the_user(function.__module__):
-            for value in (*_globals(function).values(), *_filled(_cells(function)).values()):
+            for value in (*_globals(function).values(), *closure_of(function).values()):
                 self._follow(value)
 
     def _in_modules(self) -> Iterator[Place]:
@@ -138,11 +139,11 @@ class _Search:
         for function in list(self._functions):
             if not is_of_the_user(function.__module__):
                 continue
-            scope, cells = function.__globals__, _cells(function)
+            scope = function.__globals__
             named = {name: value for name, value in _globals(function).items() if (id(scope), name) not in self._seen}
             self._seen.update((id(scope), name) for name in named)
             yield from self._in(named, scope, "the global variable '")
-            yield from self._in(_filled(cells), _Cells(cells), "the variable '")
+            yield from self._in(closure_of(function), _Cells(function), "the variable '")
 
     def _in(
         self,
@@ -198,21 +199,11 @@ def _globals(function: FunctionType) -> dict[str, object]:
     return {name: scope[name] for name in globals_in(function) if name in scope}
 
 
-def _cells(function: FunctionType) -> dict[str, CellType]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
-def _filled(cells: Mapping[str, CellType]) -> dict[str, object]:
-    """Returns what cells hold, but for those of variables that have not been assigned yet."""
-    values = _Cells(cells)
-    return {name: values[name] for name in cells if values[name] is not GONE}
-
-
 class _Cells:
     """The variables of a closure, by name."""
 
-    def __init__(self, cells: Mapping[str, CellType]) -> None:
-        self._cells = cells
+    def __init__(self, function: FunctionType) -> None:
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def __getitem__(self, name: str) -> object:
         try:

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.variables import defaults_of, globals_of
 from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 
@@ -271,13 +272,13 @@ class KeptState:
         self._names.update(names_in(function))
         self._restores.append(partial(_update, vars(function), dict(vars(function))))
         self._follow_all(vars(function).values())
-        values = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
+        values = globals_of(function)
         self._restores.append(partial(function.__globals__.update, values))
         for cell in function.__closure__ or ():
             if _is_filled(cell):
                 self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
                 self._follow(cell.cell_contents)
-        self._follow_all((*values.values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+        self._follow_all((*values.values(), *defaults_of(function).values()))
 
 
 def _put_back(tensor: Tensor, value: Tensor, before: int) -> None:
