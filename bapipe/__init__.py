@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from bapipe.planner.simulate import simulate
     from bapipe.profiler.profile import profile
     from bapipe.runtime.evaluation import ForwardResult
-    from bapipe.runtime.pipeline import PendingLoss, Pipeline
+    from bapipe.runtime.pipeline import Pipeline
+    from bapipe.runtime.training_steps import PendingLoss
     from bapipe.simulator.timeline import Timeline
     from bapipe.training.run import run
     from bapipe.training.train_config import TrainConfig
@@ -77,7 +78,7 @@ _MODULE_OF = {
     "LayerFailed": "bapipe.errors",
     "Link": "bapipe.formats.cluster",
     "ModelProfile": "bapipe.formats.profile",
-    "PendingLoss": "bapipe.runtime.pipeline",
+    "PendingLoss": "bapipe.runtime.training_steps",
     "Pipeline": "bapipe.runtime.pipeline",
     "PipelineDataset": "bapipe.zoo.data.dataset",
     "Plan": "bapipe.formats.plan",

@@ -2,19 +2,20 @@
 
 From `bapipe.Pipeline` down:
 
-1. `pipeline.Pipeline` traces the model, cuts it into the plan's stages (`cut_model`, `split`), compares them with the
-   model (`stage_check`, of each as a `planned_stage`), and gives its own layers storage and initial values that do not
-   depend on the cuts (`materialize`). `process_layout` says which process runs which rank of the schedule;
-   `connected_stages` is what then runs and communicates, in groups that `process_groups` makes and destroys.
-   `stage_state` lists parameters and buffers by their names in the model.
-2. In a step, `Pipeline.step`, an `executor` (one per input size, made by `stage_executors`) runs the schedule's actions
-   F, B, I and W, and the sends and receives (`transfers`) that `lowering` has added. A backward that torch cannot split
-   into I and W runs whole (`whole_backward`). Stages (`recompute`) or layers (`recompute_layers`) that the plan
-   recomputes run their forward again before the backward. `autocast` computes in a 16-bit type, `rng` makes random
+1. `pipeline.Pipeline` is made of its `rank_stages`: the model is traced, cut into the plan's stages (`cut_model`,
+   `split`), these are compared with the model (`stage_check`, of each as a `planned_stage`), and this rank's layers get
+   storage and initial values that do not depend on the cuts (`materialize`). `process_layout` says which process runs
+   which rank of the schedule; `connected_stages` is what then runs and communicates, in groups that `process_groups`
+   makes and destroys. `stage_state` lists parameters and buffers by their names in the model.
+2. In each of the `training_steps` an `executor` (one per input size, made by `stage_executors`) runs the schedule's
+   actions F, B, I and W, and the sends and receives (`transfers`) that `lowering` has added. A backward that torch
+   cannot split into I and W runs whole (`whole_backward`). Stages (`recompute`) or layers (`recompute_layers`) that the
+   plan recomputes run their forward again before the backward. `autocast` computes in a 16-bit type, `rng` makes random
    numbers independent of the cuts, and `loss_weights` weights the losses of micro-batches by their targets.
 3. During the last backward of a stage `replicas` sums the gradients of replicas. After the step `tied_weights` sums the
    gradients of weights that several stages use, and `replica_state` gives the replicas equal running statistics.
-   `grad_scaler` (float16) and clipping use the gradients of all ranks; `optimizer` then updates stage by stage.
+   `update` completes them: `grad_scaler` (float16) and clipping use the gradients of all ranks; `optimizer` then
+   updates stage by stage.
 4. After the step `gather_timeline` collects when everything ran (`clock`), and `peak_memory` how much memory it took.
    `evaluation` runs forwards alone, on held-out data.
 

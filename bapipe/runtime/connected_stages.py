@@ -4,21 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from bapipe.equivalence.outcome import Loss
-from bapipe.equivalence.sample_dims import SampleDim
-from bapipe.formats.plan import Plan
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluation import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.process_groups import OwnGroups, connect_channels, connect_replicas, connect_tied_weights
-from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.runtime.rank_stages import RankStages
 from bapipe.runtime.replicas import Replicas
-from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.runtime.tied_weights import TiedGradients
-from bapipe.tracing.stages import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,49 +45,34 @@ class ConnectedStages:
         self.groups.destroy()
 
 
-def connect_stages(
-    plan: Plan,
-    layout: ProcessLayout,
-    *,
-    sized: Sequence[Split],
-    evaluated: Split | None,
-    modules: Mapping[int, nn.Module],
-    loss: Loss,
-    sample_dims: Sequence[SampleDim],
-    autocast: torch.dtype | None,
-    clock: Clock,
-    rng: PerOperatorRng,
-) -> ConnectedStages:
+def connect_stages(own: RankStages, loss: Loss, autocast: torch.dtype | None, clock: Clock) -> ConnectedStages:
     """Connects a rank's stages with those of other ranks; all processes of the layout's group call it together.
 
-    Args:
-        sized: the stages for each size of inputs, the planned size first.
-        evaluated: the stages in evaluation mode; None without evaluation.
-        modules: this rank's stages.
-        sample_dims: as `ExecutorFactory` has them.
+    `autocast` is the dtype of autocast for forwards and the loss; None without autocast.
 
     Raises:
         BapipeError: a group of some of the processes is needed, and the layout's group is not the default one.
     """
+    layout, trained, evaluated = own.layout, own.cut.trained, own.cut.evaluated
     groups = OwnGroups(layout)  # all ranks make them in the same order
-    tied = connect_tied_weights(layout, groups, sized[0])
-    replicas = connect_replicas(layout, groups, sized[0], modules, tied.parameters, loss, clock)
+    tied = connect_tied_weights(layout, groups, trained)
+    replicas = connect_replicas(layout, groups, trained, own.modules, tied.parameters, loss, clock)
     executors = ExecutorFactory(
-        plan=plan,
+        plan=own.plan,
         layout=layout,
-        modules=modules,
+        modules=own.modules,
         replicas=replicas,
         channels=connect_channels(layout, groups),
         loss=loss,
-        sample_dims=sample_dims,
+        sample_dims=own.sample_dims,
         autocast=autocast,
         clock=clock,
-        rng=rng,
+        rng=own.rng,
     )
     return ConnectedStages(
         groups=groups,
         tied=tied,
         replicas=replicas,
-        executors=[executors.training(parts) for parts in sized],
+        executors=[executors.training(parts) for parts in own.sized],
         evaluation=None if evaluated is None else executors.evaluation(evaluated),
     )

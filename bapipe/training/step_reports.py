@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from bapipe.job.groups import barrier
 from bapipe.runtime.clock import clock_for
-from bapipe.runtime.pipeline import PendingLoss, Pipeline
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.training_steps import PendingLoss
 from bapipe.training.checkpoint.manifest import Position
 from bapipe.training.data.loader import Batch
 from bapipe.training.launch.worker import Rank

@@ -301,10 +301,10 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
     if checkpoint is None:
         return Position()
     path, manifest = checkpoint.path, checkpoint.manifest
-    if pipeline.grad_scaler is not None and manifest.grad_scaler is not None:
-        pipeline.grad_scaler = manifest.grad_scaler
-    state, buffers = pipeline.state_dict(), pipeline.non_persistent_buffers()
-    pipeline.load_optimizer_state(load_tensors(path, manifest, state, buffers))
+    optimizers = load_tensors(path, manifest, pipeline.state_dict(), pipeline.non_persistent_buffers())
+    if manifest.grad_scaler is not None:
+        optimizers["grad_scaler"] = msgspec.structs.asdict(manifest.grad_scaler)
+    pipeline.load_optimizer_state(optimizers)
     return manifest.position
 
 

@@ -49,7 +49,9 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], messag
 @pytest.mark.usefixtures("alone")
 def test_initial_values_are_compared_over_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[nn.Module] = []
-    monkeypatch.setattr("bapipe.runtime.pipeline.warn_of_unlike_values", lambda module, group: compared.append(module))
+    monkeypatch.setattr(
+        "bapipe.runtime.rank_stages.warn_of_unlike_values", lambda module, group: compared.append(module)
+    )
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     pipelined(module)
     assert compared == [module]
@@ -266,7 +268,7 @@ def test_a_pipeline_starts_at_the_number_of_a_step(step: Any) -> None:
 @pytest.mark.usefixtures("alone")
 def test_the_weights_of_a_loss_go_to_the_device_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[object] = []
-    monkeypatch.setattr("bapipe.runtime.pipeline.move_tensors", lambda module, _: moved.append(module))
+    monkeypatch.setattr("bapipe.runtime.rank_stages.move_tensors", lambda module, _: moved.append(module))
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.ones(3))
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
     Pipeline(nn.Sequential(nn.Linear(3, 3)), plan, loss=loss, inputs=(X,)).step(X, target=Y.sigmoid())

@@ -64,7 +64,7 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.Mon
     def wait(device: torch.device, event: object) -> None:
         waits.append((event, {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}))
 
-    monkeypatch.setattr(pipeline_module, "wait_on_device", wait)
+    monkeypatch.setattr("bapipe.runtime.update.wait_on_device", wait)
     pipeline.keep_state_until("copied")
     for _ in range(2):
         pipeline.start_step(X, target=Y)
