@@ -21,40 +21,29 @@ class ConnectedStages:
     """The executors of a rank's stages, and what sums their gradients over processes.
 
     Attributes:
-        groups: the process groups that were made for it.
         tied: the parameters that other processes use too.
         replicas: those of this rank's stages that run on several ranks, by stage.
         executors: one for each input size, as torch's stages have buffers of fixed shapes; the planned size is first.
         evaluation: the executor to evaluate with; None if the pipeline does not evaluate.
     """
 
-    groups: OwnGroups
     tied: TiedGradients
     replicas: Mapping[int, Replicas]
     executors: Sequence[ScheduleExecutor]
     evaluation: ForwardExecutor | None
 
-    def close(self) -> None:
-        """Destroys the groups, when all processes are here; whoever holds this is to forget it before.
 
-        A group keeps its connections and threads for as long as anything refers to it. Hooks on parameters of the
-        user's module do, and torch's stages, which the executors wrap, are in reference cycles.
-        """
-        for replicas in self.replicas.values():
-            replicas.gradients.remove_hooks()
-        self.groups.destroy()
-
-
-def connect_stages(own: RankStages, loss: Loss, autocast: torch.dtype | None, clock: Clock) -> ConnectedStages:
+def connect_stages(
+    own: RankStages, groups: OwnGroups, loss: Loss, autocast: torch.dtype | None, clock: Clock
+) -> ConnectedStages:
     """Connects a rank's stages with those of other ranks; all processes of the layout's group call it together.
 
-    `autocast` is the dtype of autocast for forwards and the loss; None without autocast.
+    Process groups are made in `groups`. `autocast` is the dtype of autocast for forwards and the loss; None without.
 
     Raises:
         BapipeError: a group of some of the processes is needed, and the layout's group is not the default one.
     """
     layout, trained, evaluated = own.layout, own.cut.trained, own.cut.evaluated
-    groups = OwnGroups(layout)  # all ranks make them in the same order
     tied = connect_tied_weights(layout, groups, trained)
     replicas = connect_replicas(layout, groups, trained, own.modules, tied.parameters, loss, clock)
     executors = ExecutorFactory(
@@ -70,7 +59,6 @@ def connect_stages(own: RankStages, loss: Loss, autocast: torch.dtype | None, cl
         rng=own.rng,
     )
     return ConnectedStages(
-        groups=groups,
         tied=tied,
         replicas=replicas,
         executors=[executors.training(parts) for parts in own.sized],

@@ -23,6 +23,7 @@ from bapipe.runtime.copy_streams import copied_ahead, copy_stream, wait_for_copi
 from bapipe.runtime.evaluation import ForwardResult
 from bapipe.runtime.grad_scaler import GradScalerState
 from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, check_optimizer_factory, sgd
+from bapipe.runtime.process_groups import OwnGroups
 from bapipe.runtime.rank_stages import make_rank_stages
 from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.settings_check import check_autocast, check_optimizers
@@ -114,9 +115,12 @@ class Pipeline:
         )
         self.stages = tuple(own.modules)
         self._clock, self._copy_stream = clock_for(self._device), copy_stream(self._device)
-        self._connection: ConnectedStages | None = connect_stages(own, loss, autocast, self._clock)
-        self._optimizers = StageOptimizers(own.modules, optimizer, self._clock, own.layout)
-        check_optimizers(plan, self._optimizers.optimizers)
+        self._connection: ConnectedStages | None
+        self._groups = OwnGroups(own.layout)
+        with self._groups.aborted_on_error():
+            self._connection = connect_stages(own, self._groups, loss, autocast, self._clock)
+            self._optimizers = StageOptimizers(own.modules, optimizer, self._clock, own.layout)
+            check_optimizers(plan, self._optimizers.optimizers)
         self._steps = TrainingSteps(
             own,
             self._optimizers,
@@ -143,10 +147,9 @@ class Pipeline:
         made in stays, and so do weights and the state of optimizers, which can still be read; no step or evaluation can
         be run any more, and the last one's timeline is gone.
         """
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-            del connection
+        if self._connection is not None:
+            self._connection = None
+            self._groups.destroy()
             gc.collect()  # a group ends when nothing refers to it, and torch's stages are in reference cycles
 
     @property

@@ -4,7 +4,8 @@ Gradients are summed over the replicas of a stage, and over the stages that use 
 groups in the same order, also those that it is not in: `new_group` is collective.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from weakref import ref
 
@@ -20,17 +21,21 @@ from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast
 from bapipe.runtime.tied_weights import TiedGradients
 from bapipe.runtime.transfers import Channels
-from bapipe.torch_private.process_groups import default_group_timeout
+from bapipe.torch_private.process_groups import abort_group, default_group_timeout
 from bapipe.tracing.stages import Split, trained_layers
 
 
 class OwnGroups:
-    """The process groups that are made for one pipeline, and destroyed with it; all processes make them together."""
+    """The process groups that are made for one pipeline, and end with it; all processes make them together.
+
+    A group keeps its connections and threads for as long as anything refers to it.
+    """
 
     def __init__(self, layout: ProcessLayout) -> None:
         assert dist.group.WORLD is not None
         self._layout, self._default = layout, ref(dist.group.WORLD)
         self._made: list[object] = []  # torch has a number in the place of a group that this process is not in
+        self._users = ExitStack()
 
     def of_ranks(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Returns a new group of some of the schedule's ranks, with the timeout of the default group."""
@@ -55,18 +60,38 @@ class OwnGroups:
         self._made.append(group)
         return group
 
-    def destroy(self) -> None:
-        """Destroys these groups once all processes are here, so that none still waits for what another one sends.
+    def before_end(self, forget: Callable[[], None]) -> None:
+        """Adds what to call before these groups end, to remove what else would refer to them."""
+        self._users.callback(forget)
 
-        Does nothing if whoever made the default group has destroyed it, and so all groups.
-        """
-        made, self._made = self._made, []
-        if not made or dist.group.WORLD is None or dist.group.WORLD is not self._default():
-            return
-        barrier(self._layout.group)
+    def destroy(self) -> None:
+        """Destroys these groups once all processes are here, so that none still waits for what another one sends."""
+        made = self._taken()
+        if made:
+            barrier(self._layout.group)
         for group in made:
             if isinstance(group, dist.ProcessGroup):
                 dist.destroy_process_group(group)
+
+    @contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """Ends these groups if this context ends with an error, without waiting: other processes may never come."""
+        try:
+            yield
+        except BaseException:
+            for group in self._taken():
+                if isinstance(group, dist.ProcessGroup):
+                    abort_group(group)
+            raise
+
+    def _taken(self) -> list[object]:
+        """Returns the groups, which nothing of this pipeline refers to any more.
+
+        None are left if whoever made the default group has destroyed it, and so all groups.
+        """
+        self._users.close()
+        made, self._made = self._made, []
+        return [] if dist.group.WORLD is None or dist.group.WORLD is not self._default() else made
 
 
 def connect_tied_weights(layout: ProcessLayout, own_groups: OwnGroups, parts: Split) -> TiedGradients:
@@ -131,6 +156,7 @@ def connect_replicas(
             own_loss = loss if s == schedule.num_stages - 1 else None
             share = num_own / schedule.num_microbatches
             replicas[s] = Replicas(s, modules[s], layers, group, share, clock, own_loss)
+            own_groups.before_end(replicas[s].gradients.remove_hooks)
     return replicas
 
 

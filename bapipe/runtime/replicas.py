@@ -240,9 +240,9 @@ class Replicas:
         for tensor in (*module.parameters(), *module.buffers()):
             broadcast(tensor.detach(), group)
         self._group = group
-        self.gradients = GradientSum(layers, group, clock)
         self._buffers = BufferAverage(stage, module, group, share)
         self._loss = LossOfReplicas(loss)
+        self.gradients = GradientSum(layers, group, clock)  # last, as it adds hooks that are to be removed
 
     def begin(self) -> None:
         """Prepares for a step."""

@@ -30,6 +30,11 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _backend(group, torch.device("cpu"))._set_default_timeout(timeout)
 
 
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Ends a group without waiting for its other processes, for which `destroy_process_group` may wait under NCCL."""
+    vars(dist.distributed_c10d)["_abort_process_group"](group)
+
+
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Returns the name of a group's backend for the tensors of a device, such as gloo or nccl; None: default group."""
     group = group or dist.distributed_c10d._get_default_group()

@@ -2,7 +2,9 @@
 
 import gc
 import os
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.training.launch.worker import Rank
 from tests.multiprocess.runtime_cases import make_plan, random_order
 
@@ -53,9 +56,33 @@ def many_pipelines(rank: Rank) -> tuple[list[tuple[int, int]], int, str, list[st
     return counts, len(dist.distributed_c10d._world.pg_map), said, sorted(pipeline.state_dict())
 
 
-def _step(module: nn.Module) -> Pipeline:
+def failing_pipelines(rank: Rank) -> tuple[list[tuple[int, int]], int, list[str]]:
+    """Returns the numbers of open files and of threads after each pipeline that cannot be made, that of groups left,
+    and what was said.
+    """
+    counts, said, module = [], [], Tied()
+    for number in range(NUM_PIPELINES):
+        with pytest.MonkeyPatch.context() as patch:
+            if number % 2:
+                patch.setattr(ExecutorFactory, "training", _fails)
+            try:
+                _step(module, optimizer=lambda _: None)
+            except (BapipeError, ZeroDivisionError) as error:
+                said.append(str(error))
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        dist.barrier()
+    return counts, len(dist.distributed_c10d._world.pg_map), said
+
+
+def _fails(*_: object) -> None:
+    raise ZeroDivisionError("while stages are connected")
+
+
+def _step(module: nn.Module, **options: Any) -> Pipeline:
     ranks = ((0, 1), (0, 1))  # both stages have replicas, and share a weight
     plan = make_plan(["first", "second", "last"], (1,), ranks, random_order(0, ranks, 2, 0.0), 2, 2)
-    with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False) as pipeline:
+    with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False, **options) as pipeline:
         pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     return pipeline

@@ -3,13 +3,25 @@
 import pytest
 
 from bapipe.training.launch.processes import launch
-from tests.multiprocess.closing_cases import NUM_PIPELINES, many_pipelines
+from tests.multiprocess.closing_cases import NUM_PIPELINES, failing_pipelines, many_pipelines
+
+counted = pytest.mark.skipif(
+    "not __import__('os').path.isdir('/proc/self/fd')", reason="counts what Linux says is open"
+)
 
 
-@pytest.mark.skipif("not __import__('os').path.isdir('/proc/self/fd')", reason="counts what Linux says is open")
+@counted
 def test_pipelines_that_are_closed_leave_nothing() -> None:
     for counts, num_groups, said, names in launch(many_pipelines, ["cpu0", "cpu1"], timeout_s=60):
         assert counts == [counts[0]] * NUM_PIPELINES
         assert num_groups == 1  # that of the job
         assert said.startswith("this pipeline is closed")
         assert "second.bias" in names
+
+
+@counted
+def test_pipelines_that_cannot_be_made_leave_nothing() -> None:
+    for counts, num_groups, said in launch(failing_pipelines, ["cpu0", "cpu1"], timeout_s=60):
+        assert counts == [counts[0]] * NUM_PIPELINES
+        assert num_groups == 1
+        assert {text.partition(":")[0] for text in said} == {"`optimizer` returned None", "while stages are connected"}
