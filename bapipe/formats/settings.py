@@ -1,11 +1,12 @@
 """Settings of a computation that change its times and bytes: data types, optimizer, threads, memory format."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from bapipe.errors import BapipeError
 from bapipe.field_types import check_fields
+from bapipe.optimizers import OPTIMIZERS
 from bapipe.units import Positive
 
 
@@ -24,8 +25,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         BapipeError: a value of another type, or out of range.
     """
 
-    dtype: str = "float32"
-    optimizer: str = "sgd-momentum"
+    dtype: Annotated[str, msgspec.Meta(examples=["float32", "bfloat16"])] = "float32"
+    optimizer: Annotated[str, msgspec.Meta(examples=[*OPTIMIZERS])] = "sgd-momentum"
     threads: Positive = 1
     autocast: Literal["bfloat16", "float16"] | None = None
     channels_last: bool = False

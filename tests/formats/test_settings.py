@@ -4,6 +4,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -50,9 +51,27 @@ def test_profiles_of_different_settings_make_no_plan(monkeypatch: pytest.MonkeyP
     [
         ({"autocast": "int8"}, "`autocast` is 'int8': want 'bfloat16' or 'float16' or None"),
         ({"threads": 0}, "`threads` is 0: want at least 1"),
+        (
+            {"optimizer": torch.optim.Adam},
+            "`optimizer` is the class Adam: want str, such as 'sgd', 'sgd-momentum', 'adam', 'adamw'; did you mean 'adam'?",
+        ),
+        (
+            {"optimizer": torch.optim.Adam([torch.zeros(1)])},
+            "`optimizer` is an object of type Adam: want str, such as 'sgd', 'sgd-momentum', 'adam', 'adamw'",
+        ),
+        (
+            {"dtype": torch.bfloat16},
+            "`dtype` is torch.bfloat16: want str, such as 'float32', 'bfloat16'; did you mean 'bfloat16'?",
+        ),
+        (
+            {"autocast": torch.float16},
+            "`autocast` is torch.float16: want 'bfloat16' or 'float16' or None; did you mean 'float16'?",
+        ),
+        ({"threads": "4"}, "`threads` is '4': want int; did you mean 4?"),
+        ({"tf32": 1}, "`tf32` is 1: want True or False; did you mean True?"),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_another_type_or_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(BapipeError) as error:
         Settings(**settings)
     assert str(error.value) == message

@@ -14,7 +14,7 @@ from tests.builders import chain, devices
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": "5"}, "`steps` is '5': want int"),
+        ({"steps": "5"}, "`steps` is '5': want int; did you mean 5?"),
         ({"steps": 1.5}, "`steps` is 1.5: want int"),
         ({"resume": True}, "`resume` needs `checkpoint`, the folder to continue from"),
         ({"replan": True}, "`replan` needs `checkpoint`, the folder to continue from"),

@@ -596,10 +596,10 @@ def test_a_single_constraint_may_be_given_as_a_text() -> None:
         ({"memory_margin": 1.0}, "`memory_margin` is 1.0: want less than 1"),
         ({"time_limit_s": -1}, "`time_limit_s` is -1: want at least 0"),
         ({"search_effort": -1}, "`search_effort` is -1: want at least 0"),
-        ({"objective": "thruput"}, "`objective` is 'thruput': want 'step' or 'throughput'"),
+        ({"objective": "thruput"}, "`objective` is 'thruput': want 'step' or 'throughput'; did you mean 'throughput'?"),
         ({"goal": "memory"}, "`goal` is 'memory': want Goal or None"),
         ({"schedules": [1]}, "`schedules` is [1]: want a list of str"),
-        ({"replicas": "no"}, "`replicas` is 'no': want bool"),
+        ({"replicas": "no"}, "`replicas` is 'no': want True or False"),
     ],
 )
 def test_options_out_of_range_are_refused(option: dict[str, Any], message: str) -> None:
