@@ -12,6 +12,7 @@ from bapipe.equivalence.outcome import Loss
 from bapipe.equivalence.sample_dims import SampleDim, sample_dims_of_model
 from bapipe.formats.plan import Plan
 from bapipe.module_state.modes import idle_dropout, is_evaluating
+from bapipe.module_state.unregistered import unregistered_parameters
 from bapipe.runtime.batch_check import BatchSpec
 from bapipe.runtime.cut_model import CutModel, cut_model
 from bapipe.runtime.initial_values import warn_of_unlike_values
@@ -127,7 +128,7 @@ def make_rank_stages(
     check_has_layers(module)
     check_inputs(module, inputs)
     check_buckets(buckets, len(tensor_inputs(inputs)))
-    _warn_of_modes(module)
+    _warn_of_untrained(module)
     check_settings(plan, module, device, autocast)
     keys, names = frozenset(persistent_state(module)), state_names(module)
     with only_tensor_inputs(module, inputs) as tensors:
@@ -179,14 +180,18 @@ def make_rank_stages(
     )
 
 
-def _warn_of_modes(module: nn.Module) -> None:
+def _warn_of_untrained(module: nn.Module) -> None:
+    """Warns of parts that will not train as a user may expect."""
     if is_evaluating(module):
-        _log.warning(
+        idle: str | None = (
             "the module is in evaluation mode, and so are its stages: dropout does nothing, and running statistics "
             "do not change; call train() on it before, and then eval() on the parts that should stay in that mode"
         )
-    elif (idle := idle_dropout(module)) is not None:
-        _log.warning("%s", idle)
+    else:
+        idle = idle_dropout(module)
+    for fault in (idle, unregistered_parameters(module)):
+        if fault is not None:
+            _log.warning("%s", fault)
 
 
 def _in_order_of_updates(schedule: Schedule, rank: int) -> tuple[int, ...]:

@@ -190,7 +190,9 @@ def _with_constants(module: nn.Module, constants: Mapping[str, Any]) -> nn.Modul
         root.register_buffer(name, buffer)
     for name, value in constants.items():
         if isinstance(value, Tensor):
-            root.register_buffer(name, value, persistent=False)
+            # A parameter that a plain list holds is none of the model's: torch.fx would make it one of the stage's.
+            constant = value.detach() if isinstance(value, nn.Parameter) else value
+            root.register_buffer(name, constant, persistent=False)
         else:
             setattr(root, name, value)
     return root

@@ -1,5 +1,6 @@
 """What a pipeline is given that it cannot use, in one process."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from bapipe.errors import BapipeError, InvalidModel
+from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from tests.multiprocess.runtime_cases import make_plan
 
@@ -93,6 +95,37 @@ def test_a_module_in_evaluation_mode_is_warned_of(of_all: bool, warns: bool, cap
     pipelined(module)
     assert ("the module is in evaluation mode" in caplog.text) == warns
     assert not module[1].training
+
+
+class InPlainList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shifts = nn.Linear(3, 3), [nn.Parameter(torch.ones(3))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y + self.shifts[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_in_plain_lists_are_warned_of_once_and_not_trained(caplog: pytest.LogCaptureFixture) -> None:
+    plan = make_plan(["layer"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
+    module = InPlainList()
+    whole = deepcopy(module)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,), optimizer=sgd(0.1, momentum=0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = mse_loss(whole(X), Y)
+        loss.backward()
+        optimizer.step()
+        assert pipeline.step(X, target=Y) == pytest.approx(loss.item(), rel=1e-5)
+    assert sorted(pipeline.named_parameters()) == ["layer.bias", "layer.weight"]
+    assert torch.equal(module.shifts[0], torch.ones(3))
+    assert caplog.messages == [
+        "the list 'shifts' holds parameters that are none of the model's, so they are not trained: torch sees those of "
+        "nn.ModuleList, nn.ModuleDict, nn.ParameterList and nn.ParameterDict"
+    ]
 
 
 class WithoutAutocast(nn.Module):
