@@ -18,7 +18,7 @@ from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.reasons import not_handed_on
 from bapipe.tracing.recording import in_words
-from bapipe.tracing.structure import add_structure_check
+from bapipe.tracing.structure import OtherStructure, add_structure_check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +217,8 @@ def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Excep
             f"layer '{name}' ran out of memory in its {phase} at micro-batch size {size}: measure smaller "
             "`microbatch_sizes`, or one layer at a time with `layer_by_layer`"
         )
+    if isinstance(error, OtherStructure):
+        return InvalidModel(f"at micro-batch size {size}, {error}")
     if "modified by an inplace operation" in str(error) or "leaf Variable that requires grad" in str(error):
         return InvalidModel(
             f"layer '{name}' failed in its {phase} at micro-batch size {size}: a layer changes in place what its "

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from bapipe.errors import BapipeError, LayerFailed, one_line, root_cause
 from bapipe.schedules.table import Action, Phase
+from bapipe.tracing.structure import OtherStructure
 
 _CHANGED = "modified by an inplace operation"
 _PHASES = {
@@ -26,6 +27,8 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
         cause = root_cause(error)
         if isinstance(cause, BapipeError):  # what torch's stage has put into an error of its own
             raise cause from None
+        if isinstance(cause, OtherStructure):
+            raise LayerFailed(f"in the {_PHASES[action.phase]} of micro-batch {action.microbatch}, {cause}") from error
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
         raise LayerFailed(

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from bapipe.errors import LayerFailed
+from bapipe.errors import InvalidModel, LayerFailed
+from bapipe.profiler.instrument import InstrumentedModel, TrainingPass
 from bapipe.runtime.pipeline import Pipeline
+from bapipe.tracing.layers import trace
 from bapipe.tracing.structure import structure
 from tests.multiprocess.runtime_cases import make_plan
 
@@ -47,9 +49,24 @@ def test_a_layer_that_returns_another_number_of_values_ends_the_step(
     pipeline = Pipeline(Summing(), plan, loss=mse_loss, inputs=(examples,), check=False)
     pipeline.step(examples, target=Y)
     now, before = (", ".join(["tensor"] * count) for count in (later, traced))
-    message = rf"layer 'halting' returned \[{now}\], and \[{before}\] when the model was traced: make it and what uses"
-    with pytest.raises(LayerFailed, match=message):
+    with pytest.raises(LayerFailed) as caught:
         pipeline.step(other, target=Y)
+    assert str(caught.value) == (
+        f"in the forward of micro-batch 0, layer 'halting' returned [{now}], and [{before}] "
+        "when the model was traced: make it and what uses these one layer (`leaf_modules`)"
+    )
+
+
+def test_a_measured_layer_that_returns_another_number_of_values_is_told_in_the_same_words() -> None:
+    x = torch.zeros(4, 3)
+    model = trace(Summing(), (x,))
+    training_pass = TrainingPass(model=model, loss=mse_loss, inputs=(x + 5,), target=Y, autocast=None)
+    with pytest.raises(InvalidModel) as caught:
+        InstrumentedModel(training_pass=training_pass, enter=lambda layer: None).forward()
+    assert str(caught.value) == (
+        "at micro-batch size 4, layer 'halting' returned [tensor, tensor], and [tensor] when the model was traced: make "
+        "it and what uses these one layer (`leaf_modules`)"
+    )
 
 
 def test_a_structure_says_what_is_where() -> None:
