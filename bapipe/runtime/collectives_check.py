@@ -1,15 +1,18 @@
-"""Refuses optimizers, losses and forwards that communicate with processes that do not run them."""
+"""Refuses optimizers, losses, forwards and backwards that communicate with processes that do not run them."""
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch import fx, nn
 
 from bapipe.equivalence.communication import CollectivesMode, forwards_checked
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, InvalidModel
+from bapipe.runtime.model_errors import PASSES
 from bapipe.runtime.process_layout import ProcessLayout
+from bapipe.schedules.table import Action
+from bapipe.torch_private.process_groups import num_collectives
 
 MAX_NUMBERS = 8
 """Most elements of a tensor that an optimizer may send to other stages; one per parameter if it has more of these."""
@@ -62,6 +65,43 @@ class FirstForwards:
         self._seen.add(stage)
         traced = next((part for part in module.modules() if isinstance(part, fx.GraphModule)), module)
         return forwards_checked(traced, self._group)
+
+
+@contextmanager
+def action_checked(layout: ProcessLayout, action: Action) -> Iterator[None]:
+    """In this context an action runs, which may call no collective of the default group or of the pipeline's group.
+
+    All processes of the pipeline are in these, and run other actions meanwhile. Such a collective is noticed when it
+    has returned, or failed at its timeout: to look at every operator, as in first forwards, would cost too much.
+
+    Raises:
+        InvalidModel: the action has called one.
+    """
+    if len(layout.ranks) == 1 or layout.schedule.num_stages == 1:
+        yield
+        return
+    before = _num_collectives(layout)
+    try:
+        yield
+    except Exception as error:  # of the model's own code, or of a collective that nobody else has called
+        if _num_collectives(layout) != before:
+            raise _communicates(action) from error
+        raise
+    if _num_collectives(layout) != before:
+        raise _communicates(action)
+
+
+def _num_collectives(layout: ProcessLayout) -> list[int]:
+    """Returns how many collectives this process has called in each group in which a pipeline's processes all are."""
+    return [num_collectives(group) for group in {None, layout.group}]
+
+
+def _communicates(action: Action) -> InvalidModel:
+    return InvalidModel(
+        f"the {PASSES[action.phase]} of a layer in stage {action.stage} communicates with processes that do not run "
+        "it, such as by `dist.all_reduce`: each micro-batch passes through a layer in one process alone, as in "
+        "training with one; leave that out"
+    )
 
 
 def _checked(layout: ProcessLayout | None, stage: int, max_elements: int, fault: str) -> AbstractContextManager[object]:

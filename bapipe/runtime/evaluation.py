@@ -16,7 +16,7 @@ from bapipe.errors import InvalidModel
 from bapipe.module_state.modes import evaluation_mode
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
-from bapipe.runtime.collectives_check import FirstForwards, loss_checked
+from bapipe.runtime.collectives_check import FirstForwards, action_checked, loss_checked
 from bapipe.runtime.lowering import End, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
@@ -221,7 +221,8 @@ class ForwardExecutor:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
                 self._rng.enter(action._replace(microbatch=num_before + m))
                 received = transfers.take_inputs(stage, m)
-                with self._first_forwards.checked(stage, self._modules[stage]):
+                checked = self._first_forwards.checked(stage, self._modules[stage])
+                with action_checked(self._layout, action), checked:
                     outputs = self._modules[stage](*received, *inputs)
                 if stage + 1 < self._schedule.num_stages:
                     transfers.outputs[stage, m] = outputs

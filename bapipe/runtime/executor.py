@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from bapipe.equivalence.outcome import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
 from bapipe.runtime.clock import Clock
-from bapipe.runtime.collectives_check import FirstForwards
+from bapipe.runtime.collectives_check import FirstForwards, action_checked
 from bapipe.runtime.local_stage import LocalStage, check_gradients_of_outputs, check_outputs
 from bapipe.runtime.loss_weights import LossWeights
 from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for
@@ -361,7 +361,8 @@ class ScheduleExecutor:
         self._transfers.before(action)
         self._rng.enter(action)
         start = self._clock.stamp()
-        result = call()
+        with action_checked(self._layout, action):
+            result = call()
         self._ran.append(_TimedAction(action, start, self._clock.stamp()))
         return result
 

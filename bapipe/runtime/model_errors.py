@@ -11,9 +11,10 @@ from bapipe.schedules.table import Action, Phase
 from bapipe.tracing.structure import OtherStructure
 
 _CHANGED = "modified by an inplace operation"
-_PHASES = {
+PASSES = {
     Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.INPUT_GRAD: "backward", Phase.WEIGHT_GRAD: "backward",
 }  # fmt: skip
+"""What of a layer runs in a phase, in words."""
 
 
 @contextmanager
@@ -28,11 +29,11 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
         if isinstance(cause, BapipeError):  # what torch's stage has put into an error of its own
             raise cause from None
         if isinstance(cause, OtherStructure):
-            raise LayerFailed(f"in the {_PHASES[action.phase]} of micro-batch {action.microbatch}, {cause}") from error
+            raise LayerFailed(f"in the {PASSES[action.phase]} of micro-batch {action.microbatch}, {cause}") from error
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
         raise LayerFailed(
-            f"{where} fails in the {_PHASES[action.phase]} of micro-batch {action.microbatch}: "
+            f"{where} fails in the {PASSES[action.phase]} of micro-batch {action.microbatch}: "
             f"{one_line(cause)[:200]}{hint(str(cause), recompute=recompute)}"
         ) from error
 

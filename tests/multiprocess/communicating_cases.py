@@ -39,6 +39,32 @@ def model(second: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), second, nn.Linear(4, 4))
 
 
+class SumsLater(nn.Module):
+    """Starts to sum over all processes in its second forward, or in its first backward, without waiting for it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.num_forwards = where, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        if self.where == "forward" and self.num_forwards == 2:
+            self._sum(x.detach())
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self._sum)
+        return x * 2
+
+    def _sum(self, x: Tensor) -> None:
+        dist.all_reduce(x.clone(), async_op=True)
+
+
+def refusal_of_a_step(_: Rank, where: str) -> float | None:
+    """Makes a step of a pipeline in which the first process communicates."""
+    tensor = torch.ones(4, 4)
+    pipeline = two_stages(model(SumsLater(where)), check=False)
+    return pipeline.step(tensor, target=tensor)
+
+
 def refusal(_: Rank) -> str:
     """Returns what a pipeline of a model says that communicates in its forward."""
     try:
