@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.simulator.stage_cost import stage_cost_by_speed
 from bapipe.simulator.tied_weights import TiedWeightCost
 from bapipe.torch_device import prepare_cpu
@@ -119,8 +120,8 @@ def fidelity(name: str, sizes: tuple[int, ...], device: torch.device) -> list[di
     example = build(resolve(name), MODELS[name][0])
     start = time.monotonic()
     profile = measure_model(
-        example.module, example.inputs, example.target, example.loss, microbatch_sizes=sizes, name=name, device=device,
-        progress=lambda done, total, what: print(f"{name}: {done} of {total}: {what}", file=sys.stderr),
+        example.module, example.inputs, example.target, example.loss, ProfileOptions(microbatch_sizes=sizes), name=name,
+        device=device, progress=lambda done, total, what: print(f"{name}: {done} of {total}: {what}", file=sys.stderr),
     )  # fmt: skip
     took_s = time.monotonic() - start
     return [figures(example, profile, size, device) | {"measured_in_s": took_s} for size in sizes]

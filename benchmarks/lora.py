@@ -33,6 +33,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.inputs.clusters import local_cluster
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from bapipe.runtime.optimizer import optimizer_factory
 from bapipe.runtime.pipeline import Pipeline
@@ -52,7 +53,12 @@ def profile_of(first: int, path: Path) -> ModelProfile:
     if not path.exists():
         print(f"measuring the layers, adapted from block {first} on", file=sys.stderr, flush=True)
         settings = Settings(optimizer="adamw")
-        write(path, profile_model(MODEL, {"first": first}, microbatch_sizes=SIZES, settings=settings, num_co_runners=1))
+        write(
+            path,
+            profile_model(
+                MODEL, {"first": first}, ProfileOptions(microbatch_sizes=SIZES, settings=settings), num_co_runners=1
+            ),
+        )
     return read(path, ModelProfile)
 
 

@@ -25,6 +25,7 @@ from bapipe.formats.codec import read, write
 from bapipe.formats.profile import ModelProfile
 from bapipe.planner.inputs.clusters import local_cluster
 from bapipe.planner.inputs.options import SEARCH
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import ALL, LOOPED, SIDE_BY_SIDE
 from benchmarks import parser_of
@@ -40,7 +41,7 @@ def inputs(folder: Path, microbatch_size: int) -> tuple[ModelProfile, Cluster]:
     """Returns the profile and the cluster of the folder, measured by the first call."""
     if not (folder / "cluster.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "profile.json", profile_model("vgg16", {}, microbatch_sizes=[microbatch_size]))
+        write(folder / "profile.json", profile_model("vgg16", {}, ProfileOptions(microbatch_sizes=[microbatch_size])))
         write(folder / "cluster.json", local_cluster(2, "cpu"))
     return read(folder / "profile.json", ModelProfile), read(folder / "cluster.json", Cluster)
 

@@ -4,6 +4,7 @@ import pytest
 
 import bapipe
 from bapipe.formats.profile import ModelProfile
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from tests import ROOT
 
@@ -12,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 
 def profiled(factory: str, monkeypatch: pytest.MonkeyPatch, **arguments: object) -> ModelProfile:
     monkeypatch.chdir(EXAMPLES)
-    return profile_model(factory, arguments, microbatch_sizes=(1,))
+    return profile_model(factory, arguments, ProfileOptions(microbatch_sizes=(1,)))
 
 
 def test_custom_model(monkeypatch: pytest.MonkeyPatch) -> None:

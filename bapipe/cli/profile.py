@@ -18,6 +18,7 @@ from bapipe.importers import NUM_OPTIMIZER_STATES, ImportMetadata, import_file, 
 from bapipe.planner.inputs.clusters import local_cluster, probed_cluster
 from bapipe.planner.inputs.link_catalogue import CATALOGUE, cluster_like
 from bapipe.planner.inputs.validation import MAX_DEVICES
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from bapipe.torchrun import is_first_rank
 from bapipe.units import MAX_INT
@@ -104,6 +105,15 @@ def profile(
         channels_last=channels_last,
         tf32=tf32,
     )
+    options = ProfileOptions(
+        microbatch_sizes=sizes,
+        settings=settings,
+        layer_by_layer=layer_by_layer,
+        exhaustive=exhaustive,
+        leaf_modules=leaf_module or (),
+        operator_layers=operator_layers,
+        check=check,
+    )
     with ExitStack() as bar:
 
         def write(measured: ModelProfile) -> None:
@@ -113,16 +123,10 @@ def profile(
         measured = profile_model(
             model,
             key_values(arg),
+            options,
             device=device,
             kind=kind,
-            microbatch_sizes=sizes,
-            settings=settings,
-            layer_by_layer=layer_by_layer,
-            exhaustive=exhaustive,
-            leaf_modules=leaf_module or (),
-            operator_layers=operator_layers,
             num_co_runners=co_runners,
-            check=check,
             write=write,
             progress=bar.enter_context(parts_bar()),
         )

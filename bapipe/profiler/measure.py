@@ -1,7 +1,7 @@
 """Measures a module: traces it, times its layers and their memory at each micro-batch size, and makes a profile."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
-from bapipe.errors import BapipeError, InvalidModel
+from bapipe.errors import InvalidModel
 from bapipe.formats.measurement import LayerMeasurement, Measurement
 from bapipe.formats.profile import HOST_OVER_DEVICE, ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.module_state.python_random import generators_restored
-from bapipe.optimizers import OPTIMIZERS, unknown_optimizer
 from bapipe.profiler.instrument import TrainingPass, own_failure
 from bapipe.profiler.isolated import measure_isolated
 from bapipe.profiler.layer_memory import LayerMemory, layer_memory
 from bapipe.profiler.layer_profiles import layer_profiles
 from bapipe.profiler.layer_times import LayerTimes, time_layers
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.prepare import check_examples, check_trainable, fits_on_device, prepared
 from bapipe.profiler.sample_data import samples_for
 from bapipe.profiler.traced import traced
@@ -41,20 +41,12 @@ def measure_model(
     inputs: Inputs,
     target: Tensor,
     loss: Loss,
+    options: ProfileOptions,
     *,
-    microbatch_sizes: Sequence[int],
     name: str,
     device: torch.device = CPU,
     factory: str | None = None,
     arguments: Mapping[str, object] | None = None,
-    settings: Settings = Settings(),  # noqa: B008
-    seconds_per_size: float = 12.0,
-    target_spread: float = 0.03,
-    layer_by_layer: bool = False,
-    exhaustive: bool = False,
-    leaf_modules: Sequence[str] = (),
-    operator_layers: bool = False,
-    check: bool = True,
     data: Callable[[], PipelineDataset[Any] | None] | None = None,
     resume_from: ModelProfile | None = None,
     save: Callable[[ModelProfile], None] | None = None,
@@ -66,14 +58,6 @@ def measure_model(
     parameters, buffers and mode are left as they were, its gradients as None, and so are torch's threads.
 
     Args:
-        settings: how the model is computed; their `dtype` is replaced by the module's.
-        seconds_per_size, target_spread: measuring at a size ends when the time of every layer that matters has this
-            relative spread, or after about this time.
-        leaf_modules, operator_layers: which modules and operators are layers, see `bapipe.tracing.layers.trace`.
-        layer_by_layer: measures one layer at a time, see `measure_isolated`. Otherwise layers are measured in passes of
-            the whole model, unless its parameters and their gradients do not fit on the device.
-        exhaustive: measures every layer, also those that are equal to another one.
-        check: compares the split model with the original, see `bapipe.equivalence`; not done `layer_by_layer`.
         data: makes samples like the examples; these are repeated all the same if the model fails on the samples, or is
             measured `layer_by_layer`.
         resume_from: a profile of the same model on the same machine; its sizes are not measured again.
@@ -83,25 +67,19 @@ def measure_model(
     Raises:
         InvalidModel: the module cannot be traced, its stages would not train as it does, or a layer fails or gives
             another layer a value that is not a tensor.
-        BapipeError: no micro-batch size, one below 1, or an unknown optimizer.
     """
-    sizes = checked_sizes(microbatch_sizes)
-    if settings.optimizer not in OPTIMIZERS:
-        raise unknown_optimizer(settings.optimizer, OPTIMIZERS, "`settings=bapipe.Settings(optimizer=...)`")
     check_inputs(module, inputs)
     check_examples(tensor_inputs(inputs), target)
     check_has_layers(module)
     check_trainable(module)
     check_no_parameters(loss)
-    settings = structs.replace(settings, dtype=dtype_name(next(module.parameters()).dtype))
-    profile = resume_from
+    settings = structs.replace(options.settings, dtype=dtype_name(next(module.parameters()).dtype))
+    layer_by_layer = options.layer_by_layer or not fits_on_device(module, device)
+    options = replace(options, settings=settings, layer_by_layer=layer_by_layer)
+    profile, sizes = resume_from, options.microbatch_sizes
     missing_sizes = [size for size in sizes if profile is None or size not in profile.microbatch_sizes]
-    layer_by_layer = layer_by_layer or not fits_on_device(module, device)
-    method = _Method(
-        seconds=seconds_per_size, target_spread=target_spread, exhaustive=exhaustive, layer_by_layer=layer_by_layer
-    )
     parts = _Parts(progress, 1 + NUM_PARTS_PER_SIZE * len(missing_sizes) + (profile is None))
-    parts.begin("trace and check of the split model" if check and not layer_by_layer else "trace")
+    parts.begin("trace and check of the split model" if options.check and not layer_by_layer else "trace")
     with generators_restored():
         made_up = None if data is None or layer_by_layer else data()
     with (
@@ -110,23 +88,11 @@ def measure_model(
         tensors_on(loss, device),  # weights of classes are the buffers of a loss that is a module
         only_tensor_inputs(module, inputs) as tensors,
     ):
-        found = traced(
-            module,
-            tensors,
-            target,
-            loss,
-            device,
-            max_size=max(sizes),
-            leaf_modules=leaf_modules,
-            operator_layers=operator_layers,
-            autocast=autocast_dtype(settings),
-            check=check,
-            layer_by_layer=layer_by_layer,
-        )
+        found = traced(module, tensors, target, loss, device, options)
         samples = samples_for(module, (*tensors, target), made_up, loss, device)
         for size in missing_sizes:
             training_pass = _training_pass(found.model, loss, samples.batch(size, device), settings)
-            times, memory = method.measure(training_pass, size, parts)
+            times, memory = _times_and_memory(training_pass, size, options, parts)
             measured = _measurement(found.model, size, times, memory)
             if profile is None:
                 parts.begin("optimizer")
@@ -172,30 +138,24 @@ class _Parts:
             self._progress(self._num_parts, self._num_parts, "done")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Method:
-    """How the layers are measured at a micro-batch size; the attributes are those of `measure_model`."""
-
-    seconds: float
-    target_spread: float
-    exhaustive: bool
-    layer_by_layer: bool
-
-    def measure(self, training_pass: TrainingPass, size: int, parts: _Parts) -> tuple[LayerTimes, LayerMemory]:
-        """Returns the times and bytes of every layer."""
-        if self.layer_by_layer:
-            parts.begin(f"layers one by one at micro-batch size {size}", NUM_PARTS_PER_SIZE)
-            return measure_isolated(training_pass, self.seconds, self.target_spread, self.exhaustive)
-        try:
-            parts.begin(f"times at micro-batch size {size}")
-            times = time_layers(training_pass, self.seconds, self.target_spread, self.exhaustive)
-            parts.begin(f"memory at micro-batch size {size}")
-            return times, layer_memory(training_pass)
-        except InvalidModel as error:
-            itself = own_failure(training_pass, error)
-            if itself is None:
-                raise
-            raise itself from error
+def _times_and_memory(
+    training_pass: TrainingPass, size: int, options: ProfileOptions, parts: _Parts
+) -> tuple[LayerTimes, LayerMemory]:
+    """Returns the times and bytes of every layer at a micro-batch size."""
+    how = options.seconds_per_size, options.target_spread, options.exhaustive
+    if options.layer_by_layer:
+        parts.begin(f"layers one by one at micro-batch size {size}", NUM_PARTS_PER_SIZE)
+        return measure_isolated(training_pass, *how)
+    try:
+        parts.begin(f"times at micro-batch size {size}")
+        times = time_layers(training_pass, *how)
+        parts.begin(f"memory at micro-batch size {size}")
+        return times, layer_memory(training_pass)
+    except InvalidModel as error:
+        itself = own_failure(training_pass, error)
+        if itself is None:
+            raise
+        raise itself from error
 
 
 def _training_pass(model: TracedModel, loss: Loss, batch: Sequence[Tensor], settings: Settings) -> TrainingPass:
@@ -225,21 +185,6 @@ def _with_quality(profile: ModelProfile, size: int, times: LayerTimes) -> ModelP
         key: {**profile.environment.get(key, {}), str(size): value} for key, value in quality.items()
     }
     return structs.replace(profile, environment=profile.environment | notes)
-
-
-def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the micro-batch sizes, each once, ascending.
-
-    Raises:
-        BapipeError: there is none, one is below 1, or a number was given instead of several.
-    """
-    if isinstance(sizes, int):
-        raise BapipeError(f"`microbatch_sizes` is {sizes}: want a list of sizes, such as [{sizes}]")
-    if not sizes:
-        raise BapipeError("no micro-batch size to measure at: give one or more, such as 1,2,4,8")
-    if min(sizes) < 1:
-        raise BapipeError(f"micro-batch size {min(sizes)} cannot be measured: want 1 or more")
-    return tuple(sorted(set(sizes)))
 
 
 def _measurement(model: TracedModel, size: int, times: LayerTimes, memory: LayerMemory) -> Measurement:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 
@@ -18,6 +18,7 @@ from bapipe.formats.settings import Settings
 from bapipe.one_thread import one_thread_at_a_time
 from bapipe.processes import check_not_imported
 from bapipe.profiler.co_runners import co_runners
+from bapipe.profiler.options import ProfileOptions
 from bapipe.progress import PartsProgress
 from bapipe.zoo import resolve
 
@@ -118,19 +119,24 @@ def profile(
     from bapipe.zoo.data.open_dataset import synthetic_data
     from bapipe.zoo.example import Example
 
-    measured: dict[str, Any] = {
-        "microbatch_sizes": microbatch_sizes,
-        "settings": settings,
-        "leaf_modules": leaf_modules,
-        "operator_layers": operator_layers,
-        "check": check,
-        "progress": progress,
-    }
+    options = ProfileOptions(
+        microbatch_sizes=microbatch_sizes,
+        settings=settings,
+        leaf_modules=leaf_modules,
+        operator_layers=operator_layers,
+        check=check,
+    )
     if not isinstance(module, nn.Module):
         if not (inputs is None and target is None and loss is None):
             raise BapipeError("a factory gives its own `inputs`, `target` and `loss`: leave them out, or give a module")
         made = profile_model(
-            module, arguments or {}, device=device, kind=kind, num_co_runners=num_co_runners, **measured
+            module,
+            arguments or {},
+            options,
+            device=device,
+            kind=kind,
+            num_co_runners=num_co_runners,
+            progress=progress,
         )
         return made if name is None else msgspec.structs.replace(made, model=name)
     if inputs is None or target is None or loss is None:
@@ -141,9 +147,8 @@ def profile(
     name = name or type(module).__name__
     on = local_device(device)
     _check_kind(kind, on.type)
-    made = measure_model(
-        module, inputs, target, loss, name=name, device=on, data=partial(synthetic_data, examples, name), **measured
-    )
+    data = partial(synthetic_data, examples, name)
+    made = measure_model(module, inputs, target, loss, options, name=name, device=on, data=data, progress=progress)
     return _of_kind(made, kind)
 
 
@@ -151,17 +156,11 @@ def profile(
 def profile_model(
     model: "Factory",
     arguments: Mapping[str, object],
+    options: ProfileOptions,
     *,
     device: "torch.device | str" = "cpu",
     kind: str | None = None,
-    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
-    settings: Settings = Settings(),  # noqa: B008
-    layer_by_layer: bool = False,
-    exhaustive: bool = False,
-    leaf_modules: Sequence[str] = (),
-    operator_layers: bool = False,
     num_co_runners: int = 0,
-    check: bool = True,
     write: Callable[[ModelProfile], None] | None = None,
     progress: PartsProgress | None = None,
 ) -> ModelProfile:
@@ -180,22 +179,22 @@ def profile_model(
         KeyboardInterrupt: on Ctrl-C, which says the same.
     """
     require_torch()
-    from bapipe.profiler.measure import checked_sizes, measure_model
+    from bapipe.profiler.measure import measure_model
     from bapipe.torch_device import local_device
     from bapipe.zoo.data.open_dataset import synthetic_data
     from bapipe.zoo.factory import build, factory_name, importable_name
 
-    sizes, on = checked_sizes(microbatch_sizes), local_device(device)
+    sizes, on = options.microbatch_sizes, local_device(device)
     _check_kind(kind, on.type)
     factory: Factory = resolve(model) if isinstance(model, str) else model
     importable = importable_name(factory)
     example = build(factory, arguments)
-    key = None if importable is None else _cache_key(importable, arguments, device, settings)
+    key = None if importable is None else _cache_key(importable, arguments, device, options.settings)
     layer_choice = {
-        "layer_by_layer": layer_by_layer,
-        "exhaustive": exhaustive,
-        "leaf_modules": list(leaf_modules),
-        "operator_layers": operator_layers,
+        "layer_by_layer": options.layer_by_layer,
+        "exhaustive": options.exhaustive,
+        "leaf_modules": list(options.leaf_modules),
+        "operator_layers": options.operator_layers,
     }
     kept = {"unfinished": True, "co_runners": num_co_runners} | layer_choice
     unfinished_path = None if key is None else profile_path(key | kept)
@@ -206,17 +205,11 @@ def profile_model(
                 example.inputs,
                 example.target,
                 example.loss,
-                microbatch_sizes=sizes,
+                options,
                 name=factory_name(model).rpartition(":")[2].rpartition(".")[2],
                 device=on,
                 factory=importable,
                 arguments=arguments,
-                settings=settings,
-                layer_by_layer=layer_by_layer,
-                exhaustive=exhaustive,
-                leaf_modules=leaf_modules,
-                operator_layers=operator_layers,
-                check=check,
                 data=partial(synthetic_data, example, factory_name(model)),
                 resume_from=None if unfinished_path is None else load_profile(unfinished_path),
                 save=_saved_to(unfinished_path, check_co_runners),
@@ -312,9 +305,8 @@ def profile_model_cached(
     path = profile_path(_cache_key(factory, arguments, device, settings) | {"sizes": list(microbatch_sizes)})
     cached = load_profile(path)
     if cached is None:
-        cached = profile_model(
-            model, arguments, device=device, microbatch_sizes=microbatch_sizes, settings=settings, progress=progress
-        )
+        options = ProfileOptions(microbatch_sizes=microbatch_sizes, settings=settings)
+        cached = profile_model(model, arguments, options, device=device, progress=progress)
         store_profile(path, cached)
     return cached
 

@@ -15,7 +15,9 @@ from bapipe.equivalence.mixed_samples import outputs_over_parts
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import EQUIVALENCE, LOSS, LOSS_OVER_PARTS, ONE_LAYER, SHARED_BUFFERS
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.prepare import fits_on_device
+from bapipe.torch_settings import autocast_dtype
 from bapipe.tracing.changing_state import layers_that_keep_values, shared_changing_buffers
 from bapipe.tracing.layers import trace
 from bapipe.tracing.model import TracedModel
@@ -44,26 +46,18 @@ def traced(
     target: Tensor,
     loss: Loss,
     device: torch.device,
-    *,
-    max_size: int,
-    leaf_modules: Sequence[str],
-    operator_layers: bool,
-    autocast: torch.dtype | None,
-    check: bool,
-    layer_by_layer: bool,
+    options: ProfileOptions,
 ) -> TracedForProfile:
     """Returns the layers of a module on a device, and what the profile says of them.
 
-    Args:
-        max_size: of micro-batches to compare on.
-        autocast: in which the model trains.
-        check: whether to compare, unless layers are measured one by one: that needs the whole model.
+    Stages are not compared if layers are measured one by one: that needs the whole model.
 
     Raises:
         InvalidModel: the module cannot be traced, or its stages would not train as it does.
     """
     keep_values: frozenset[str] = frozenset()
-    why_not = _why_not_compared(module, device, check=check, layer_by_layer=layer_by_layer)
+    max_size = max(options.microbatch_sizes)
+    why_not = _why_not_compared(module, device, options)
     if why_not is None:
         # Two of a size, for what a forward keeps for the next; and one of another size.
         sizes = [min(size, max_size) for size in (2, 2, 3)]
@@ -73,8 +67,8 @@ def traced(
             inputs,
             loss,
             microbatches,
-            leaf_modules=leaf_modules,
-            operator_layers=operator_layers,
+            leaf_modules=options.leaf_modules,
+            operator_layers=options.operator_layers,
             max_size=max_size,
         )
         if isinstance(result, Equivalence):
@@ -84,15 +78,15 @@ def traced(
         model = trace(
             module,
             inputs,
-            leaf_modules=leaf_modules,
-            operator_layers=operator_layers,
+            leaf_modules=options.leaf_modules,
+            operator_layers=options.operator_layers,
             microbatch_size=max_size,
         )
         result = Unchecked(reason=why_not)
-    if check and isinstance(result, Unchecked):
+    if options.check and isinstance(result, Unchecked):
         _log.warning("%s", result)
-    if autocast is not None:
-        model = _as_trained(model, inputs, leaf_modules, operator_layers, max_size, autocast)
+    if options.settings.autocast is not None:
+        model = _as_trained(model, inputs, options)
     if any(layer.name == LOSS for layer in model.layers):
         raise InvalidModel(f"a layer of the model is named '{LOSS}', as the loss itself is: rename it")
     notes: dict[str, object] = {EQUIVALENCE: str(result)}
@@ -118,39 +112,32 @@ def _has_several_layers(part: nn.Module) -> bool:
     return any(next(child.parameters(), None) is not None for child in part.children())
 
 
-def _why_not_compared(module: nn.Module, device: torch.device, *, check: bool, layer_by_layer: bool) -> str | None:
+def _why_not_compared(module: nn.Module, device: torch.device, options: ProfileOptions) -> str | None:
     """Returns why the stages are not held to the original; None if they are."""
-    if not check:
+    if not options.check:
         return "that was not asked for"
-    if layer_by_layer:
+    if options.layer_by_layer:
         return "it is measured layer by layer"
     if not fits_on_device(module, device, copies=4):  # values before, and gradients of both
         return "there is not enough memory for it"
     return None
 
 
-def _as_trained(
-    model: TracedModel,
-    inputs: Sequence[Tensor],
-    leaf_modules: Sequence[str],
-    operator_layers: bool,
-    max_size: int,
-    autocast: torch.dtype,
-) -> TracedModel:
+def _as_trained(model: TracedModel, inputs: Sequence[Tensor], options: ProfileOptions) -> TracedModel:
     """Returns the same layers traced in autocast; the model itself if they are others then, or it cannot be traced.
 
     What was compared, to the last digit, is the model without autocast: its code reads other types in it.
     """
-    leaves = (*leaf_modules, *model.leaf_reasons)
+    leaves = (*options.leaf_modules, *model.leaf_reasons)
     try:
         found = trace(
             model.root,
             inputs,
             leaf_modules=leaves,
-            operator_layers=operator_layers,
+            operator_layers=options.operator_layers,
             called_leaves=bool(model.leaf_reasons),
-            microbatch_size=max_size,
-            autocast=autocast,
+            microbatch_size=max(options.microbatch_sizes),
+            autocast=autocast_dtype(options.settings),
             inlined=sorted(model.inlined),
         )
     except InvalidModel:

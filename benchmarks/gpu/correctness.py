@@ -11,6 +11,7 @@ import bapipe
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.schedules import ALL, SIDE_BY_SIDE
 from bapipe.torch_settings import tf32
 from bapipe.zoo.example import Example
@@ -56,11 +57,9 @@ def quick_profile(name: str, example: Example, batch: tuple[Tensor, ...], device
         inputs,
         target,
         example.loss,
-        microbatch_sizes=(MICROBATCH_SIZE,),
+        ProfileOptions(microbatch_sizes=(MICROBATCH_SIZE,), seconds_per_size=0.0, check=False),
         name=name,
         device=device,
-        seconds_per_size=0.0,
-        check=False,
     )
 
 

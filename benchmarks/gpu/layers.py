@@ -14,6 +14,7 @@ from bapipe.formats.codec import read, write
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.torch_settings import autocast_dtype, tf32
 from bapipe.zoo import resolve
 from bapipe.zoo.example import Example
@@ -42,14 +43,11 @@ def layers_at_size(
         inputs,
         target,
         example.loss,
-        microbatch_sizes=sorted(sizes),
+        ProfileOptions(microbatch_sizes=sorted(sizes), settings=MODES[mode], seconds_per_size=seconds, check=False),
         name=name,
         device=device,
         factory=resolve(name),
         arguments=(TINY if is_tiny else TRAINED)[name].arguments,
-        settings=MODES[mode],
-        seconds_per_size=seconds,
-        check=False,
         resume_from=so_far,
     )
     path.parent.mkdir(exist_ok=True)

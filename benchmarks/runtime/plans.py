@@ -11,6 +11,7 @@ from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.planner.inputs.clusters import local_cluster
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
@@ -88,8 +89,7 @@ def _profile(
         measured = profile_model(
             workload.model,
             workload.arguments,
-            microbatch_sizes=sizes,
-            settings=Settings(threads=num_threads),
+            ProfileOptions(microbatch_sizes=sizes, settings=Settings(threads=num_threads)),
             num_co_runners=num_cores - num_threads,
         )
         write(path, measured)

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import bapipe
 from bapipe.formats.codec import write
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.placement import distribute_replicas
@@ -159,7 +160,10 @@ def main() -> None:
     path = args.folder / "profile.json"
     if not path.exists():
         sizes = [2**e for e in range(1, 10) if 2**e <= args.minibatch_size]
-        write(path, profile_model("vgg16", {"width": args.width}, microbatch_sizes=sizes, num_co_runners=1))
+        write(
+            path,
+            profile_model("vgg16", {"width": args.width}, ProfileOptions(microbatch_sizes=sizes), num_co_runners=1),
+        )
     profile = bapipe.read(path, bapipe.ModelProfile)
     with two_hosts() as hosts:
         for rate in args.links:

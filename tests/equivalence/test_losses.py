@@ -14,6 +14,7 @@ from bapipe.equivalence.outcome import Microbatch
 from bapipe.errors import InvalidModel
 from bapipe.losses import weighted_mean
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.report.profiles import render_profile
 from tests.models.small_zoo import QUICK, with_four_samples
 
@@ -244,9 +245,8 @@ def test_a_profile_says_so_and_that_the_stages_are_equal() -> None:
         (torch.randn(4, 6),),
         torch.tensor([0, 1, 2, 3]),
         partial(cross_entropy, reduction="sum"),
-        microbatch_sizes=(2,),
+        ProfileOptions(microbatch_sizes=(2,), seconds_per_size=0.0),
         name="summed",
-        seconds_per_size=0.0,
     )
     lines = [line for line in render_profile(made) if isinstance(line, str)]
     assert lines[1] == "in 2 stages, the model equals the original: loss, 4 gradients, 0 changed buffers"
@@ -290,7 +290,12 @@ def test_a_loss_with_parameters_to_train_is_refused() -> None:
         target = torch.zeros(1, dtype=torch.int64)
         module, loss = nn.Linear(6, 4), Temperature(trained)
         return measure_model(
-            module, (torch.randn(1, 6),), target, loss, microbatch_sizes=(1,), name="it", seconds_per_size=0.0
+            module,
+            (torch.randn(1, 6),),
+            target,
+            loss,
+            ProfileOptions(microbatch_sizes=(1,), seconds_per_size=0.0),
+            name="it",
         )
 
     with pytest.raises(

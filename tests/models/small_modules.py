@@ -1,5 +1,6 @@
 """Small modules whose bytes can be counted by hand, and their profiles."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,19 +11,31 @@ from bapipe.formats.layer_profile import LayerProfile
 from bapipe.formats.measurement import LayerMeasurement
 from bapipe.formats.profile import ModelProfile
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
+from bapipe.progress import PartsProgress
 
 
-def profile(module: nn.Module, *shape: int, sizes: tuple[int, ...] = (4,), **options: Any) -> ModelProfile:
-    """Returns the profile of a classifier of samples of some shape, as few passes as there may be."""
+def profile(
+    module: nn.Module,
+    *shape: int,
+    sizes: tuple[int, ...] = (4,),
+    save: Callable[[ModelProfile], None] | None = None,
+    progress: PartsProgress | None = None,
+    **options: Any,
+) -> ModelProfile:
+    """Returns the profile of a classifier of samples of some shape, as few passes as there may be.
+
+    `options` are those of `ProfileOptions`.
+    """
     return measure_model(
         module,
         (torch.randn(1, *shape),),
         torch.tensor([4]),
         functional.cross_entropy,
-        microbatch_sizes=sizes,
+        ProfileOptions(microbatch_sizes=sizes, seconds_per_size=0.0, **options),
         name="small",
-        seconds_per_size=0.0,
-        **options,
+        save=save,
+        progress=progress,
     )
 
 

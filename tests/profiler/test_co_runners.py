@@ -10,6 +10,7 @@ from bapipe.hardware import num_cores
 from bapipe.processes import LocalProcess
 from bapipe.profiler import co_runners as co_runners_module
 from bapipe.profiler.co_runners import co_runners
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model
 
 NOTING = """
@@ -49,7 +50,7 @@ def test_a_co_runner_trains_until_the_context_is_left(folder: Path) -> None:
 @pytest.mark.skipif(num_cores() < 2, reason="a co-runner needs another core")
 def test_a_profile_records_the_number_of_co_runners(folder: Path) -> None:
     arguments = {"file": str(folder / "notes")}
-    measured = profile_model("noted:noting", arguments, microbatch_sizes=(2,), num_co_runners=1)
+    measured = profile_model("noted:noting", arguments, ProfileOptions(microbatch_sizes=(2,)), num_co_runners=1)
     assert measured.environment["co_runners"] == 1
     assert measured.arguments == arguments
 
@@ -73,7 +74,9 @@ def test_a_co_runner_that_ends_while_layers_are_measured_ends_the_profile(
     monkeypatch.setattr(co_runners_module, "_wait_until_training", noted)
     arguments = {"file": str(folder / "notes")}
     with pytest.raises(BapipeError) as caught:
-        profile_model("noted:noting", arguments, microbatch_sizes=(1, 2), num_co_runners=1, progress=killed)
+        profile_model(
+            "noted:noting", arguments, ProfileOptions(microbatch_sizes=(1, 2)), num_co_runners=1, progress=killed
+        )
     assert str(caught.value) == (
         "a co-runner has ended while layers were measured: it was killed by SIGKILL, as a system out of memory does; measure again, if memory is scarce "
         "with fewer co-runners; the measurements at micro-batch size 1 are stored, and the same command continues from "

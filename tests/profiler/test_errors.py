@@ -12,6 +12,7 @@ from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from tests.models.small_modules import profile
 
 
@@ -123,10 +124,8 @@ def test_a_number_that_depends_on_values_cannot_be_returned(returns_first: bool,
             (torch.randn(1, 6),),
             torch.tensor([4]),
             lambda output, target: functional.cross_entropy(output[0], target),
-            microbatch_sizes=(4,),
+            ProfileOptions(microbatch_sizes=(4,), seconds_per_size=0.0, check=check),
             name="averaging",
-            seconds_per_size=0.0,
-            check=check,
         )
     assert str(error.value).startswith(said)
 
@@ -241,9 +240,8 @@ def test_wrong_arguments(sizes: tuple[int, ...], settings: dict[str, Any], messa
             (torch.randn(1, 2),),
             torch.zeros(1, dtype=torch.int64),
             functional.cross_entropy,
-            microbatch_sizes=sizes,
+            ProfileOptions(microbatch_sizes=sizes, settings=Settings(**settings)),
             name="small",
-            settings=Settings(**settings),
         )
     assert str(error.value) == message
 
@@ -325,7 +323,5 @@ def test_unmeasurable_models_give_a_reason(
     module: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[[Tensor, Tensor], Tensor], message: str
 ) -> None:
     with pytest.raises(InvalidModel) as error:
-        measure_model(
-            module, inputs, torch.tensor([4]), loss, microbatch_sizes=(4,), name="small", seconds_per_size=0.0
-        )  # fmt: skip
+        measure_model(module, inputs, torch.tensor([4]), loss, ProfileOptions(microbatch_sizes=(4,), seconds_per_size=0.0), name="small")  # fmt: skip
     assert str(error.value).startswith(message)

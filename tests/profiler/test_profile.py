@@ -22,6 +22,7 @@ from bapipe.profiler.instrument import InstrumentedModel, TensorInfo, TrainingPa
 from bapipe.profiler.layer_calls import equal_layer_groups
 from bapipe.profiler.layer_times import group_means, spread
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.tracing.layers import trace
 from tests.models.small_modules import Blocks, Branches, Reader, layers, profile
 
@@ -37,12 +38,10 @@ def test_a_profile_round_trips_and_the_module_is_unchanged() -> None:
         (torch.randn(2, 3, 6, 6),),
         torch.tensor([0, 1]),
         nn.CrossEntropyLoss(),
-        microbatch_sizes=(4, 1),
+        ProfileOptions(microbatch_sizes=(4, 1), settings=Settings(threads=threads + 1), seconds_per_size=0.0),
         name="small",
         factory="own:net",
         arguments={"width": 3},
-        settings=Settings(threads=threads + 1),
-        seconds_per_size=0.0,
         progress=lambda done, total, what: told.append((done, total, what)),
     )
     assert codec.decode(codec.encode(made)) == made

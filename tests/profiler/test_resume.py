@@ -10,6 +10,7 @@ from bapipe.cli import main
 from bapipe.errors import InvalidModel, RunFailed
 from bapipe.formats.codec import read
 from bapipe.formats.profile import ModelProfile
+from bapipe.profiler.options import ProfileOptions
 from bapipe.profiler.profile import profile_model, profile_model_cached
 from bapipe.zoo.example import Example
 
@@ -46,7 +47,7 @@ def profiled(*sizes: int) -> tuple[list[str], tuple[int, ...]]:
     made = profile_model(
         FACTORY,
         {},
-        microbatch_sizes=sizes,
+        ProfileOptions(microbatch_sizes=sizes),
         progress=lambda done, total, next_part: told.append(f"{done}/{total} {next_part}"),
     )
     return told, made.microbatch_sizes

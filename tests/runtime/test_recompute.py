@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
@@ -44,9 +45,8 @@ def test_a_stage_that_recomputes_keeps_its_input_until_its_second_forward_keeps_
         (torch.randn(1, 6),),
         torch.zeros(1, dtype=torch.int64),
         functional.cross_entropy,
-        microbatch_sizes=(4,),
+        ProfileOptions(microbatch_sizes=(4,), seconds_per_size=0.0),
         name="small",
-        seconds_per_size=0.0,
     )
     stash = [m.stash_bytes for m in made.measurements[0].layers[:3]]
     assert stash == [4 * 4 * 6, 4 * 4 * 7, 4 * 4 * 7]  # the stage's input; a mask; what dropout gives
@@ -69,9 +69,8 @@ def test_a_stage_that_recomputes_some_layers_keeps_no_more_than_the_simulator_co
         (torch.randn(1, 6),),
         torch.zeros(1, dtype=torch.int64),
         functional.cross_entropy,
-        microbatch_sizes=(4,),
+        ProfileOptions(microbatch_sizes=(4,), seconds_per_size=0.0),
         name="small",
-        seconds_per_size=0.0,
     )
     x, rng, recomputed = torch.randn(4, 6), PerOperatorRng(0, torch.device("cpu")), {"1", "2", "4"}
     model = trace(module, (x,))

@@ -18,6 +18,7 @@ from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan
 from bapipe.module_state.python_random import global_generator_states, seed_cpu_generators
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.runtime.materialize import drop_others, materialize
 from bapipe.runtime.runnable import check_runnable
 from bapipe.runtime.split import split
@@ -463,7 +464,12 @@ def test_under_autocast_a_cut_is_counted_in_the_types_that_are_sent() -> None:
     settings = Settings(autocast="bfloat16")
     loss = nn.functional.mse_loss
     made = measure_model(
-        module, inputs, target, loss, microbatch_sizes=[2], name="m", settings=settings, seconds_per_size=0.1
+        module,
+        inputs,
+        target,
+        loss,
+        ProfileOptions(microbatch_sizes=[2], settings=settings, seconds_per_size=0.1),
+        name="m",
     )
     profiled = [layer.output_bytes[0] for layer in made.measurements[0].layers[:-1]]
     model = trace(module, inputs)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import bapipe
 from bapipe.errors import InvalidModel
 from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.tracing.bound_inputs import Inputs, check_buckets, check_inputs, only_tensor_inputs, tensor_inputs
@@ -71,7 +72,7 @@ def test_a_module_with_inputs_by_keyword_is_profiled_and_trained() -> None:
     whole = Gated().double()
     inputs = {**BY_NAME, "x": X.double()}
     profile = measure_model(
-        whole, inputs, TARGET, cross_entropy, microbatch_sizes=[2], name="gated", seconds_per_size=0.1
+        whole, inputs, TARGET, cross_entropy, ProfileOptions(microbatch_sizes=[2], seconds_per_size=0.1), name="gated"
     )
     assert profile.layers[0].inputs == ("x",)
     part = copy.deepcopy(whole)
