@@ -30,7 +30,7 @@ class StageState:
     _names_of_places: dict[tuple[int, str], tuple[str, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Keeps the names by stage and place, too: if a forward assigns a buffer, another tensor may get the old id."""
+        """Keeps the names by stage and place, too: a tensor that a forward assigns later has none by its id."""
         for stage, place, tensor in self._places():
             self._names_of_places[stage, place] = self.names.get(id(tensor), (place,))
 
@@ -73,8 +73,17 @@ class StageState:
             yield place, tensor
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that the stages use, by their first names in the original module."""
-        return {self.names[id(parameter)][0]: parameter for parameter in self.parameters()}
+        """Returns the parameters that the stages use, by their first names in the original module.
+
+        A forward may have assigned another one, as of a frozen teacher: it has the name of its place.
+        """
+        named: dict[str, nn.Parameter] = {}
+        for stage, place, tensor in self._places():
+            if isinstance(tensor, nn.Parameter):
+                first, *_ = self._names_of_places.get((stage, place), (place,))
+                if named.setdefault(first, tensor) is not tensor:  # no longer the same as at the place of that name
+                    named[place] = tensor
+        return named
 
     def counted_parameters(self, layout: ProcessLayout, parts: Split) -> tuple[nn.Parameter, ...]:
         """Returns parameters for sums over all ranks: each of the model is counted by one of the ranks that have it.

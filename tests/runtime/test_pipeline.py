@@ -1,6 +1,6 @@
 """What a pipeline is given that it cannot use, in one process."""
 
-from copy import deepcopy
+import copy
 from typing import Any
 
 import pytest
@@ -111,7 +111,7 @@ class InPlainList(nn.Module):
 def test_parameters_in_plain_lists_are_warned_of_once_and_not_trained(caplog: pytest.LogCaptureFixture) -> None:
     plan = make_plan(["layer"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2)
     module = InPlainList()
-    whole = deepcopy(module)
+    whole = copy.deepcopy(module)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,), optimizer=sgd(0.1, momentum=0))
     for _ in range(3):
@@ -209,6 +209,42 @@ def test_a_size_that_a_stage_holds_as_a_number_must_be_that_of_all_buckets() -> 
     )
     options["buckets"] = [(torch.randn(2, 4, 3),)]
     Pipeline(MeanOverLength(), make_plan(["first", "last"], (1,), (0, 0), actions, 2, 2), **options)
+
+
+class WithTeacher(nn.Module):
+    """Whose forward assigns a frozen parameter: a mean over the micro-batches of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(3, 3), nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.teacher = nn.Parameter(0.5 * self.teacher + 0.5 * y.detach().mean(0), requires_grad=False)
+        return y + self.teacher
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recompute", [(), (0,)])
+def test_a_forward_may_assign_a_frozen_parameter(recompute: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(WithTeacher(), nn.Tanh())
+    alone = copy.deepcopy(module)
+    plan = make_plan(["0", "1"], (), (0,), [["0F0", "0B0", "0F1", "0B1"]], 2, 2, recompute)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(X,), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for _ in range(2):
+        alone.zero_grad()
+        losses = [mse_loss(alone(x), y) / 2 for x, y in zip(X.split(2), Y.split(2), strict=True)]
+        for loss in losses:
+            loss.backward()
+        assert pipeline.step(X, target=Y) == pytest.approx(sum(float(loss.detach()) for loss in losses))
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+    assert pipeline.named_parameters().keys() == dict(alone.named_parameters()).keys()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(pipeline.state_dict()[name], value)
 
 
 class Scaled(nn.Module):
