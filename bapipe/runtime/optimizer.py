@@ -202,7 +202,12 @@ class StageOptimizers:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-        """Returns the optimizers' state of named parameters."""
+        """Returns the optimizers' state of named parameters, which are all that they may have.
+
+        Raises:
+            BapipeError: an optimizer has others, such as copies of them in float32.
+        """
+        self._check_named(parameters)
         values = {
             f"{name}:{key}": value
             for name, parameter in parameters.items()
@@ -227,8 +232,10 @@ class StageOptimizers:
         An option is restored if it was the same for all parameters of a group.
 
         Raises:
-            BapipeError: it is the state of another optimizer, or lacks some of these parameters, or is no such state.
+            BapipeError: it is the state of another optimizer, or lacks some of these parameters, or is no such state;
+                or an optimizer has other parameters.
         """
+        self._check_named(parameters)
         if not isinstance(state, Mapping) or not {"tensors", "numbers"} <= state.keys():
             found = f"a dictionary of {', '.join(map(repr, state))}" if isinstance(state, Mapping) else shortened(state)
             raise BapipeError(f"`state` is {found}: want what `optimizer_state` of a Pipeline returned")
@@ -255,6 +262,20 @@ class StageOptimizers:
                     saved = {options.get(f"{name}:{key}") for name in names}
                     if len(saved) == 1 and None not in saved:
                         _set_option(group, key, saved.pop())
+
+    def _check_named(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises BapipeError if an optimizer has a parameter that is none of these, by whose names states are kept."""
+        named = {id(parameter) for parameter in parameters.values()}
+        for optimizer in self._optimizers.values():
+            own = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in named]
+            if own:
+                raise BapipeError(
+                    f"the optimizer {type(optimizer).__name__} has {len(own)} parameters that are none of the module, "
+                    f"such as one of shape {tuple(own[0].shape)} and {own[0].dtype}: states are saved and loaded by "
+                    "the names of the module's, and these have none. Let `optimizer` keep the optimizers that it "
+                    "makes, as in a list, and save and load their `state_dict()` and their parameters, under the same "
+                    "plan"
+                )
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -287,7 +308,11 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:
-    """Raises BapipeError if an optimizer has parameters of other stages; parameters that it made itself are allowed."""
+    """Raises BapipeError if an optimizer has parameters of other stages.
+
+    Those that it made itself are allowed, such as copies in float32. They are its own to keep: no state has them, and
+    values that the module's parameters are given later do not reach them.
+    """
     foreign = {id(p) for module in modules for p in module.parameters()} - {id(p) for p in given}
     every = [p for group in optimizer.param_groups for p in group["params"]]
     others = [p for p in every if id(p) in foreign or is_on_another_rank(p)]

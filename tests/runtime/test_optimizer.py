@@ -328,10 +328,19 @@ def test_a_scheduler_goes_on_with_the_rate_that_was_saved(kind: Any) -> None:
     assert train(optimizers, scheduler, named, 3) == pytest.approx(rates[3:])
 
 
-def test_an_optimizer_may_have_copies_of_its_own() -> None:
+def test_an_optimizer_may_have_copies_of_its_own_whose_state_has_no_name() -> None:
     """As those of mixed precision have."""
     module = nn.Linear(2, 2, dtype=torch.bfloat16)
-    StageOptimizers({0: module}, lambda p: optim.SGD([one.detach().float() for one in p], lr=0.1), CpuClock())
+    named = dict(module.named_parameters())
+    made = StageOptimizers({0: module}, lambda p: optim.SGD([one.detach().float() for one in p], lr=0.1), CpuClock())
+    message = (
+        r"^the optimizer SGD has 2 parameters that are none of the module, such as one of shape \(2, 2\) and "
+        r"torch\.float32: states are saved and loaded by the names of the module's, and these have none\. Let"
+    )
+    with pytest.raises(BapipeError, match=message):
+        made.state(named)
+    with pytest.raises(BapipeError, match=message):
+        made.load_state(OptimizerState(tensors={}, numbers={}), named)
 
 
 def test_rates_that_are_tensors_and_options_of_schedulers_are_restored() -> None:
