@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapipe.runtime.gradient_values import gradient_values
+
 GROWTH_INTERVAL = 2_000
 """Consecutive steps with finite gradients after which the scale is doubled."""
 
@@ -45,6 +47,6 @@ def unscale(gradients: Iterable[Tensor], scale: float, device: torch.device, gro
     finite = torch.ones((), dtype=torch.int32, device=device)
     for gradient in gradients:
         gradient.mul_(1.0 / scale)
-        finite *= gradient.isfinite().all()
+        finite *= gradient_values(gradient).isfinite().all()
     dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
     return bool(finite.item())

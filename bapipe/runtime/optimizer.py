@@ -13,6 +13,7 @@ from bapipe.errors import BapipeError, did_you_mean
 from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.collectives_check import optimizer_checked
+from bapipe.runtime.gradient_values import gradient_values
 from bapipe.runtime.other_ranks import is_on_another_rank
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.torch_device import CPU
@@ -390,8 +391,8 @@ def clip_grad_norm(
     Every rank of the group calls it together.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in counted:
-        real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    for values in map(gradient_values, counted):
+        real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         squares += torch.linalg.vector_norm(real, dtype=torch.float64) ** 2
     dist.all_reduce(squares, group=group)
     norm = squares.sqrt()

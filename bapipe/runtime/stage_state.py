@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from bapipe.formats.prediction import Memory
+from bapipe.runtime.gradient_values import gradient_bytes
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.tracing.stages import Split
 
@@ -104,7 +105,7 @@ class StageState:
         """Returns the memory of parameters, buffers, gradients and optimizer state; what lives within a step is 0."""
         return Memory(
             params=sum(tensor.nbytes for tensor in self.tensors()),
-            gradients=sum(p.grad.nbytes for p in self.parameters() if p.grad is not None),
+            gradients=sum(gradient_bytes(p.grad) for p in self.parameters() if p.grad is not None),
             optimizer=optimizer_bytes,
             stash=0,
             workspace=0,

@@ -1,5 +1,6 @@
 """In float16 losses are scaled, by one factor on all ranks, as torch's GradScaler does in one process."""
 
+import math
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.formats.settings import Settings
-from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState
+from bapipe.runtime.grad_scaler import GROWTH_INTERVAL, GradScalerState, unscale
 from bapipe.runtime.optimizer import sgd
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.training.checkpoint.folder import list_checkpoints
@@ -51,6 +52,16 @@ def test_a_loss_in_float16_does_not_overflow_when_it_is_scaled() -> None:
     assert pipeline.grad_scaler == GradScalerState(scale=32_768.0, growth_tracker=1)
     assert layer.bias.grad is not None
     assert layer.bias.grad.tolist() == [-3.0, -3.0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("values", "finite"), [([2.0, 6.0], True), ([2.0, math.inf], False), ([3e38, 3e38], False)])
+def test_sparse_gradients_are_unscaled(values: list[float], finite: bool) -> None:
+    """Both values are of row 0; the last two are finite, and their sum is not."""
+    gradient = torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor(values).unsqueeze(1), check_invariants=True)
+    assert unscale([gradient], 1.0 if values[0] > 1e38 else 4.0, torch.device("cpu"), None) == finite
+    if finite:
+        assert gradient.to_dense().tolist() == [[2.0]]  # (2 + 6) / 4
 
 
 class Centred(nn.Module):

@@ -76,6 +76,22 @@ def test_complex_gradients_are_clipped_as_torch_does() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("max_norm", [1.0, 100.0])
+def test_sparse_gradients_are_clipped_as_dense_ones(max_norm: float) -> None:
+    """Row 0 was looked up twice: what counts is the sum (4, 6), and the norm of all is 11."""
+    rows = torch.tensor([[4.0, 6.0], [0.0, 0.0], [5.0, 6.0]])
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), values, check_invariants=True)
+    dense = torch.tensor([2.0, 2.0])
+    gradients = [sparse, dense]
+    norm = clip_grad_norm(gradients, gradients, max_norm, torch.device("cpu"), None)
+    assert norm.item() == pytest.approx(11)  # 16 + 36 + 25 + 36 + 4 + 4 = 121
+    scale = min(1.0, max_norm / 11)
+    torch.testing.assert_close(sparse.to_dense(), rows * scale)
+    torch.testing.assert_close(dense, torch.full((2,), 2.0 * scale))
+
+
+@pytest.mark.usefixtures("alone")
 def test_autocast_around_a_pipeline_without_it_is_refused() -> None:
     plan = make_plan(["0"], (), (0,), [["0F0", "0B0"]], 2, 1)
     x = torch.randn(2, 4)

@@ -16,6 +16,13 @@ def test_a_rank_holds_parameters_gradients_buffers_and_what_no_layer_uses() -> N
     assert memory.total == memory.params + memory.gradients + memory.optimizer
 
 
+def test_a_sparse_gradient_counts_what_it_holds() -> None:
+    table = nn.Embedding(100, 4, sparse=True)
+    table(torch.tensor([7, 7, 9])).sum().backward()
+    state = StageState(modules={0: table}, unused=(), names={}, keys=frozenset())
+    assert state.memory(optimizer_bytes=0).gradients == 2 * 4 * 4 + 2 * 8  # two rows, and their indices
+
+
 def test_a_parameter_that_was_assigned_has_the_name_of_its_place() -> None:
     """Of tied ones, of which one place has another parameter now, each has the name of its own."""
     first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
