@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from bapipe.equivalence.compare import comparable
 from bapipe.equivalence.outcome import Microbatch, counters_in, trial
 from bapipe.equivalence.stage_pass import NoTensor, Stage, StageFailed, run_stage
 from bapipe.equivalence.stages import on_finest_stages
 from bapipe.errors import InvalidModel
 from bapipe.module_state.python_random import generators_restored
-from bapipe.module_state.python_state import numbers_kept, state_restored
+from bapipe.module_state.python_state import numbers_kept, same_tensor, state_restored
 from bapipe.tracing.changing_state import (
     is_read_by_next_forward,
     layers_with_own_generators,
@@ -53,7 +51,7 @@ def _reading(model: TracedModel, stages: Sequence[Stage], microbatches: Sequence
                 statistics = _statistics(stage)
                 alone = run(stage, 1, second)
                 trained_alone = _trained(stage)
-                changing = [name for name, now in _statistics(stage).items() if not torch.equal(now, statistics[name])]
+                changing = [name for name, now in _statistics(stage).items() if not same_tensor(now, statistics[name])]
             with generators_restored(), state_restored(stage.module, parameters=True):
                 _shift(stage, changing)
                 reads_statistics = bool(changing) and not _equal(run(stage, 1, second), alone)
@@ -110,8 +108,4 @@ def _trained(stage: Stage) -> dict[str, Tensor]:
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(
-        one[name].shape == other[name].shape
-        and torch.equal(comparable(one[name]).nan_to_num(), comparable(other[name]).nan_to_num())
-        for name in one
-    )
+    return all(same_tensor(one[name], other[name]) for name in one)

@@ -26,6 +26,19 @@ class Overwritten(Body):
         return y + self.last
 
 
+class TurnsNaN(Body):
+    """Gives 0 in its first forward, and NaN in its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1, dtype=torch.float64))
+        self.forwards: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return 0 * super().forward(x) / (2 - self.forwards)
+
+
 class Renormalisation(nn.BatchNorm1d):
     """Batch norm that will normalise by its running statistics, after some thousand forwards with those of a batch."""
 
@@ -95,6 +108,10 @@ def test_complex_values_are_compared() -> None:
 
 def test_values_that_are_overwritten_before_they_are_read_are_no_harm() -> None:
     assert not found(nested(Overwritten))
+
+
+def test_a_value_that_turns_nan_is_found() -> None:
+    assert found(nested(TurnsNaN)) == {"2"}
 
 
 @pytest.mark.parametrize(("norm", "layers"), [(Renormalisation, {"1"}), (Activated, set())])
