@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.module_state.code_state import ForwardCode, reached_by, states_of_hooks
+from bapipe.module_state.code_state import ForwardCode, reached_by
 from bapipe.module_state.python_state import (
     Attributes,
     GeneratorStates,
-    attributes_of,
     class_numbers,
     copied,
-    generator_states_of,
-    hidden_tensors,
     one_of_each_class,
     restore_generator_states,
     same_tensor,
@@ -27,6 +24,7 @@ from bapipe.module_state.python_state import (
 )
 from bapipe.module_state.reached_state import KeptState
 from bapipe.runtime.changed_inputs import ChangedInputs
+from bapipe.runtime.state_owners import StateOwners
 from bapipe.runtime.tensor_changes import TensorWrites, replaced
 from bapipe.torch_private.tensors import tree_flatten, tree_unflatten
 
@@ -83,6 +81,8 @@ class RecomputedStage(nn.Module):
         self._changing: frozenset[str] | None = None  # names of the tensors that F changes; None before the first F
         self._inputs, self._writes = ChangedInputs(), TensorWrites()
         self._again: _StateBeforeForward | None = None  # the state to start from while F is recomputed
+        self._owners = StateOwners.of(module)
+        self._of_step: set[int] = set()  # micro-batches that have run since `_owners` were found
         self._parts = tuple(module.named_modules(remove_duplicate=False))
         self._one_of_each_class, self._forward_code = one_of_each_class(module), ForwardCode.of(module)
 
@@ -114,13 +114,15 @@ class RecomputedStage(nn.Module):
             InvalidModel: F changes a trained parameter; a tensor that was assumed constant, whose value from before is
                 lost; an input that the first F did not change, or that requires gradients; or a number in a class.
         """
+        self._find_owners(microbatch)
         sums = _sums(self.module) if self._changing is None else {}
         of_classes = class_numbers(self._one_of_each_class)
         weights, buffers = self._weights_now(), self._buffers_now()
         copied_now = self._copied(weights, buffers)
         clones = {id(t): t.detach().clone() for t in copied_now.values()}  # one for all names of a tensor
         before = {name: clones[id(tensor)] for name, tensor in copied_now.items()}
-        hidden = {name: t for name, t in hidden_tensors(self.module).items() if _is_shared(t)}
+        own = {id(tensor) for tensor in (*weights.values(), *buffers.values())}
+        hidden = {name: t for name, t in self._owners.hidden_tensors(own).items() if _is_shared(t)}
         tensors = weights | buffers | hidden
         state = self._state(tensors, before)
         self._writes.begin(tensors)
@@ -148,12 +150,21 @@ class RecomputedStage(nn.Module):
                 earlier.tensors.setdefault(name, tensor)
         return result
 
+    def _find_owners(self, microbatch: int) -> None:
+        """Finds the parts that keep state once a step, as hooks may be added between steps.
+
+        In the next step a micro-batch comes again.
+        """
+        if microbatch in self._of_step:
+            self._owners, self._of_step = StateOwners.of(self.module), set()
+        self._of_step.add(microbatch)
+
     def _state(self, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> _StateBeforeForward:
         """Returns the current state, in whose attributes `tensors` are replaced by their copies in `before`, if any.
 
         Both are by name. Tensors without such a copy stay as they are.
         """
-        generators, code = generator_states_of(self.module), self._states_of_code()
+        generators, code = self._owners.generator_states(), self._states_of_code()
         same = (*self.module.modules(), *(generator for generator, _ in generators))
         copies = (
             reached_by(code)
@@ -165,12 +176,12 @@ class RecomputedStage(nn.Module):
             cuda_rng=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
             generators=generators,
             tensors=before,
-            attributes=copied(attributes_of(self.module), copies),
+            attributes=copied(self._owners.attributes(), copies),
             code=code,
         )
 
     def _states_of_code(self) -> list[KeptState]:
-        return [*states_of_hooks(self.module), *self._forward_code.states()]
+        return [*self._owners.states_of_hooks(), *self._forward_code.states()]
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns those buffers and frozen parameters that are copied before an F, by name."""
@@ -194,7 +205,7 @@ class RecomputedStage(nn.Module):
     def recomputing(self, microbatch: int) -> Iterator[None]:
         """In this context the module runs as in a micro-batch's first F; afterwards its state is what it was."""
         state = self._before.pop(microbatch)
-        attributes, generators = attributes_of(self.module), generator_states_of(self.module)
+        attributes, generators = self._owners.attributes(), self._owners.generator_states()
         code = self._states_of_code()
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)

@@ -1,4 +1,4 @@
-"""The bytes that a recomputing stage keeps from F to its backward and from its second forward, computed by hand."""
+"""The bytes that a recomputing stage keeps from F to its backward and from its second forward, and whom it asks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from bapipe.profiler.options import ProfileOptions
 from bapipe.runtime.recompute import RecomputedStage
 from bapipe.runtime.recompute_layers import PartlyRecomputedStage
 from bapipe.runtime.rng import PerOperatorRng
+from bapipe.runtime.state_owners import StateOwners
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.tracing.layers import trace
 from bapipe.tracing.stage_module import stage_module
@@ -166,3 +167,62 @@ def test_what_a_hook_keeps_changes_once_in_a_forward_that_is_recomputed() -> Non
         with stage.recomputing(m):
             assert torch.equal(stage(x), outputs[m])
         assert calls == [0, 1]
+
+
+class Noting(nn.Module):
+    """Keeps a tensor in an attribute, and has a layer of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(3, 3), torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.seen = self.seen + y.detach().mean(0)
+        return y
+
+
+def test_only_parts_with_code_from_outside_torch_keep_state_beside_buffers() -> None:
+    noting = Noting()
+    owners = StateOwners.of(nn.Sequential(nn.Linear(3, 3), nn.Sequential(noting, nn.ReLU())))
+    assert owners.parts == (("1.0", noting),)
+    assert owners.hidden_tensors(set()).keys() == {"1.0.seen"}
+    assert not owners.hidden_tensors({id(noting.seen)})
+    assert [part for part, _ in owners.attributes()] == [noting]
+    assert StateOwners.of(nn.Sequential(nn.Linear(3, 3), nn.Dropout())).parts == ()
+    holding = nn.Sequential(nn.Linear(3, 3), nn.Sequential(noting))
+    holding[0].table = torch.zeros(3)  # as code of other parts may, which then writes to it
+    assert StateOwners.of(holding).parts == (("", holding),)
+
+
+def test_the_attributes_of_torchs_layers_are_not_asked_for_in_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = RecomputedStage(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Tanh()), torch.device("cpu"))
+    x, asked = torch.randn(2, 3), list[nn.Module]()
+
+    def plain_attributes(part: nn.Module) -> dict[str, object]:
+        asked.append(part)
+        return {}
+
+    monkeypatch.setattr("bapipe.module_state.python_state.plain_attributes", plain_attributes)
+    outputs = [stage.first(m, lambda: stage(x)) for m in range(3)]
+    for m, output in enumerate(outputs):
+        with stage.recomputing(m):
+            assert torch.equal(stage(x), output)
+    assert not asked
+
+
+def test_a_hook_that_is_added_between_steps_counts_each_microbatch_once() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    stage, x, calls = RecomputedStage(module, torch.device("cpu")), torch.randn(2, 3), [0]
+
+    def count(*_: object) -> None:
+        calls[0] += 1
+
+    for step in range(2):
+        for m in range(3):
+            stage.first(m, lambda: stage(x))
+            with stage.recomputing(m):
+                stage(x)
+        if step == 0:
+            module[0].register_forward_hook(count)
+    assert calls == [3]
