@@ -48,7 +48,7 @@ def check_stages_equal(
 
     The stages run as in the plan, with recomputation and with I and W apart. Every process calls this; process 0 of the
     group compares, as all have the same module, and tells the others. Nothing is compared if its module is on the meta
-    device, or if the parameters take a quarter of the memory or more; nor, with a warning, if comparing would take long
+    device; nor, with a warning, if the parameters take a quarter of the memory or more, or if comparing would take long
     on a CPU while GPUs wait.
 
     Returns how the stages differ from the module when they evaluate a micro-batch of a single sample, as the last one
@@ -90,7 +90,15 @@ def _faults(
     device = device_of(root)
     if _is_anywhere_on_meta(root, inputs):
         return None, None
-    if 4 * sum(parameter.nbytes for parameter in root.parameters()) >= describe(device).memory_bytes:
+    params, memory = sum(parameter.nbytes for parameter in root.parameters()), describe(device).memory_bytes
+    if 4 * params >= memory:  # they, their gradients, and copies of both would not fit
+        _log.warning(
+            "the stages are not compared with the model: its parameters take %.1f GB of the %.1f GB of memory where it "
+            "would run, and comparing takes up to four times as much; compare them on a machine with more, or a "
+            "smaller model of the same kind",
+            params / 1e9,
+            memory / 1e9,
+        )
         return None, None
     try:
         _check_tied(parts, ())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -88,6 +89,21 @@ def test_gpus_do_not_wait_long_for_the_cpu(
     with pytest.raises(InvalidModel, match="would not train as the module does") if refused else nullcontext():
         stage_check.check_stages_equal(parts, [X], plan, None, trains_on=torch.device(kind))
     assert ("on this machine's CPU takes 9 s" in caplog.text) == (not refused)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("compared", [True, False])
+def test_what_takes_a_quarter_of_the_memory_is_not_compared_and_that_is_said(
+    compared: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_stages(monkeypatch)
+    params = 4 * (6 * 6 + 6 + 6 * 5 + 5)
+    kind = replace(describe(CPU), memory_bytes=4 * params + compared)
+    monkeypatch.setattr(stage_check, "describe", lambda device: kind)
+    with pytest.raises(InvalidModel, match="would not train as the module does") if compared else nullcontext():
+        build(Detaches())
+    said = "the stages are not compared with the model: its parameters take 0.0 GB of the 0.0 GB of memory where it"
+    assert (said in caplog.text) == (not compared)
 
 
 @pytest.mark.usefixtures("alone")
