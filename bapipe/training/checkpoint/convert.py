@@ -6,6 +6,7 @@ The index is read by `old_index`, the tensors by torch's loader for weights alon
 import io
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -104,27 +105,39 @@ def _convert(path: Path) -> None:
     try:
         make_unfinished(path.parent, manifest.position.step)
         digest = write_tensors(unfinished / file_name(0), tensors)
-        path.rename(path.with_name(f"old-{path.name}"))
-        finish_checkpoint(
-            path.parent,
-            Manifest(
-                model=manifest.model,
-                optimizer=manifest.optimizer,
-                seed=manifest.seed,
-                num_samples=manifest.num_samples,
-                minibatch_sizes=sizes,
-                position=manifest.position,
-                plan=None,
-                versions={name: str(value) for name, value in environment().items()},
-                tensors=manifest.tensors,
-                optimizer_tensors=manifest.optimizer_tensors,
-                optimizer_numbers={},
-                files={file_name(0): digest},
-                grad_scaler=manifest.grad_scaler,
-            ),
+        converted = Manifest(
+            model=manifest.model,
+            optimizer=manifest.optimizer,
+            seed=manifest.seed,
+            num_samples=manifest.num_samples,
+            minibatch_sizes=sizes,
+            position=manifest.position,
+            plan=None,
+            versions={name: str(value) for name, value in environment().items()},
+            tensors=manifest.tensors,
+            optimizer_tensors=manifest.optimizer_tensors,
+            optimizer_numbers={},
+            files={file_name(0): digest},
+            grad_scaler=manifest.grad_scaler,
         )
+        with _set_aside(path):
+            finish_checkpoint(path.parent, converted)
     except OSError as error:
         raise BapipeError(f"{path}: cannot be converted: {error.strerror}") from None
+
+
+@contextmanager
+def _set_aside(path: Path) -> Iterator[None]:
+    """In this context another checkpoint may take the place of the one at `path`, which is beside it afterwards.
+
+    If none does, because of an error, it is again where it was, so that it can be converted later.
+    """
+    old = path.rename(path.with_name(f"old-{path.name}"))
+    try:
+        yield
+    finally:
+        if not path.exists():
+            old.rename(path)
 
 
 def _minibatch_sizes(path: Path, manifest: _OldManifest) -> tuple[MinibatchSize, ...]:

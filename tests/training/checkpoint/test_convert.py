@@ -1,5 +1,6 @@
 """Checkpoints of the older format are converted exactly, and no code in them runs, whatever they hold."""
 
+import errno
 import json
 import pickle
 import random
@@ -70,6 +71,21 @@ def test_an_old_checkpoint_is_refused_and_a_converted_one_continues(kept: Path, 
     assert sorted(path.name for path in kept.glob("old-*")) == ["old-step-000000004", "old-step-000000006"]
     with pytest.raises(BapipeError, match=r"/kept: no checkpoint of an older version here$"):
         convert_checkpoint(kept)
+
+
+def test_a_checkpoint_that_could_not_be_converted_is_converted_by_the_next_call(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("bapipe.training.checkpoint.writer.write_bytes", full)
+        with pytest.raises(BapipeError, match=r"step-000000004: cannot be converted: No space left on device$"):
+            convert_checkpoint(kept)
+    assert not list(kept.glob("old-*"))
+    assert [path.name for path in convert_checkpoint(kept)] == ["step-000000004", "step-000000006"]
+    assert read_manifest(kept / "step-000000004").position.step == 4
 
 
 class Evil:
