@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bapipe.training.checkpoint.folder import list_checkpoints
+from bapipe.training.checkpoint.manifest import read_manifest
 from bapipe.training.checkpoint.writer import full_state_dict
 from benchmarks import parser_of
 from tests.multiprocess.fault_cases import killed
@@ -55,7 +56,8 @@ def damage(checkpoint: Path, rng: random.Random) -> str:
 
 def state(folder: Path) -> dict[str, Tensor]:
     """Returns the tensors of the newest checkpoint."""
-    return full_state_dict(list_checkpoints(folder)[-1])
+    newest = list_checkpoints(folder)[-1]
+    return full_state_dict(newest, read_manifest(newest))
 
 
 def is_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -23,6 +23,7 @@ from bapipe.errors import Stopped
 from bapipe.formats.plan import Plan
 from bapipe.formats.prediction import Memory, RankPrediction
 from bapipe.tracing.layers import trace
+from bapipe.training.checkpoint.manifest import read_manifest
 from bapipe.training.checkpoint.writer import full_state_dict
 from bapipe.training.train import train
 from bapipe.training.train_config import TrainConfig
@@ -182,7 +183,8 @@ def killed(folder: Path, seed: int = 5) -> dict[str, object]:
 
 
 def _state(folder: Path) -> dict[str, Tensor]:
-    return full_state_dict(sorted(folder.glob("step-*"))[-1])
+    newest = sorted(folder.glob("step-*"))[-1]
+    return full_state_dict(newest, read_manifest(newest))
 
 
 def replanned(folder: Path) -> dict[str, object]:

@@ -10,8 +10,8 @@ from safetensors.torch import save
 from bapipe.errors import BapipeError
 from bapipe.formats.files import write_bytes
 from bapipe.torch_device import CPU
-from bapipe.training.checkpoint.folder import newest_checkpoint
-from bapipe.training.checkpoint.manifest import MANIFEST, decode_manifest
+from bapipe.training.checkpoint.folder import Checkpoint, newest_checkpoint
+from bapipe.training.checkpoint.manifest import MANIFEST, read_manifest
 from bapipe.training.checkpoint.tensor_files import DTYPES, TensorSpec
 from bapipe.training.checkpoint.writer import full_state_dict
 
@@ -25,14 +25,12 @@ def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] 
     Raises:
         BapipeError: there is no checkpoint, or a tensor has a dtype that safetensors cannot store.
     """
-    path = checkpoint
-    if not (checkpoint / MANIFEST).is_file():
-        newest = newest_checkpoint(checkpoint)
-        if newest is None:
-            raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder in which a run has written checkpoints")
-        path = newest.path
-    _check_dtypes(decode_manifest(path).tensors)  # before they are read: torch copies none of 4 bits
-    state = full_state_dict(path)
+    is_one = (checkpoint / MANIFEST).is_file()
+    found = Checkpoint(checkpoint, read_manifest(checkpoint)) if is_one else newest_checkpoint(checkpoint)
+    if found is None:
+        raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder in which a run has written checkpoints")
+    _check_dtypes(found.manifest.tensors)  # before they are read: torch copies none of 4 bits
+    state = full_state_dict(found.path, found.manifest)
     write(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
     return len(state)
 

@@ -42,7 +42,6 @@ from bapipe.training.checkpoint.manifest import (
     Manifest,
     encode_manifest,
     file_name,
-    read_manifest,
     stored_tensors,
 )
 from bapipe.training.checkpoint.tensor_files import (
@@ -357,13 +356,8 @@ def _set(buffer: Tensor, value: Tensor) -> None:
         buffer.data = value.to(buffer.device, copy=True)
 
 
-def full_state_dict(path: Path) -> dict[str, Tensor]:
-    """Returns the model's tensors of a checkpoint, by their names in the original module.
-
-    Raises:
-        BapipeError: a file is missing or damaged.
-    """
-    manifest = read_manifest(path)
+def full_state_dict(path: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Returns the model's tensors of a checkpoint that has been verified, by their names in the original module."""
     tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype], device=CPU) for n, s in manifest.tensors.items()}
     load_tensors(path, manifest, tensors)
     return tensors

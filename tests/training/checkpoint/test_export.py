@@ -36,6 +36,10 @@ def double_complex() -> Example:
     return classifier(nn.Sequential(Rotated()))
 
 
+def one_layer() -> Example:
+    return classifier(nn.Sequential(nn.Linear(4, 3)))
+
+
 def test_a_tensor_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
     config = TrainConfig(steps=1, checkpoint=tmp_path / "kept")
     with only_rank():
@@ -53,3 +57,15 @@ def test_a_tensor_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
             "needs no place in them (register it with persistent=False); keep others in another dtype"
         )
         assert not output.exists()
+
+
+@pytest.mark.parametrize("name", ["kept", "kept/step-000000001"])
+def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A checkpoint may be of hundreds of gigabytes on a shared disk."""
+    config = TrainConfig(steps=1, checkpoint=tmp_path / "kept")
+    with only_rank():
+        train(plan_of(one_layer, (), (0,)), one_layer, points(), config)
+    verified: list[str] = []
+    monkeypatch.setattr("bapipe.training.checkpoint.manifest._check_file", lambda path, name, _: verified.append(name))
+    assert export(tmp_path / name, tmp_path / "model.safetensors") == 2  # a weight and a bias
+    assert verified == ["rank-0.safetensors"]

@@ -21,7 +21,7 @@ from bapipe.training.checkpoint.folder import (
     only_writer,
     set_damaged_aside,
 )
-from bapipe.training.checkpoint.manifest import MANIFEST, checkpoint_name, is_old
+from bapipe.training.checkpoint.manifest import MANIFEST, checkpoint_name, is_old, read_manifest
 from bapipe.training.checkpoint.tensor_files import TensorSpec
 from bapipe.training.checkpoint.writer import full_state_dict, owners_of
 from tests.training.checkpoint.cases import go
@@ -93,8 +93,8 @@ def test_of_a_damaged_newest_checkpoint_the_one_before_is_taken(
     assert sorted(path.name for path in kept.iterdir()) == [
         "damaged-step-000000006", "step-000000004", "step-000000006", "step-000000008",
     ]  # fmt: skip
-    want = full_state_dict(tmp_path / "alone" / "step-000000008")
-    have = full_state_dict(kept / "step-000000008")
+    paths = [folder / "step-000000008" for folder in (tmp_path / "alone", kept)]
+    want, have = (full_state_dict(path, read_manifest(path)) for path in paths)
     assert want.keys() == have.keys()
     assert all(torch.equal(want[name], have[name]) for name in want)
     assert newest_checkpoint(kept) is not None
