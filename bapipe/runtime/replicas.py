@@ -78,15 +78,13 @@ class GradientSum:
     backward, and such buckets do so in every step. Losses are divided by the number of all micro-batches,
     so the sum is the gradient of the mini-batch's mean.
 
-    (torch's W sets gradients without calling hooks; in schedules with W all buckets start in `start`.)
-
     Why not DistributedDataParallel, which torch's PipelineStage supports:
 
     - A plan promises a time for the simulator's buckets. DDP's first bucket has 1 MiB, and after the first step it
       rebuilds the buckets in the order in which gradients arrived.
     - Micro-batches go to the replicas in turn, so replicas may run different numbers of them. torch lets DDP reduce in
       the last backward, which it finds by counting all micro-batches of the schedule: a replica never runs so many.
-    - DDP's hooks would not be called in W at all.
+    - DDP's hooks belong to nodes of the autograd graph that W does not run.
     - A parameter for which no replica has a gradient must keep none, so that the optimizer skips it, as in one process.
       DDP does that only with `find_unused_parameters`, which searches the graph in every backward.
     """

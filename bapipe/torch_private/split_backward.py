@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 if TYPE_CHECKING:
     pass
 
+from bapipe.torch_private.tensors import hooks_behind_gradient
 from bapipe.torch_private.torch_version import is_before_2_13
 
 
@@ -31,8 +32,11 @@ def stage_backward_input(
 def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict[str, Any]]) -> None:
     """Runs W of the groups that I has left, which it empties, and adds to the gradients of the weights.
 
-    torch's own is wrong before torch 2.13, where it counts a gradient twice if a node at which W begins leads to
-    another; and in all versions where the gradients of two weights are one tensor, or W begins at a tensor with a hook.
+    It calls the hooks of a weight that follow its gradient, as a backward does: replicas start all-reduces in them.
+
+    torch's own calls none. It is wrong before torch 2.13, where it counts a gradient twice if a node at which W begins
+    leads to another; and in all versions where the gradients of two weights are one tensor, or W begins at a tensor
+    with a hook.
     """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
@@ -62,6 +66,9 @@ def stage_backward_weight(weights: Iterable[nn.Parameter], groups: Iterable[dict
             if grad is not None:
                 # A copy, as it may be the gradient of another weight, too (w + u), or one that I has handed on.
                 weight.grad = grad.clone() if weight.grad is None else weight.grad.add_(grad)
+                with torch.no_grad():
+                    for hook in hooks_behind_gradient(weight):
+                        hook(weight)
 
 
 def _replace(by_output: tuple[Tensor | None, ...]) -> Callable[[Any], Any]:

@@ -119,8 +119,12 @@ def give_storage(tensor: Tensor, value: Tensor) -> None:
 
 def parameter_hooks(parameter: nn.Parameter) -> list[Callable[..., object]]:
     """The hooks on a parameter's gradient, before and after it is accumulated."""
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return [*(parameter._backward_hooks or {}).values(), *(after or {}).values()]
+    return [*(parameter._backward_hooks or {}).values(), *hooks_behind_gradient(parameter)]
+
+
+def hooks_behind_gradient(parameter: nn.Parameter) -> list[Callable[..., object]]:
+    """The hooks on a parameter's gradient that are called once it is accumulated, with the parameter."""
+    return [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
 
 
 def needs_values(error: Exception) -> bool:

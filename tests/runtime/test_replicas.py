@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from bapipe.errors import InvalidModel
 from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.replicas import GradientSum
+from bapipe.torch_private.split_backward import stage_backward_input, stage_backward_weight
 
 CLOCK = CpuClock()
 
@@ -92,3 +93,31 @@ def test_a_gradient_that_begins_to_come_in_parts_is_refused() -> None:
         step(gradients, weight, 1)
     with pytest.raises(InvalidModel, match=r"^the gradient of a parameter came again .* use_reentrant=False"):
         step(gradients, weight, 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_buckets_start_in_the_last_weight_gradients() -> None:
+    """Of the first step none: it learns whether gradients come in parts. Both micro-batches count."""
+    torch.manual_seed(0)
+    module, group = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), dist.group.WORLD
+    assert group is not None
+    gradients = GradientSum([[*module[0].parameters()], [*module[2].parameters()]], group, CLOCK)
+    inputs = [torch.randn(5, 3, requires_grad=True) for _ in range(2)]
+    wanted = torch.autograd.grad(sum(module(x).sum() for x in inputs), [*module.parameters()])
+    for wanted_early in (0, 1):
+        module.zero_grad()
+        gradients.begin()
+        groups = []
+        for x in inputs:
+            y = module(x)
+            groups.append(stage_backward_input([y], [torch.ones_like(y)], [x], module.parameters())[1])
+        stage_backward_weight(module.parameters(), groups[0])
+        assert not gradients.syncs()
+        with gradients.last_backward():
+            stage_backward_weight(module.parameters(), groups[1])
+        assert len(gradients.syncs()) == wanted_early
+        gradients.start()
+        assert len(gradients.syncs()) == 1  # both layers are far below 25 MiB
+        gradients.finish()
+        for parameter, value in zip(module.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, value)
