@@ -17,7 +17,7 @@ from bapipe.module_state.modes import evaluation_mode
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.runtime.collectives_check import FirstForwards, action_checked, loss_checked
-from bapipe.runtime.lowering import End, Transfer, lower_for
+from bapipe.runtime.lowering import End, Lowered, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.tensor_changes import TensorWrites
@@ -142,6 +142,7 @@ class ForwardExecutor:
             loss_checked, layout, layout.schedule.num_stages - 1
         )  # of the first loss
         self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
+        self._orders: dict[int, Lowered] = {}  # by number of micro-batches
         self._modules, self._rng = modules, rng
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -209,8 +210,7 @@ class ForwardExecutor:
         """Runs this rank's forwards and transfers; yields (micro-batch, output) of the last stage."""
         width = len(self._schedule.order)
         transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
-        schedule = forwards_only(self._schedule, len(rows))
-        for action in lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]:
+        for action in self._order(len(rows)):
             stage, m = action.stage, action.microbatch
             if isinstance(action, Transfer):
                 if action.end is End.SEND:
@@ -229,6 +229,13 @@ class ForwardExecutor:
                 else:
                     yield m, outputs
         transfers.finish()
+
+    def _order(self, num_microbatches: int) -> Lowered:
+        """Returns this rank's forwards and transfers; they are lowered once, as most batches have as many samples."""
+        if num_microbatches not in self._orders:
+            schedule = forwards_only(self._schedule, num_microbatches)
+            self._orders[num_microbatches] = lower_for(schedule, gloo=self._layout.uses_gloo)[self._layout.rank]
+        return self._orders[num_microbatches]
 
 
 def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.runtime.evaluation import forwards_only
+from bapipe.runtime.lowering import Lowered, lower_for
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.schedules.table import Schedule
 from bapipe.tracing.layers import trace
@@ -265,6 +266,23 @@ def test_what_a_forward_changes_in_any_mode_is_as_before_an_evaluation() -> None
         assert (layer.num_calls, layer.recent) == (before.num_calls, before.recent)
         assert Changes.num_of_class == 0
         assert random.getstate() == generators
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_order_of_forwards_is_found_once_for_each_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(nn.Linear(6, 6)).double(), torch.randn(4, 6, dtype=torch.float64)
+    pipeline, lowered = _evaluating(module, x), list[int]()
+
+    def lower(schedule: Schedule, *, gloo: bool) -> tuple[Lowered, ...]:
+        lowered.append(schedule.num_microbatches)
+        return lower_for(schedule, gloo=gloo)
+
+    monkeypatch.setattr("bapipe.runtime.evaluation.lower_for", lower)
+    for num in (4, 3, 2, 4, 1):  # samples, of micro-batches of two
+        found = pipeline.evaluate(x[:num], num_samples=num)
+        assert found is not None
+        torch.testing.assert_close(torch.cat(found.outputs), module(x[:num]))
+    assert lowered == [2, 1]
 
 
 @pytest.mark.usefixtures("alone")
