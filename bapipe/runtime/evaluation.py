@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import nan
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from bapipe.equivalence.target_weights import counting_alike, weighted_loss
 from bapipe.errors import InvalidModel
+from bapipe.module_state.code_state import ForwardCode
 from bapipe.module_state.modes import evaluation_mode
 from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
@@ -88,8 +90,8 @@ class ForwardResult:
 
 
 @contextmanager
-def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores the state of modules after they have run in this context.
+def _unchanged(modules: Sequence[nn.Module], code: Sequence[ForwardCode]) -> Iterator[None]:
+    """Restores the state of modules after they have run in this context, and what their `code` keeps outside of them.
 
     Of parameters only the weights of embeddings with `max_norm`, which forwards change, are copied and restored.
 
@@ -103,6 +105,8 @@ def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
     with limited_embeddings_restored(*modules), ExitStack() as restored:
         for module in modules:
             restored.enter_context(state_restored(module, outside=False))
+        for state in chain.from_iterable(one.states() for one in code):
+            restored.callback(state.put_back)
         yield
     for name in sorted(writes.finish() | writes.wait()):
         raise InvalidModel(
@@ -144,6 +148,7 @@ class ForwardExecutor:
         self._examples = {microbatch_size: parts.examples}  # those of other sizes are computed at first use: slow
         self._orders: dict[int, Lowered] = {}  # by number of micro-batches
         self._modules, self._rng = modules, rng
+        self._code = [ForwardCode.of(module) for module in (*modules.values(), loss)]  # to find it takes long
         for module in modules.values():
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_meta:
@@ -175,7 +180,7 @@ class ForwardExecutor:
         with (
             torch.no_grad(),
             evaluation_mode([self._parts.model.module, *self._modules.values(), self._loss]),
-            _unchanged([*self._modules.values(), self._loss]),
+            _unchanged([*self._modules.values(), self._loss], self._code),
             all_generators_restored(device),
         ):
             for m, output in self._results(loaded, rows, num_before):

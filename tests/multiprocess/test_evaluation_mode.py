@@ -268,6 +268,39 @@ def test_what_a_forward_changes_in_any_mode_is_as_before_an_evaluation() -> None
         assert random.getstate() == generators
 
 
+CALLS = [0]
+SEEN: dict[str, Tensor] = {}
+
+
+class KeepsElsewhere(nn.Module):
+    """Counts its forwards in a global, and keeps what it gets in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        SEEN["last"] = x.detach()
+        y: Tensor = self.linear(x) * CALLS[0]
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_a_forward_keeps_outside_of_the_model_is_as_before_an_evaluation() -> None:
+    module, x = nn.Sequential(KeepsElsewhere()).double(), torch.randn(4, 6, dtype=torch.float64)
+    pipeline = _evaluating(module, x)
+    CALLS[0], SEEN["last"] = 5, x[:1]
+    for _ in range(2):
+        found = pipeline.evaluate(x)
+        assert found is not None
+        wanted = [module[0].linear(x[:2]) * 6, module[0].linear(x[2:]) * 7]
+        torch.testing.assert_close(found.outputs, tuple(wanted))
+        assert CALLS == [5]
+        assert SEEN.keys() == {"last"}
+        assert torch.equal(SEEN["last"], x[:1])
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_order_of_forwards_is_found_once_for_each_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(nn.Linear(6, 6)).double(), torch.randn(4, 6, dtype=torch.float64)
