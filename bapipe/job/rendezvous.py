@@ -75,70 +75,133 @@ def _joined_store(index: int, names: Sequence[str], timeout_s: float, serving: E
             f"RANK is {index} and WORLD_SIZE {len(names)}: a job numbers its ranks from 0; start it with torchrun, "
             "which sets both, or unset RANK to run alone"
         )
-    (address, port), secret = _master(), job_secret()
+    place, secret = _Place(*_master()), job_secret()
     is_under_agent = "TORCHELASTIC_RESTART_COUNT" in os.environ
-    end_s = time.monotonic() + (min(timeout_s, _OWN_S) if index == 0 else timeout_s)
-    others_end_s = time.monotonic() + (_OLD_PORT_S if is_under_agent and index > 0 else 0.0)
     title = f"rank {index} ({names[index]})"
+    now_s = time.monotonic()
+    limits = _Limits(
+        answer_s=timeout_s,
+        end_s=now_s + (min(timeout_s, _OWN_S) if index == 0 else timeout_s),
+        others_end_s=now_s + (_OLD_PORT_S if is_under_agent and index > 0 else 0.0),
+    )
+    server: StoreServer | None = None
     try:
-        # Under torchrun its agent has the port.
-        server = serve(address, 0 if is_under_agent else port, secret) if index == 0 else None
-        if server is not None:
+        if index == 0:  # under torchrun its agent has the port
+            server = serve(place.address, 0 if is_under_agent else place.port, secret)
             serving.callback(server.close)
         if is_under_agent:
             _num_opened[index] += 1
-            agent = _store_of_agent(address, port, f"bapipe{len(names)}run{_num_opened[index]}", server, timeout_s)
-        while True:  # until rank 0 has started, and what an earlier start of the job has left is gone
-            port = int(agent.get("port")) if is_under_agent else port
-            try:
-                store, answer = _join(index, len(names), (address, port), secret, timeout_s, end_s)
-            except NotOfTheJob:
-                if time.monotonic() > others_end_s:
-                    raise
-            except OSError:
-                if time.monotonic() > end_s:
-                    raise
-            else:
-                if answer != COMPLETE or time.monotonic() > end_s:
-                    break
-                store.leave()
-            time.sleep(_ASK_AGAIN_S)
-        store.server = server
+            prefix = f"bapipe{len(names)}run{_num_opened[index]}"
+            place.agent = _store_of_agent(place.address, place.port, prefix, server, timeout_s)
+        store, answer = _join_until_answered(index, len(names), place, secret, limits)
     except NotOfTheJob:
         raise BapipeError(
-            f"{title} and what it finds at {address}:{port} do not have the same secret, so that is another job, or "
+            f"{title} and what it finds at {place} do not have the same secret, so that is another job, or "
             f"another user's: choose another MASTER_PORT, or set {VARIABLE} to the same text for all ranks, or give "
             f"their hosts the same {secret_path()}"
         ) from None
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        if index == 0:
-            raise RunFailed(
-                f"{title} cannot reach its own store at MASTER_ADDR '{address}', port {port}: {reason}: set "
-                "MASTER_ADDR to a name or an address of the host of rank 0 for all ranks"
-            ) from None
-        raise RunFailed(
-            f"{title} cannot reach rank 0 at MASTER_ADDR '{address}', port {port}, after {timeout_s:g} s: {reason}: "
-            "start all ranks, and let this one through"
-        ) from None
+        raise _unreachable(error, index, title, place, timeout_s) from None
+    store.server = server
     if answer == JOINED:
         return store
+    refusal = _refusal(answer, title, place, timeout_s)
+    if answer.startswith(OTHER_VERSION):
+        store.set(REFUSED, str(refusal))
+        store.set(f"{HEARD}{index}", "")
+    store.leave()
+    raise refusal
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the store of a job is found.
+
+    Attributes:
+        port: under torchrun that of its agent, until the agent's store, `agent`, has told the store's own.
+    """
+
+    address: str
+    port: int
+    agent: PrefixStore | None = None
+
+    def now(self) -> tuple[str, int]:
+        """Returns the address and the port, which rank 0 may have noted anew."""
+        if self.agent is not None:
+            self.port = int(self.agent.get("port"))
+        return self.address, self.port
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """How long a rank tries to join.
+
+    Attributes:
+        answer_s: how long the store may take to answer a request.
+        end_s, others_end_s: until when, on the monotonic clock, there may be no answer, or one of another job.
+    """
+
+    answer_s: float
+    end_s: float
+    others_end_s: float
+
+
+def _join_until_answered(index: int, size: int, place: _Place, secret: bytes, limits: _Limits) -> tuple[JobStore, str]:
+    """Returns a connection to the store of the job at a place, and its answer to this rank.
+
+    It asks until rank 0 has started, and what an earlier start of the job has left is gone.
+
+    Raises:
+        NotOfTheJob, OSError: another job answers, or nobody, for too long.
+    """
+    while True:
+        try:
+            store, answer = _join(index, size, place.now(), secret, limits.answer_s, limits.end_s)
+        except NotOfTheJob:
+            if time.monotonic() > limits.others_end_s:
+                raise
+        except OSError:
+            if time.monotonic() > limits.end_s:
+                raise
+        else:
+            if answer != COMPLETE or time.monotonic() > limits.end_s:
+                return store, answer
+            store.leave()
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _unreachable(error: Exception, index: int, title: str, place: _Place, timeout_s: float) -> RunFailed:
+    """Returns the error of a rank that finds no store, for which the system gives `error`."""
+    reason = getattr(error, "strerror", None) or first_line(error)
+    at = f"at MASTER_ADDR '{place.address}', port {place.port}"
+    if index == 0:
+        return RunFailed(
+            f"{title} cannot reach its own store {at}: {reason}: set MASTER_ADDR to a name or an address of the host "
+            "of rank 0 for all ranks"
+        )
+    return RunFailed(
+        f"{title} cannot reach rank 0 {at}, after {timeout_s:g} s: {reason}: start all ranks, and let this one through"
+    )
+
+
+def _refusal(answer: str, title: str, place: object, timeout_s: float) -> BapipeError:
+    """Returns the error of a rank whom the store of the job at a place does not let in; `answer` says why."""
     if answer.startswith(OTHER_VERSION):
         served = answer.removeprefix(OTHER_VERSION)
-        reason = f"{title} runs bapipe {own_version()}, but rank 0 bapipe {served}: install the same one everywhere"
-        store.set(REFUSED, reason)
-        store.set(f"{HEARD}{index}", "")
-        store.leave()
-        raise BapipeError(reason)
-    store.leave()
-    if answer == TAKEN:
-        raise BapipeError(
-            f"{title} has joined the job at {address}:{port} already, as another process: choose another MASTER_PORT "
-            "for another job"
+        return BapipeError(
+            f"{title} runs bapipe {own_version()}, but rank 0 bapipe {served}: install the same one everywhere"
         )
-    raise RunFailed(
-        f"{title} finds a job at {address}:{port} that has had all of its ranks, for {timeout_s:g} s: end what is left "
-        "of it, or choose another MASTER_PORT for another job"
+    if answer == TAKEN:
+        return BapipeError(
+            f"{title} has joined the job at {place} already, as another process: choose another MASTER_PORT for "
+            "another job"
+        )
+    return RunFailed(
+        f"{title} finds a job at {place} that has had all of its ranks, for {timeout_s:g} s: end what is left of it, "
+        "or choose another MASTER_PORT for another job"
     )
 
 

@@ -30,13 +30,14 @@ from bapipe.job.rendezvous import (
     OtherRanks,
     Refused,
     _differences,
+    _refusal,
     open_store,
     serve,
     tell_failure,
     wait_for_all,
 )
 from bapipe.job.secret import job_secret
-from bapipe.job.server import JOINED, StoreServer
+from bapipe.job.server import COMPLETE, JOINED, OTHER_VERSION, TAKEN, StoreServer, own_version
 from bapipe.job.store import JobStore
 
 NAMES = ("cpu0", "gpu1", "gpu2")
@@ -426,6 +427,34 @@ def test_a_second_job_at_the_port_is_told_so(server: StoreServer, monkeypatch: p
     ):
         open_store(2, NAMES, 5.0)
     assert first.add("still here", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (
+            f"{OTHER_VERSION}9.9",
+            BapipeError,
+            f"rank 1 (gpu1) runs bapipe {own_version()}, but rank 0 bapipe 9.9: install the same one everywhere",
+        ),
+        (
+            TAKEN,
+            BapipeError,
+            "rank 1 (gpu1) has joined the job at host:29500 already, as another process: choose another MASTER_PORT for "
+            "another job",
+        ),
+        (
+            COMPLETE,
+            RunFailed,
+            "rank 1 (gpu1) finds a job at host:29500 that has had all of its ranks, for 2.5 s: end what is left of it, "
+            "or choose another MASTER_PORT for another job",
+        ),
+    ],
+)
+def test_a_rank_that_may_not_join_is_told_why(answer: str, kind: type[BapipeError], message: str) -> None:
+    refusal = _refusal(answer, "rank 1 (gpu1)", "host:29500", 2.5)
+    assert type(refusal) is kind
+    assert str(refusal) == message
 
 
 def test_strangers_neither_join_nor_hinder_the_job(server: StoreServer, store: JobStore) -> None:
