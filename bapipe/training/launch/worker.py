@@ -111,11 +111,6 @@ class RankJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """Sent when the process has started."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepStarted:
     """Sent when the rank begins a step."""
 
@@ -124,7 +119,10 @@ class StepStarted:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent while the rank waits for others, or when it has met them to write a checkpoint: it does not hang."""
+    """Sent when the rank has started, while it waits for others, or when it has met them to write a checkpoint.
+
+    It says that the rank does not hang.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +162,12 @@ class Failure:
 def run_rank(index: int, send: Callable[[object], None], job: RankJob, store: str, secret: bytes) -> None:
     """Runs the worker as one rank of a group of processes on this machine, whose rendezvous is the file `store`.
 
-    Sends `Started`, what the worker sends, `Heartbeat` while it waits, and in the end `Finished` or `Failure`.
+    Sends `Heartbeat` when it starts and while it waits, what the worker sends, and in the end `Finished` or `Failure`.
     """
     limit = WaitLimit(job.timeout_s, job.kind, on_wait=lambda: send(Heartbeat()))
     try:
         use_loopback()
-        send(Started())
+        send(Heartbeat())
         gc.freeze()  # objects made by imports live as long as this process: no collection need visit them
         shared = dist.FileStore(store, len(job.names))
         meet(shared, index, len(job.names), _START)
