@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import Stopped
-from bapipe.formats.plan import Plan
 from bapipe.module_state.modes import enter_training_mode
 from bapipe.printable import counted
 from bapipe.runtime.peak_memory import check_free_memory
@@ -55,6 +54,22 @@ class _AskedToStop(Exception):
         self.number = number
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankRun:
+    """A run of training, in one rank.
+
+    Attributes:
+        writer: writes checkpoints; None without a folder for them.
+        validation: what to evaluate on; None without evaluations.
+    """
+
+    rank: Rank
+    job: TrainJob
+    pipeline: Pipeline
+    writer: CheckpointWriter | None
+    validation: EvaluationData | None
+
+
 class _History:
     """What the result holds of each step, in 25 bytes a step: a run may have millions."""
 
@@ -93,11 +108,12 @@ def _train(rank: Rank, job: TrainJob, example: Example, pipeline: Pipeline) -> T
     pipeline.start_at(start.step)
     seed_step(config.seed, rank.index, start.step)
     outside = None if writer is None else StateOutside([example.module, *pipeline.modules.values()], example.loss)
-    with closing(_loader(rank, job, pipeline, example, start)) as loader:
-        history, evaluations = _train_steps(rank, job, pipeline, loader, start, writer, outside, validation)
+    run = _RankRun(rank=rank, job=job, pipeline=pipeline, writer=writer, validation=validation)
+    with closing(_loader(run, example, start)) as loader:
+        history, evaluations = _train_steps(run, loader, start, outside)
     if writer is not None:
         writer.wait()
-    return replace(_gather(pipeline, rank, job.devices, history), evaluations=tuple(evaluations))
+    return replace(_gather(run, history), evaluations=tuple(evaluations))
 
 
 def _pipeline(rank: Rank, job: TrainJob, example: Example) -> Pipeline:
@@ -137,21 +153,19 @@ def _checkpoint_writer(rank: Rank, job: TrainJob, start: Position) -> Checkpoint
     )
 
 
-def _loader(
-    rank: Rank, job: TrainJob, pipeline: Pipeline, example: Example, start: Position
-) -> Generator[Batch, None, None]:
+def _loader(run: _RankRun, example: Example, start: Position) -> Generator[Batch, None, None]:
     """Returns the mini-batches of the run from a position on, loaded ahead by worker processes where that helps."""
-    plan, config, on_gpu = job.plan, job.config, rank.device.type == "cuda"
+    job, plan, config, on_gpu = run.job, run.job.plan, run.job.config, run.rank.device.type == "cuda"
     num_workers = num_data_workers(
         config.data_workers,
         job.dataset,
         on_gpu=on_gpu,
-        num_ranks=rank.size,
+        num_ranks=run.rank.size,
         num_threads=plan.compute_settings.threads,
         batch_bytes=plan.minibatch_size * sum(x.nbytes // x.shape[0] for x in example.tensors),
     )
     return batches(
-        RankParts.of(pipeline, plan, config.seed),
+        RankParts.of(run.pipeline, plan, config.seed),
         job.dataset,
         start,
         num_workers=num_workers,
@@ -160,14 +174,7 @@ def _loader(
 
 
 def _train_steps(
-    rank: Rank,
-    job: TrainJob,
-    pipeline: Pipeline,
-    loader: Iterator[Batch],
-    start: Position,
-    writer: CheckpointWriter | None,
-    outside: StateOutside | None,
-    validation: EvaluationData | None,
+    run: _RankRun, loader: Iterator[Batch], start: Position, outside: StateOutside | None
 ) -> tuple[_History, list[Evaluation]]:
     """Runs the steps from a position to the last one, with the checkpoints and evaluations between them.
 
@@ -179,20 +186,17 @@ def _train_steps(
         Stopped: a signal has asked for it; the step is done, and its checkpoint written.
         RunFailed: a loss, or a parameter that a checkpoint would hold, is not finite, or a checkpoint is not written.
     """
-    plan, config = job.plan, job.config
+    rank, job, pipeline, config = run.rank, run.job, run.pipeline, run.job.config
 
     def load_again(before: Position) -> Batch:
-        with closing(batches(RankParts.of(pipeline, plan, config.seed), job.dataset, before)) as again:
+        with closing(batches(RankParts.of(pipeline, job.plan, config.seed), job.dataset, before)) as again:
             return next(again)
 
     reports = StepReports(pipeline, rank, job.devices, config.report_every, load_again)
     history, evaluations, position = _History(), list[Evaluation](), start
     ahead: Batch | None = None
-    if validation is not None and start.step > 0 and config.evaluates_after(start.step):
-        try:
-            evaluations.append(_evaluate(pipeline, plan, validation, rank, start.step, may_stop=True))
-        except _AskedToStop as asked:
-            raise _stopped(asked.number, start.step, writer) from None
+    if start.step > 0:
+        evaluations += _evaluations(run, start.step, unsaved=None)
     for step in range(start.step, config.steps):
         rank.enter_step(step)
         seed_step(config.seed, rank.index, step)
@@ -216,20 +220,14 @@ def _train_steps(
             history.add(report)
             if rank.index == 0:
                 rank.report(report)
-        if writer is not None:
-            writer.check()
-        if writer is not None and (stop_signal or config.checkpoint_after(step + 1)):
-            _save(pipeline, job, writer, batch.after, step)
+        if run.writer is not None:
+            run.writer.check()
+        is_saved = bool(stop_signal) or config.checkpoint_after(step + 1)
+        if is_saved:
+            _save(run, position)
         if stop_signal and step + 1 < config.steps:
-            raise _stopped(stop_signal, step + 1, writer)
-        if validation is not None and config.evaluates_after(step + 1):
-            try:
-                is_last = step + 1 == config.steps
-                evaluations.append(_evaluate(pipeline, plan, validation, rank, step + 1, may_stop=not is_last))
-            except _AskedToStop as asked:
-                if writer is not None and not config.checkpoint_after(step + 1):
-                    _save(pipeline, job, writer, batch.after, step)
-                raise _stopped(asked.number, step + 1, writer) from None
+            raise _stopped(run, stop_signal, step + 1)
+        evaluations += _evaluations(run, step + 1, unsaved=None if is_saved else position)
     return history, evaluations
 
 
@@ -239,11 +237,14 @@ def _copied_ahead(pipeline: Pipeline, batch: Batch) -> Batch:
     return replace(batch, inputs=inputs, target=target)
 
 
-def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position: Position, step: int) -> None:
-    """Starts to write a checkpoint; the next update waits until the state has been copied."""
-    check_parameters(pipeline, job.devices, step)
-    manifest = msgspec.structs.replace(job.manifest(position), grad_scaler=pipeline.grad_scaler)
-    copied = writer.save(
+def _save(run: _RankRun, position: Position) -> None:
+    """Starts to write a checkpoint, if there are to be any; the next update waits until the state has been copied."""
+    if run.writer is None:
+        return
+    pipeline = run.pipeline
+    check_parameters(pipeline, run.job.devices, position.step - 1)
+    manifest = msgspec.structs.replace(run.job.manifest(position), grad_scaler=pipeline.grad_scaler)
+    copied = run.writer.save(
         manifest,
         pipeline.state_dict(),
         pipeline.non_persistent_buffers(),
@@ -253,10 +254,10 @@ def _save(pipeline: Pipeline, job: TrainJob, writer: CheckpointWriter, position:
     pipeline.keep_state_until(copied)
 
 
-def _stopped(number: int, steps: int, writer: CheckpointWriter | None) -> Stopped:
-    if writer is None:
+def _stopped(run: _RankRun, number: int, steps: int) -> Stopped:
+    if run.writer is None:
         return Stopped(number, f" after {counted(steps, 'step')}, without a checkpoint")
-    writer.wait()
+    run.writer.wait()
     return Stopped(number, f" after {counted(steps, 'step')}, of which there is a checkpoint: continue with `resume`")
 
 
@@ -267,15 +268,29 @@ def evaluation_data(example: Example, dataset: PipelineDataset[Any], seed: int) 
     return EvaluationData(dataset=dataset, metrics=example.metrics, generation=generation, max_length=length, seed=seed)
 
 
-def _evaluate(
-    pipeline: Pipeline, plan: Plan, data: EvaluationData, rank: Rank, steps: int, *, may_stop: bool
-) -> Evaluation:
+def _evaluations(run: _RankRun, steps: int, *, unsaved: Position | None) -> list[Evaluation]:
+    """Returns the evaluation that is due after some steps, if one is; `unsaved` is the position without a checkpoint.
+
+    Raises:
+        Stopped: a signal has asked for it, before the last step; there is a checkpoint.
+    """
+    if run.validation is None or not run.job.config.evaluates_after(steps):
+        return []
+    try:
+        return [_evaluate(run, run.validation, steps, may_stop=steps < run.job.config.steps)]
+    except _AskedToStop as asked:
+        if unsaved is not None:
+            _save(run, unsaved)
+        raise _stopped(run, asked.number, steps) from None
+
+
+def _evaluate(run: _RankRun, data: EvaluationData, steps: int, *, may_stop: bool) -> Evaluation:
     """Returns the evaluation after some steps.
 
     Raises:
         _AskedToStop: if it `may_stop`, on all ranks.
     """
-    total = len(data.dataset)
+    rank, total = run.rank, len(data.dataset)
 
     def on_progress(done: int) -> None:
         rank.enter_step(steps - 1)  # shows the launcher that this rank makes progress
@@ -285,7 +300,7 @@ def _evaluate(
             raise _AskedToStop(number)
 
     on_progress(0)
-    evaluation = evaluate(pipeline, plan, data, rank.device, steps, on_progress)
+    evaluation = evaluate(run.pipeline, run.job.plan, data, rank.device, steps, on_progress)
     if rank.index == 0:
         rank.report(EvaluationProgress(total, total, evaluation))
     return evaluation
@@ -308,17 +323,18 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
     return manifest.position
 
 
-def _gather(pipeline: Pipeline, rank: Rank, names: tuple[str, ...], history: _History) -> TrainResult:
-    peaks: list[int | None] = [None] * rank.size
+def _gather(run: _RankRun, history: _History) -> TrainResult:
+    pipeline = run.pipeline
+    peaks: list[int | None] = [None] * run.rank.size
     dist.all_gather_object(peaks, pipeline.peak_bytes())
-    orders: list[tuple[Action, ...]] = [()] * rank.size
+    orders: list[tuple[Action, ...]] = [()] * run.rank.size
     dist.all_gather_object(orders, pipeline.order)
     return TrainResult(
         losses=tuple(history.losses),
         step_ns=tuple(history.step_ns),
         data_ns=tuple(history.data_ns),
         as_planned=tuple(map(bool, history.as_planned)),
-        devices=names,
+        devices=run.job.devices,
         peak_bytes=tuple(peaks),
         timeline=pipeline.timeline(),
         order=tuple(orders),

@@ -167,7 +167,8 @@ def test_a_gpu_copies_the_next_mini_batch_while_a_report_waits_for_it(
     job: Any = SimpleNamespace(plan=None, config=config, devices=("gpu0",), learning_rate=0.1)
     pipeline: Any = SimpleNamespace(set_learning_rate=lambda value: None, copied_ahead=copied_ahead)
     validation: Any = object()
-    train_rank._train_steps(rank, job, pipeline, draw(), Position(), None, None, validation)
+    run = train_rank._RankRun(rank=rank, job=job, pipeline=pipeline, writer=None, validation=validation)
+    train_rank._train_steps(run, draw(), Position(), None)
     assert ", ".join(seen) == log
 
 
