@@ -10,8 +10,8 @@ layers that keep values from one forward to the next. `cut_gradients` says which
 gradient; `communication` stops code that would wait for other processes.
 
 `losses` notices losses that depend on how a mini-batch is cut into micro-batches, `mixed_samples` such models, and
-`first_samples` such losses when training begins; `sample_dims` finds the samples in what a model returns, and
-`ignored_labels` the labels that a loss may leave out. `target_weights` tells how much a micro-batch counts in a loss
-that computes means over targets, which `noted_means` sees; for that losses run once more, and `loss_state` puts back
-what they keep.
+`first_samples` such losses when training begins; `sample_dims` finds the samples in what a model returns,
+`samples_of_model` by its traced code, and `ignored_labels` the labels that a loss may leave out. `target_weights` tells
+how much a micro-batch counts in a loss that computes means over targets, which `noted_means` sees; for that losses run
+once more, and `loss_state` puts back what they keep.
 """

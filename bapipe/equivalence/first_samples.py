@@ -150,7 +150,7 @@ def _copied(samples: Samples) -> Samples:
 def _with_other_values_of_whole(samples: Samples, others: Samples) -> Iterator[tuple[Any, Tensor]]:
     """Yields outputs of which a tensor of the whole micro-batch has other values, and that tensor."""
     for i, (one, other, where) in enumerate(zip(samples.tensors, others.tensors, samples.dims, strict=True)):
-        if where.dim is None and not where.is_constant and one.dtype != torch.bool:
+        if where.is_of_batch and one.dtype != torch.bool:
             changed = one + 1 if torch.equal(one, other) else other
             yield samples.output((*samples.tensors[:i], changed, *samples.tensors[i + 1 :])), one
 

@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from bapipe.errors import InvalidModel
-from bapipe.graph.reached import reached
 from bapipe.torch_private.tensors import TreeSpec, tree_flatten, tree_unflatten
 from bapipe.tracing.sizes import proportional_dimension
-from bapipe.tracing.stages import Split, at_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,21 +24,29 @@ class SampleDim:
         per_sample: how many entries along it a sample has, such as its words; None if this may be another number for
             each, as where the words of all samples are selected.
         is_constant: whether the values are the same for all samples, as those of a parameter are; `dim` is None.
+        is_mean: whether it is a number, the mean of what it is of single samples; `dim` is None.
     """
 
     dim: int | None
     per_sample: int | None = 1
     is_constant: bool = False
+    is_mean: bool = False
 
     @property
     def is_own(self) -> bool:
         """Whether the dimension is that of the samples alone."""
         return self.dim is not None and self.per_sample == 1
 
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether it is a value of the whole batch, and not known to be the mean of those of samples."""
+        return self.dim is None and not self.is_constant and not self.is_mean
+
 
 BY_ROWS = SampleDim(dim=0)
 CONSTANT = SampleDim(dim=None, is_constant=True)
 OF_BATCH = SampleDim(dim=None)
+MEAN = SampleDim(dim=None, is_mean=True)
 UNKNOWN = SampleDim(dim=0, per_sample=None)
 
 
@@ -63,43 +68,14 @@ def sample_dims(
     ]
 
 
-def sample_dims_of_model(parts: Split) -> list[SampleDim]:
-    """Returns where the tensors that a split model returns have their samples.
-
-    Shapes for another number of samples come from a pass without values, or on the model's device if its code needs
-    some. Of a model that runs on no other number all tensors are by rows that have as many.
-    """
-    names, model = parts.stages[-1].outputs, parts.model
-    num_samples = len(parts.examples[model.inputs[0]])
-    # Not 1, which code may take for a size to broadcast; nor twice as many where a pass with values may take memory.
-    num_other = num_samples // 2 if num_samples >= 4 else 2 * num_samples
-    try:
-        others = at_size(parts, num_other)
-    except InvalidModel:
-        others = None
-
-    def found(name: str) -> SampleDim:
-        shape = parts.examples[name].shape
-        if not _depends_on_inputs(model.node_of[name]):
-            return CONSTANT
-        if others is None:
-            return BY_ROWS if shape[:1] == (num_samples,) else UNKNOWN if shape else OF_BATCH
-        return sample_dim(shape, others[name].shape, num_samples, num_other)
-
-    return [found(name) for name in names]
-
-
-def _depends_on_inputs(node: fx.Node) -> bool:
-    return any(one.op == "placeholder" for one in reached([node], lambda one: one.all_input_nodes))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """What a model returns for some samples.
 
     Attributes:
         num: how many there are.
-        tensors: those among the leaves, in their order; with each comes in `dims` where it has its samples.
+        tensors: those among the leaves, in their order; with each comes in `dims` where it has its samples. A mean
+            over samples is here that of each sample, [num, *shape], as far as it is known.
         leaves, spec: the whole, as torch's `tree_flatten` gives it, with None in place of tensors.
         places: of the tensors among the leaves.
         is_interleaved: whether the entries of samples that share a dimension are those of words × samples, not of
@@ -119,15 +95,17 @@ class Samples:
         """Returns a model's output as samples."""
         leaves, spec = tree_flatten(output)
         places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        tensors = tuple(leaves[place].detach() for place in places)
+        pairs = zip((leaves[place].detach() for place in places), dims, strict=True)
+        tensors = tuple(tensor.expand(num, *tensor.shape) if where.is_mean else tensor for tensor, where in pairs)
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return cls(num=num, tensors=tensors, dims=tuple(dims), leaves=others, places=places, spec=spec)
 
     def output(self, tensors: Iterable[Tensor] | None = None) -> Any:
         """Returns the output; of other tensors, if they are given."""
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, self.tensors if tensors is None else tensors, strict=True):
-            leaves[place] = tensor
+        given = self.tensors if tensors is None else tensors
+        for place, tensor, where in zip(self.places, given, self.dims, strict=True):
+            leaves[place] = tensor.mean(0) if where.is_mean else tensor
         return tree_unflatten(leaves, self.spec)
 
     def obstacle(self) -> str | None:
@@ -155,12 +133,16 @@ class Samples:
         return replace(self, num=2 * self.num, tensors=tuple(self._joined(*three) for three in pairs))
 
     def _select(self, tensor: Tensor, where: SampleDim, samples: range) -> Tensor:
+        if where.is_mean:
+            return tensor[samples.start : samples.stop]
         if where.dim is None:
             return tensor
         apart, dim = self._apart(tensor, where)
         return _as_it_was(apart.narrow(dim, samples.start, len(samples)), where)
 
     def _joined(self, one: Tensor, other: Tensor, where: SampleDim) -> Tensor:
+        if where.is_mean:
+            return torch.cat([one, other])
         if where.dim is None:
             return one
         (first, dim), (second, _) = self._apart(one, where), self._apart(other, where)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bapipe.equivalence.outcome import Loss
-from bapipe.equivalence.sample_dims import SampleDim, sample_dims_of_model
+from bapipe.equivalence.sample_dims import SampleDim
+from bapipe.equivalence.samples_of_model import sample_dims_of_model
 from bapipe.formats.plan import Plan
 from bapipe.module_state.modes import idle_dropout, is_evaluating
 from bapipe.module_state.unregistered import unregistered_parameters

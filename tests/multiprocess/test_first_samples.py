@@ -61,6 +61,14 @@ class Experts(nn.Module):
         return self.head(hidden), load if self.of_each else load.square().sum()
 
 
+class Penalized(Words):
+    """Returns the scores, and the mean over all words of what they are to be small for, as the divergence of a VAE."""
+
+    def forward(self, words: Tensor) -> Any:
+        scores = super().forward(words)
+        return scores, scores.square().sum((1, 2)).sum() / len(words)
+
+
 class Selects(nn.Module):
     """Returns the words that are no padding, in one dimension."""
 
@@ -120,6 +128,10 @@ def ctc(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def with_balance(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return cross_entropy(output[0].transpose(1, 2), target) + output[1].square().sum()
+
+
+def with_penalty(output: tuple[Tensor, Tensor], target: Tensor, power: int = 1) -> Tensor:
+    return cross_entropy(output[0].transpose(1, 2), target) + 0.1 * output[1] ** power
 
 
 def without_balance(output: tuple[Tensor, Tensor], target: Tensor, padding: int | None = None) -> Tensor:
@@ -196,6 +208,8 @@ def trained(
         (Tied, counted, None),
         (Experts, with_balance, OF_WHOLE),
         (partial(Experts, of_each=True), with_balance, OF_WHOLE),
+        (Penalized, with_penalty, None),
+        (Penalized, partial(with_penalty, power=2), DEPENDS),
         (Experts, without_balance, None),
         (Experts, partial(without_balance, padding=PADDING), DEPENDS),
         (ComputesItsLoss, lambda output, _: output[0], OF_WHOLE),
