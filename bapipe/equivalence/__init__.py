@@ -1,7 +1,8 @@
 """Holds a traced and split model to the original, before anything trains.
 
 Begin with `choose_layers`: `trace_checked` traces a module, and makes larger layers of what stages do not compute as
-its own code does, or smaller ones (`inlining`); layers that pass values other than tensors become one (`handed_on`).
+its own code does, or smaller ones (`inlining`); layers that pass values other than tensors become one (`handed_on`), as
+do those that add to lists which only code around them empties (`growing_collections`).
 `check` compares the finest stages with that code, with the same random numbers (`randomness`). `outcome` is what is
 compared, and the pass of the original; `stages` and `stage_pass` are the pass of the stages, by whole backwards or as
 a plan runs them, of which each sees attributes of its own only (`own_attributes`). `compare` tells rounding from

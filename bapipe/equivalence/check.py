@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.communication import ForwardCommunicates
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
+from bapipe.equivalence.growing_collections import growing_collection
 from bapipe.equivalence.locate import Place, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import (
@@ -32,6 +33,12 @@ from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.sizes import repeat_to_batch
+
+_EMPTIED_OUTSIDE = Reason(
+    "it is emptied by code around its layers, which no stage runs: let each call assign to an entry of a dictionary, "
+    "such as by the layer's name, in place of adding to a list",
+    to_cut="",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,13 +189,13 @@ def _compare(
             return Difference(path=LOSS, code="", what=what, cause=cause_in_loss(what))
         return _difference_at(model, error.layer.partition("#")[0], what)
     if not mismatches(original, split, conditions=conditions):
-        return _equal(model, stages, original)
+        return _equal(model, stages, original, microbatches[0])
     if not repeats(original, run_original(model.root, loss, microbatches, conditions)):
         return Unchecked(reason=_why_it_differs(model, loss))
     noise = perturbed(model.root, loss, microbatches, conditions)
     found = mismatches(original, split, noise, conditions)
     if not found:
-        return _equal(model, stages, original)
+        return _equal(model, stages, original, microbatches[0])
     return _difference(
         model,
         found,
@@ -219,7 +226,14 @@ def _why_it_differs(model: TracedModel, loss: Loss) -> str:
     return f"its loss on the same samples differs from run to run{reaches}"
 
 
-def _equal(model: TracedModel, stages: Sequence[Stage], original: Outcome) -> Equivalence:
+def _equal(
+    model: TracedModel, stages: Sequence[Stage], original: Outcome, microbatch: Microbatch
+) -> Equivalence | Difference:
+    """Returns what was found equal; a difference if something in stages would take ever more memory even so."""
+    grows = growing_collection(model, microbatch)
+    if grows is not None:
+        what = f"{grows.what} would grow with each micro-batch"
+        return Difference(path=grows.layer, code=own_code(model.root, grows.path), what=what, cause=_EMPTIED_OUTSIDE)
     changed = _changed(model.root, original)
     return Equivalence(
         num_stages=len(stages),

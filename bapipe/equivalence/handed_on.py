@@ -1,6 +1,6 @@
 """Values that layers hand on and that are no tensors: the modules that make and use one must be one layer together."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -19,9 +19,7 @@ def modules_to_join(model: TracedModel, microbatch: Microbatch) -> dict[str, Rea
     for name, value in _values_handed_on(model, microbatch).items():
         maker = next(layer.name for layer in model.layers if name in layer.outputs)
         users = [layer.name for layer in model.layers if name in layer.inputs]
-        path = _around([one.partition("#")[0] for one in (maker, *users)])
-        while path and isinstance(model.root.get_submodule(path), nn.ModuleList | nn.ModuleDict):  # never called
-            path = path.rpartition(".")[0]
+        path = innermost_around(model.root, (maker, *users))
         if path:
             found.setdefault(path, not_handed_on(maker, value))
     return found
@@ -46,12 +44,14 @@ def _values_handed_on(model: TracedModel, microbatch: Microbatch) -> Mapping[str
     return found
 
 
-def _around(paths: list[str]) -> str:
-    """Returns the path of the innermost module that holds those at some paths, and is none of them."""
-    names = [path.split(".")[:-1] for path in paths]
+def innermost_around(root: nn.Module, layers: Iterable[str]) -> str:
+    """Returns the path of the innermost module that is called, holds some layers, and is none of them."""
+    names = [layer.partition("#")[0].split(".")[:-1] for layer in layers]
     common = []
     for several in zip(*names, strict=False):
         if len(set(several)) > 1:
             break
         common.append(several[0])
+    while common and isinstance(root.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):  # never called
+        common.pop()
     return ".".join(common)

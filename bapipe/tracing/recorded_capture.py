@@ -14,7 +14,6 @@ from bapipe.tracing.aliasing import writers
 from bapipe.tracing.captured import Captured, is_layer
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
-from bapipe.tracing.growing_hooks import hooks_keep_more
 from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.record import record
@@ -60,7 +59,7 @@ def capture_with_calls(
 
     They may write to their inputs, or hooks on them keep values, but not those of torch's own code. Recording calls
     layers. While torch.fx traces they are not called: what they write is not seen, and what hooks keep is missing, or
-    of an earlier forward. None also if hooks would keep more with each forward: a larger layer may do without.
+    of an earlier forward.
     """
     layers = [part for path, part in module.named_modules() if is_layer(part, path, leaf_modules, inlined)]
     have_hooks = any(
@@ -71,8 +70,6 @@ def capture_with_calls(
     try:
         captured = capture_by_recording(module, inputs, sorted(leaf_modules), check_size, inlined)
     except TracingFailed:
-        return None
-    if have_hooks and hooks_keep_more(module, captured.module, inputs):
         return None
     calls = (node for node, _ in writers(captured.module) if node in captured.layer_of_call)
     write = any(not is_of_torch(module.get_submodule(str(node.target))) for node in calls)

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.tracing.layers import trace
-from bapipe.tracing.recorded_capture import capture_with_calls
-from bapipe.tracing.sizes import CHECK_BATCH_SIZE
 
 
 class Features(nn.Module):
@@ -70,36 +68,3 @@ def test_the_models_code_reads_what_hooks_on_layers_keep(kind: type[Features], *
     assert isinstance(found, list)
     for value, expected in zip(found, [2 * a, 2 * b], strict=True):
         assert torch.allclose(value, expected, atol=1e-6)
-
-
-class InAList(Features):
-    """Its hooks add to a list that each forward makes anew, or that grows for ever."""
-
-    def __init__(self, *, empties: bool) -> None:
-        self.found: list[Tensor] = []
-        super().__init__()
-        self.empties = empties
-
-    def register(self, name: str, layer: nn.Module) -> None:
-        layer.register_forward_hook(self.keep)
-
-    def keep(self, module: nn.Module, args: Any, result: Tensor) -> None:
-        self.found.append(result)
-
-    def forward(self, x: Tensor) -> Any:
-        if self.empties:
-            self.found = []
-        y: Tensor = self.b(self.a(x).tanh())
-        return (y, self.found[0]) if self.empties else y
-
-
-def test_a_list_of_hooks_that_only_the_model_empties_is_not_for_stages() -> None:
-    inputs = [torch.rand(4, 3)]
-    assert capture_with_calls(InAList(empties=True), inputs, frozenset(), CHECK_BATCH_SIZE, frozenset()) is None
-    assert capture_with_calls(InAList(empties=False), inputs, frozenset(), CHECK_BATCH_SIZE, frozenset()) is not None
-
-
-def test_a_list_of_hooks_that_grows_in_the_model_itself_may_grow() -> None:
-    module = InAList(empties=False)
-    assert [layer.name for layer in trace(module, [torch.rand(4, 3)]).layers] == ["a", "b"]
-    assert module.found == []
