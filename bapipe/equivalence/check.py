@@ -1,5 +1,6 @@
 """Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,15 @@ from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
 from bapipe.errors import InvalidModel, first_line, root_cause
 from bapipe.formats.profile import LOSS
+from bapipe.module_state.code_state import iterators_not_put_back
 from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.sizes import repeat_to_batch
+
+_log = logging.getLogger(__name__)
 
 _EMPTIED_OUTSIDE = Reason(
     "it is emptied by code around its layers, which no stage runs: let each call assign to an entry of a dictionary, "
@@ -150,6 +154,8 @@ def compare_stages(
     conditions: Conditions = TRAINING,
 ) -> Equivalence | Unchecked | Difference:
     """Compares stages, each as it runs in a plan, with the model's own code, as `compare_split`."""
+    if conditions == TRAINING:
+        warn_of_iterators(model.root)
     return _compare(
         model,
         lambda _: (stages, run_stages(model, stages, loss, microbatches, conditions)),
@@ -157,6 +163,13 @@ def compare_stages(
         microbatches,
         conditions,
     )
+
+
+def warn_of_iterators(module: nn.Module) -> None:
+    """Warns of an iterator that comparing a module advances for good."""
+    words = iterators_not_put_back(module)
+    if words is not None:
+        _log.warning("%s", words)
 
 
 def _compare(

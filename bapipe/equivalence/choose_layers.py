@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split
+from bapipe.equivalence.check import Difference, Equivalence, Unchecked, compare_split, warn_of_iterators
 from bapipe.equivalence.communication import ForwardCommunicates, forwards_checked
 from bapipe.equivalence.handed_on import modules_to_join
 from bapipe.equivalence.inlining import inlinable, inlined_in_vain
@@ -63,6 +63,7 @@ def trace_checked(
     Raises:
         InvalidModel: as `trace`; the model differs even so; or its forward communicates with other processes.
     """
+    warn_of_iterators(module)
     choice = _Choice(called=frozenset(matching_paths(module, leaf_modules)))
     while True:
         try:

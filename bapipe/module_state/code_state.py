@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from bapipe.module_state.assigned_attributes import names_in_forward
+from bapipe.module_state.iterators import can_be_copied, is_iterator, iterators_copied
 from bapipe.module_state.reached_state import KeptState, functions_of, is_of_the_user, is_plain, methods_of
 from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
@@ -85,7 +86,8 @@ def state_of_forwards_restored(module: nn.Module) -> Iterator[None]:
     """Forwards may run in this context; afterwards what they keep outside of the module is put back."""
     states = states_of_forwards(module)
     try:
-        yield
+        with iterators_copied(reached_by(states).values()):
+            yield
     finally:
         for state in states:
             state.put_back()
@@ -196,3 +198,21 @@ def _variables_of(one: object) -> Iterator[tuple[str, object]]:
     elif isinstance(one, type) or is_plain(one):
         owner = one.__name__ if isinstance(one, type) else f"a {type(one).__name__}"
         yield from ((f"the attribute '{name}' of {owner}", value) for name, value in vars(one).items())
+
+
+def iterators_not_put_back(module: nn.Module) -> str | None:
+    """Says what code of a module advances, or may, in forwards that are tried, because it cannot be copied."""
+    reached = reached_by(states_of_code(module)).values()
+    held = [pair for one in reached for pair in _variables_of(one)]
+    for path, part in module.named_modules():
+        named = names_in_forward(part)
+        held += [(f"the attribute '{path}.{n}'".replace("'.", "'"), v) for n, v in vars(part).items() if n in named]
+    found = (what for what, value in held if is_iterator(value) and not can_be_copied(value))
+    what = next(found, None)
+    if what is None:
+        return None
+    return (
+        f"{what} is an iterator that cannot be copied, such as a generator: forwards that are tried before training "
+        "take values from it, and nobody can put these back; take them from a list by a number that the module counts, "
+        "or from an `itertools.count`"
+    )

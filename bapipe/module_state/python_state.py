@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
+from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.left_outside import left_outside
 from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import is_scripted
@@ -60,11 +61,16 @@ def state_restored(
     changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
     code = states_of_code(module) if outside else states_of_hooks(module)
     kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
-    # It lives as long as weak references to copies are needed.
-    copies: dict[int, Any] = {id(one): one for one in kept} | reached_by(code)
-    set_attributes(copied(changing, copies))
+    reached = reached_by(code)
     try:
-        with class_numbers_restored(modules), left_outside(module) if outside else nullcontext():
+        with (
+            iterators_copied(reached.values()) as iterators,
+            class_numbers_restored(modules),
+            left_outside(module) if outside else nullcontext(),
+        ):
+            # They live as long as weak references to copies are needed.
+            copies: dict[int, Any] = {id(one): one for one in kept} | reached | iterators
+            set_attributes(copied(changing, copies))
             yield {id(tensor): value for tensor, value, _ in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):

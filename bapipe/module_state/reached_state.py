@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.module_state.variables import defaults_of, globals_of
@@ -105,10 +106,9 @@ class KeptState:
             for logger in self._loggers:
                 stack.callback(setattr, logger, "disabled", logger.disabled)
                 logger.disabled = True  # it would note each call twice
-            try:
+            stack.callback(self.put_back)
+            with iterators_copied(self.followed.values()):
                 yield
-            finally:
-                self.put_back()
 
     def put_back(self) -> None:
         """Gives all but modules with contexts of their own the state that they had when this was made."""

@@ -66,9 +66,11 @@ def test_a_module_that_does_not_repeat_itself_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     break_stages(monkeypatch)
-    module, drawn = Detaches(), iter(range(1, 1000))
-    module.a.register_forward_hook(lambda *given: given[2] * next(drawn))  # nobody can put an iterator back
+    module, drawn = Detaches(), (number for number in range(1, 1000))
+    module.a.register_forward_hook(lambda *given: given[2] * next(drawn))  # nobody can put a generator back
     build(module)
+    assert "the variable 'drawn' around" in caplog.text
+    assert "is an iterator that cannot be copied" in caplog.text
     assert [(record.levelname, record.message) for record in caplog.records if "compared" in record.message] == [
         (
             "WARNING",
