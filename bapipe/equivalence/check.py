@@ -23,6 +23,7 @@ from bapipe.equivalence.outcome import (
     Outcome,
     reads_what_forwards_leave,
     run_original,
+    sets_up_at_first,
 )
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
@@ -33,7 +34,7 @@ from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.model import TracedModel
-from bapipe.tracing.reasons import Reason
+from bapipe.tracing.reasons import SETS_UP_AT_FIRST, Reason
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ def _compare(
         found,
         locate=lambda: first_difference(model, stages, loss, microbatches, conditions),
         reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
+        sets_up=lambda: sets_up_at_first(model.root, microbatches[0]),
     )
 
 
@@ -274,12 +276,14 @@ def _difference(
     found: Sequence[Mismatch],
     locate: Callable[[], Place | None],
     reads_outside: Callable[[], bool],
+    sets_up: Callable[[], bool],
 ) -> Difference:
     """Returns what differs, and where.
 
     Args:
         locate: returns where values first differ; None if they do not.
         reads_outside: returns whether the loss reads more than what it is given.
+        sets_up: returns whether the first forward changes what later ones leave alone.
     """
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
@@ -294,7 +298,8 @@ def _difference(
         return Difference(path=LOSS, code=code, what=what, cause=cause_in_loss(what))
     if where is not None:
         what = f"{found[0]}; values differ in the {where.phase}{where.between}"
-        return _difference_at(model, where.path, what, keeps_state)
+        different = _difference_at(model, where.path, what, keeps_state)
+        return replace(different, cause=SETS_UP_AT_FIRST) if keeps_state and sets_up() else different
     owner = found[-1].name.rpartition(".")[0] if found[-1].kind != "loss" else ""
     return _difference_at(model, owner, str(found[-1]))
 

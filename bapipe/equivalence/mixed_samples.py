@@ -15,36 +15,51 @@ _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
 
 _TOLERANCE_ELSE = 1e-3
 
+_MIXES = (
+    "the model's output for a sample depends on the samples that share its micro-batch or come before it, so training "
+    "depends on the size of micro-batches (as where the first dimension of an input is not that of the samples, "
+    "sequences are padded to the longest of a batch, or state is kept from one batch to the next)"
+)
+
+_SET_UP_BY_FIRST = (
+    "the model's first forward does more than later ones, as setting values by the first samples, which would be those "
+    "of one micro-batch: call the model once on samples where it is made, so that this is done"
+)
+
 
 def outputs_over_parts(module: nn.Module, batch: Microbatch) -> str | None:
-    """Returns that a batch's outputs are not those of its halves; None if they are, or it cannot be told.
+    """Returns that a batch's outputs are not those of its halves, and why; None if they are, or it cannot be told.
 
     The model is in evaluation mode, where batch norm and dropout are the same for each sample. The halves come one
     after another, as micro-batches do, so state that a forward leaves for the next one counts as well.
     """
-    num_rows = len(batch.target)
-    if num_rows % 2 or any(len(tensor) != num_rows for tensor in batch.inputs):
+    if len(batch.target) % 2 or any(len(tensor) != len(batch.target) for tensor in batch.inputs):
         return None
+    if not _mixes(module, batch):
+        return None
+    return _MIXES if _mixes(module, batch, first=(batch.inputs,)) else _SET_UP_BY_FIRST
+
+
+def _mixes(module: nn.Module, batch: Microbatch, first: tuple[tuple[Tensor, ...], ...] = ()) -> bool:
+    """Returns whether a batch's outputs are not those of its halves; False if it cannot be told.
+
+    `first` are batches whose forwards come before.
+    """
+    num_rows = len(batch.target)
     halves = tuple(zip(*(tensor.chunk(2) for tensor in batch.inputs), strict=True))
     try:
-        (whole,) = _outputs(module, batch.inputs)
-        (again,) = _outputs(module, batch.inputs, microbatch=1)  # where it draws, with other random numbers
-        first, second = _outputs(module, *halves)
-        found = list(zip(whole, first, second, strict=True))
+        whole = _outputs(module, *first, batch.inputs)[-1]
+        again = _outputs(module, *first, batch.inputs, microbatch=1)[-1]  # where it draws, with other random numbers
+        one, other = _outputs(module, *first, *halves)[-2:]
+        found = list(zip(whole, one, other, strict=True))
     except Exception:  # whatever the model's own code raises; profiling it says more
-        return None
+        return False
     if not _are_close(whole, again):
-        return None
-    dims = [sample_dim(one.shape, a.shape, num_rows, num_rows // 2) for one, a, _ in found]
+        return False
+    dims = [sample_dim(all_rows.shape, a.shape, num_rows, num_rows // 2) for all_rows, a, _ in found]
     of_samples = [(*tensors, where.dim) for tensors, where in zip(found, dims, strict=True) if where.is_own]
     joined = [torch.cat([a, b], dim) for _, a, b, dim in of_samples if a.shape == b.shape and dim is not None]
-    if len(joined) == len(of_samples) and _are_close([one for one, *_ in of_samples], joined):
-        return None
-    return (
-        "the model's output for a sample depends on the samples that share its micro-batch or come before it, so "
-        "training depends on the size of micro-batches (as where the first dimension of an input is not that of the "
-        "samples, sequences are padded to the longest of a batch, or state is kept from one batch to the next)"
-    )
+    return len(joined) < len(of_samples) or not _are_close([all_rows for all_rows, *_ in of_samples], joined)
 
 
 def _outputs(module: nn.Module, *batches: tuple[Tensor, ...], microbatch: int = 0) -> list[list[Tensor]]:

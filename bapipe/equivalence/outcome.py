@@ -16,7 +16,7 @@ from bapipe.equivalence.randomness import SeededOperators, seed_generators
 from bapipe.errors import InvalidModel
 from bapipe.module_state.left_outside import left_outside
 from bapipe.module_state.python_random import all_generators_restored
-from bapipe.module_state.python_state import numbers_kept, state_restored
+from bapipe.module_state.python_state import numbers_kept, same_tensor, state_restored, tensors_kept
 from bapipe.module_state.reached_state import KeptState
 from bapipe.torch_device import CPU
 
@@ -197,6 +197,27 @@ def reads_what_forwards_leave(loss: Loss, module: nn.Module, batch: Microbatch, 
         with conditions.forward(device_of(module)):
             module(*batch.copy().inputs)
         return any(id(owner) in ids for owner in left())
+
+
+def sets_up_at_first(module: nn.Module, batch: Microbatch) -> bool:
+    """Returns whether a first forward changes, or makes, a tensor of the module's that the next ones leave alone."""
+    with trial(module) as one, torch.no_grad():
+        seen = [_copied(tensors_kept(module))]
+        for number in range(2):
+            one.begin_forward(number)
+            module(*batch.copy().inputs)
+            seen.append(_copied(tensors_kept(module)))
+    before, first, second = seen
+    return any(
+        not (name in before and same_tensor(before[name], value))
+        and name in second
+        and same_tensor(value, second[name])
+        for name, value in first.items()
+    )
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def counters_in(numbers: Sequence[Mapping[str, int | float]]) -> dict[str, float]:

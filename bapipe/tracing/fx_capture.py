@@ -39,7 +39,7 @@ from bapipe.tracing.kept_calls import (
     hook_operator,
 )  # fmt: skip
 from bapipe.tracing.randomness import draws_random_numbers
-from bapipe.tracing.reasons import RETURN_VALUES, Reason
+from bapipe.tracing.reasons import RETURN_VALUES, SETS_UP_AT_FIRST, Reason
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
 
 _SIZES = frozenset(
@@ -223,8 +223,8 @@ def capture_with_fx(
         returned, spec = tree_flatten(_plain(output.args[0]))
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
-        again = _Tracer(leaf_modules, inlined)
-        _check_second_trace(texts, again, module, defaults, outside, is_counting=_counts(module) != counts)
+        again, third = _Tracer(leaf_modules, inlined), _Tracer(leaf_modules, inlined)
+        _check_second_trace(texts, again, third, module, defaults, outside, is_counting=_counts(module) != counts)
     drop_unused(traced)
     check_writes(traced, tracer.path_of_node)
     layer_of_call: dict[fx.Node, str] = {}
@@ -279,6 +279,7 @@ def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[
 def _check_second_trace(
     first: Sequence[tuple[str, ...]],
     tracer: _Tracer,
+    third: _Tracer,
     module: nn.Module,
     defaults: dict[str, Any],
     outside: CountedCode,
@@ -291,22 +292,30 @@ def _check_second_trace(
     it needs again, unless it counts. A number outside of modules that it counts with is state of each module whose
     forward reaches it, whatever the forward does with it.
     """
-    for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
-        delattr(module, name)  # the second trace shall give the same names
-    try:
-        _trace(tracer, module, defaults)
-        different = (text for text, other in zip(tracer.texts(), first, strict=False) if text != other)
-        path = next((text[0] for text in different), None)
-    except TracingFailed as error:
-        path = error.path
+    path = _first_different(first, tracer, module, defaults)
     outside.count()
     changed = outside.changed(lengths=path is not None)
     reason = Reason(f"its forward keeps state from call to call{_named(changed)}", RETURN_VALUES)
+    if path is not None and not changed and _first_different(tracer.texts(), third, module, defaults) is None:
+        reason = SETS_UP_AT_FIRST
     if path or (path == "" and (is_counting or changed)):
         raise CannotKeep({path: reason})
     if changed:
         traced = {p: m for p, m in module.named_modules() if not (p and tracer.is_leaf_module(m, p))}
         raise CannotKeep({p: reason for p, m in traced.items() if reaches(m, changed[0])} or {"": reason})
+
+
+def _first_different(
+    before: Sequence[tuple[str, ...]], tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]
+) -> str | None:
+    """Traces once more; returns the path of the first module that does something else than before, None if none."""
+    for name in [name for name in vars(module) if name.startswith("_tensor_constant")]:
+        delattr(module, name)  # the next trace shall give the same names
+    try:
+        _trace(tracer, module, defaults)
+    except TracingFailed as error:
+        return error.path
+    return next((text[0] for text, other in zip(tracer.texts(), before, strict=False) if text != other), None)
 
 
 def _named(changed: Sequence[Variable]) -> str:

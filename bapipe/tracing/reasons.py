@@ -60,3 +60,10 @@ def _in_place_of(value: object) -> str:
     if value is None:
         return "give the layer that uses it a tensor in any case, such as one of zeros, or leave the argument out"
     return "give the layer that uses it its tensors as arguments of their own"
+
+
+SETS_UP_AT_FIRST = Reason(
+    "its forward does something in its first call alone, as setting values by the first samples: call the model once "
+    "on samples where it is made, so that this is done",
+    to_cut="",
+)

@@ -60,6 +60,20 @@ class Draws(nn.Module):
         return x + torch.randn_like(x)
 
 
+class SetByFirst(nn.Module):
+    """Scales by what the first samples are, as an activation norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.is_set = nn.Parameter(torch.ones(6)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.scale.data = 1 / x.detach().flatten(0, -2).std(0)
+            self.is_set = True
+        return x * self.scale
+
+
 def fault(module: nn.Module, x: Tensor) -> str | None:
     return outputs_over_parts(module, Microbatch(inputs=(x,), target=torch.zeros(len(x))))
 
@@ -96,6 +110,14 @@ def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
 def test_others_are_not(module: nn.Module) -> None:
     assert fault(module, sentences()) is None
     assert module.training
+
+
+def test_values_that_the_first_samples_set_are_told_until_they_are_set() -> None:
+    module = SetByFirst()
+    assert (fault(module, sentences()) or "").startswith("the model's first forward does more than later ones")
+    assert not module.is_set
+    module(sentences())
+    assert fault(module, sentences()) is None
 
 
 @pytest.mark.parametrize("name", QUICK)

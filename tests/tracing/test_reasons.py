@@ -76,6 +76,39 @@ def test_what_recording_meets_comes_with_what_to_change(between: Callable[[Any, 
     assert reason.with_advice == f"{reason}; to cut it, {reason.to_cut}"
 
 
+class SetByFirst(nn.Module):
+    """Scales by what its first samples are: by a parameter, or in an attribute."""
+
+    def __init__(self, *, is_parameter: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.is_parameter = nn.Linear(6, 6), nn.Linear(6, 6), is_parameter
+        self.scale = nn.Parameter(torch.ones(6)) if is_parameter else None
+        self.is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if self.is_parameter and not self.is_set:
+            assert self.scale is not None
+            with torch.no_grad():
+                self.scale.copy_(1 / y.std(0))
+            self.is_set = True
+        elif not self.is_parameter and self.scale is None:
+            vars(self)["scale"] = 1 / y.detach().std(0)
+        z: Tensor = self.b(y * vars(self).get("scale", self.scale))
+        return z
+
+
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_model_that_the_first_samples_set_up_is_refused_until_that_is_done(is_parameter: bool) -> None:
+    inputs = (torch.randn(4, 6),)
+    microbatches = example_microbatches(inputs, inputs[0], (2, 2, 3), CPU)
+    module = SetByFirst(is_parameter=is_parameter)
+    with pytest.raises(InvalidModel, match=r"in its first call alone.*: call the model once on samples"):
+        trace_checked(module, inputs, mse_loss, microbatches)
+    module(*inputs)
+    assert isinstance(trace_checked(module, inputs, mse_loss, microbatches)[1], Equivalence)
+
+
 def test_a_hook_comes_with_what_to_change() -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6))
     module[0].register_forward_hook(lambda *args: None)
