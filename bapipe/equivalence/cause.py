@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from bapipe.module_state.assigned_attributes import assigns_attributes, names_in_forward
+from bapipe.module_state.assigned_attributes import assigns_attributes, forward_functions, names_in_forward
+from bapipe.module_state.names_in_code import numbers_compared_in
 from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.torch_private.modules import hooks_in_words
 from bapipe.tracing.reasons import CHOOSE_WITHOUT_VALUES, REGISTER_INSIDE, RETURN_VALUES, Reason
@@ -12,6 +13,13 @@ _CAUSES = (
     (
         ("checkpoint",),
         Reason("uses torch.utils.checkpoint", "leave out the checkpointing, as a plan says what is recomputed"),
+    ),
+    (
+        ("functional_call",),
+        Reason(
+            "calls modules with other weights than their own (torch.func.functional_call), which tracing does not see",
+            "compute with such weights by functions, such as torch.nn.functional.linear",
+        ),
     ),
     (("register_hook",), Reason("adds hooks to tensors")),
     (
@@ -37,6 +45,15 @@ _CAUSES = (
     (("autocast",), Reason("changes autocast")),
 )
 """(names in the code of a forward, what they are likely to mean)"""
+
+_SINGLE_SAMPLE = Reason(
+    "does something else for a single sample than for several, which it was traced with: let it do the same for any "
+    "number, or choose micro-batches of two samples and more",
+    to_cut="",
+)
+
+_SIZES = frozenset({"shape", "size", "len", "__len__", "numel"})
+"""Names by which code asks how many samples there are."""
 
 _KEEPS_ATTRIBUTES = Reason(
     "keeps values in attributes between calls; let it return them, and pass them to the code that uses them", to_cut=""
@@ -77,12 +94,15 @@ def own_code(root: nn.Module, path: str) -> str:
     return path
 
 
-def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> Reason:
+def likely_cause(
+    root: nn.Module, path: str, what: str, keeps_state: bool = False, *, single_samples: bool = False
+) -> Reason:
     """Returns what is likely to be the cause, if it is in the code of the module at `path`.
 
     Args:
         what: what differs, or the error that was raised, in words.
         keeps_state: whether only later micro-batches differ.
+        single_samples: whether all micro-batches have a single sample.
     """
     if _DERIVATIVE_FAILED in what:
         return _OF_DERIVATIVES
@@ -94,9 +114,17 @@ def likely_cause(root: nn.Module, path: str, what: str, keeps_state: bool) -> Re
         text = f"the forward of {owner} keeps values between calls, which tracing does not see"
         return Reason(text, RETURN_VALUES)
     names = names_in_forward(module)
+    if single_samples and not names.isdisjoint(_SIZES) and _compares_with_one(module):
+        return _SINGLE_SAMPLE.behind(f"likely because the forward of {owner} ")
     for hints, cause in _CAUSES:
         if not names.isdisjoint(hints):
             return cause.behind(f"likely because the forward of {owner} ")
     if assigns_attributes(module):
         return _KEEPS_ATTRIBUTES.behind(f"likely because the forward of {owner} ")
     return Reason("the cause is not known")
+
+
+def _compares_with_one(module: nn.Module) -> bool:
+    """Returns whether the forward of a module asks whether something is one, or less than two."""
+    compared = (numbers_compared_in(one, ("==", "!=", "<", ">")) for one in forward_functions(module))
+    return any(number in (1, 2) for numbers in compared for number in numbers)

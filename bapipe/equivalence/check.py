@@ -201,7 +201,7 @@ def _compare(
         what = f"as a stage of its own, the {error.phase} fails ({first_line(error.cause)})"
         if error.layer == LOSS:
             return Difference(path=LOSS, code="", what=what, cause=cause_in_loss(what))
-        return _difference_at(model, error.layer.partition("#")[0], what)
+        return _difference_at(model, microbatches, error.layer.partition("#")[0], what)
     if not mismatches(original, split, conditions=conditions):
         return _equal(model, stages, original, microbatches[0])
     if not repeats(original, run_original(model.root, loss, microbatches, conditions)):
@@ -212,6 +212,7 @@ def _compare(
         return _equal(model, stages, original, microbatches[0])
     return _difference(
         model,
+        microbatches,
         found,
         locate=lambda: first_difference(model, stages, loss, microbatches, conditions),
         reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
@@ -273,6 +274,7 @@ def _changed(root: nn.Module, original: Outcome) -> frozenset[str]:
 
 def _difference(
     model: TracedModel,
+    microbatches: Sequence[Microbatch],
     found: Sequence[Mismatch],
     locate: Callable[[], Place | None],
     reads_outside: Callable[[], bool],
@@ -287,7 +289,7 @@ def _difference(
     """
     extra = [one for one in found if one.missing == "original"]
     if extra:  # values that should not be there say best where to look
-        return _difference_at(model, extra[0].name.rpartition(".")[0], str(extra[0]))
+        return _difference_at(model, microbatches, extra[0].name.rpartition(".")[0], str(extra[0]))
     losses = [one.name for one in found if one.kind == "loss"]
     keeps_state = bool(losses) and "0" not in losses
     where = locate()
@@ -298,12 +300,16 @@ def _difference(
         return Difference(path=LOSS, code=code, what=what, cause=cause_in_loss(what))
     if where is not None:
         what = f"{found[0]}; values differ in the {where.phase}{where.between}"
-        different = _difference_at(model, where.path, what, keeps_state)
+        different = _difference_at(model, microbatches, where.path, what, keeps_state)
         return replace(different, cause=SETS_UP_AT_FIRST) if keeps_state and sets_up() else different
     owner = found[-1].name.rpartition(".")[0] if found[-1].kind != "loss" else ""
-    return _difference_at(model, owner, str(found[-1]))
+    return _difference_at(model, microbatches, owner, str(found[-1]))
 
 
-def _difference_at(model: TracedModel, path: str, what: str, keeps_state: bool = False) -> Difference:
+def _difference_at(
+    model: TracedModel, microbatches: Sequence[Microbatch], path: str, what: str, keeps_state: bool = False
+) -> Difference:
     code = own_code(model.root, path)
-    return Difference(path=path, code=code, what=what, cause=likely_cause(model.root, code, what, keeps_state))
+    single = all(len(one.target) == 1 for one in microbatches)
+    cause = likely_cause(model.root, code, what, keeps_state, single_samples=single)
+    return Difference(path=path, code=code, what=what, cause=cause)

@@ -1,7 +1,7 @@
 """The names and numbers that functions written in Python use."""
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -25,12 +25,12 @@ def numbers_in(function: Any) -> list[int]:
     return [one.argval for one, _ in _steps(function) if _is_number(one)]
 
 
-def numbers_compared_in(function: Any) -> list[int]:
-    """Returns those of them that it compares for being equal, as in `labels != 255`."""
+def numbers_compared_in(function: Any, operators: Sequence[str] = ("==", "!=")) -> list[int]:
+    """Returns those of them that it compares by some operators, as in `labels != 255`."""
     return [
         one.argval
         for one, after in _steps(function)
-        if _is_number(one) and after.opname == "COMPARE_OP" and ("==" in after.argrepr or "!=" in after.argrepr)
+        if _is_number(one) and after.opname == "COMPARE_OP" and any(by in after.argrepr for by in operators)
     ]
 
 

@@ -42,6 +42,52 @@ def test_derivatives_are_the_cause_before_what_they_need() -> None:
     assert "changes which parameters have gradients" in of_parameters.text
 
 
+class Normalizes(nn.Module):
+    """Over the samples, if there are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if x.shape[0] > 1:
+            y = y - y.mean(0)
+        z: Tensor = self.b(y.tanh())
+        return z
+
+
+class OtherWeights(nn.Module):
+    """Calls a layer with weights that it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(()) * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: value * self.scale for name, value in self.a.named_parameters()}
+        y: Tensor = torch.func.functional_call(self.a, weights, (x,))
+        return y
+
+
+def difference(module: nn.Module, size: int) -> str:
+    inputs, target = (torch.randn(4, 2),), torch.randn(4, 2)
+    microbatches = example_microbatches(inputs, target, (size, size, size), CPU)
+    return str(compare_split(trace(module, inputs), mse_loss, microbatches))
+
+
+def test_code_for_a_single_sample_is_told_where_micro_batches_have_one() -> None:
+    assert "of the model does something else for a single sample than for several" in difference(Normalizes(), 1)
+    assert "does something else" not in difference(Normalizes(), 2)
+    assert "does something else" not in difference(OtherWeights(), 1)
+
+
+def test_a_call_with_other_weights_is_told() -> None:
+    assert "calls modules with other weights than their own (torch.func.functional_call)" in difference(
+        OtherWeights(), 2
+    )
+
+
 def of_pairs(embeddings: Tensor, target: Tensor) -> Tensor:
     """Two views of each sample, as SimCLR compares them: of even numbers of rows only."""
     first, second = embeddings.unflatten(0, (2, -1))
