@@ -1,5 +1,9 @@
 """Layers that return another number of values than when the model was traced."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -67,6 +71,60 @@ def test_a_measured_layer_that_returns_another_number_of_values_is_told_in_the_s
         "at micro-batch size 4, layer 'halting' returned [tensor, tensor], and [tensor] when the model was traced: make "
         "it and what uses these one layer (`leaf_modules`)"
     )
+
+
+class Varying(nn.Module):
+    """Returns what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+        self.result: Callable[[Tensor], Any] = lambda y: y
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result(x @ self.weight)
+
+
+class Selecting(nn.Module):
+    """Uses what its layer returns, or an entry of it."""
+
+    def __init__(self, result: Callable[[Tensor], Any], key: int | str | None) -> None:
+        super().__init__()
+        self.varying, self.last, self.key = Varying(), nn.Linear(3, 3), key
+        self.varying.result = result
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.varying(x)
+        output: Tensor = self.last(y if self.key is None else y[self.key])
+        return output
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("first", "key", "later", "words"),
+    [
+        (lambda y: y, None, lambda y: [y], "a list, and a tensor in its first call"),
+        (lambda y: y, None, lambda y: None, "None, and a tensor in its first call"),
+        (lambda y: [y], 0, lambda y: y, "a tensor, and a list in its first call"),  # of which 0 is the first sample
+        (lambda y: (y, y), 1, lambda y: (y,), r"\[tensor\], and one with the entry 1 when the model was traced"),
+        (lambda y: {"a": y, "b": y}, "b", lambda y: {"a": y}, r"\{a: tensor\}, and one with the entry 'b' when"),
+        (lambda y: (y, y), -1, lambda y: (y, y, y), None),
+        (lambda y: y, 0, lambda y: 2 * y, None),
+    ],
+)
+def test_another_kind_of_result_than_that_of_the_first_call_ends_the_step(
+    first: Callable[[Tensor], Any], key: int | str | None, later: Callable[[Tensor], Any], words: str | None
+) -> None:
+    module = Selecting(first, key)
+    order = [["0F0", "0B0", "0F1", "0B1"]]
+    plan = make_plan(["varying", "last"], (), (0,), order, 2, 2)
+    pipeline = Pipeline(
+        module, plan, loss=lambda output, _: output.square().mean(), inputs=(torch.zeros(4, 3),), check=False
+    )
+    pipeline.step(torch.zeros(4, 3), target=Y)
+    module.varying.result = later
+    with nullcontext() if words is None else pytest.raises(LayerFailed, match=f"layer 'varying' returned {words}"):
+        pipeline.step(torch.zeros(4, 3), target=Y)
 
 
 def test_a_structure_says_what_is_where() -> None:
