@@ -1,7 +1,6 @@
 """Holds a traced and split model to the original: same loss, gradients and changed buffers on a few samples."""
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +31,7 @@ from bapipe.formats.profile import LOSS
 from bapipe.module_state.code_state import iterators_not_put_back
 from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_device import CPU, dtype_name, is_out_of_memory
-from bapipe.tracing.code_position import failed_line
+from bapipe.tracing.control_flow import control_flow_in_words
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import SETS_UP_AT_FIRST, Reason
 from bapipe.tracing.sizes import repeat_to_batch
@@ -189,7 +188,9 @@ def _compare(
         sizes = " and ".join(map(str, sorted({len(one.target) for one in microbatches})))
         return Unchecked(reason=f"the loss itself fails for micro-batches of {sizes}: {first_line(root_cause(error))}")
     except Exception as error:  # whatever the model's own code raises
-        _check_no_control_flow(error)
+        words = control_flow_in_words(error)
+        if words is not None:
+            raise InvalidModel(words) from error
         return Unchecked(reason=f"the model itself fails: {first_line(error)}")
     if conditions.autocast is not None and not all(grad.isfinite().all() for grad in original.gradients.values()):
         return Unchecked(reason=f"some of its gradients are not finite in {dtype_name(conditions.autocast)}")
@@ -218,21 +219,6 @@ def _compare(
         reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
         sets_up=lambda: sets_up_at_first(model.root, microbatches[0]),
     )
-
-
-def _check_no_control_flow(error: Exception) -> None:
-    """Raises InvalidModel if a model fails because it calls an operator that takes functions, such as `torch.cond`.
-
-    torch runs it in a mode, as comparing needs one, only where all that it is given can be compiled in that mode.
-    """
-    found = re.search(r"no rule registered for HigherOrderOperator (\w+)", str(error))
-    if found:
-        line = failed_line(error) or ""
-        raise InvalidModel(
-            f"the model calls `torch.{found[1]}`{line}, which torch cannot run where random numbers are seeded and "
-            "operators are watched: choose by `torch.where`, or by Python's `if`, `for` or `while` in a module of its "
-            "own"
-        ) from error
 
 
 def _why_it_differs(model: TracedModel, loss: Loss) -> str:

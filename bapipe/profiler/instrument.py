@@ -14,6 +14,7 @@ from bapipe.profiler.split_backward import WeightGroup, find_weight_groups, run_
 from bapipe.torch_device import is_out_of_memory
 from bapipe.torch_settings import autocast_on
 from bapipe.tracing.code_position import failed_line
+from bapipe.tracing.control_flow import control_flow_in_words
 from bapipe.tracing.extract import GradMode, ModesModule
 from bapipe.tracing.model import TracedModel, layer_states
 from bapipe.tracing.reasons import not_handed_on
@@ -225,9 +226,8 @@ def layer_error(name: str, phase: str, training_pass: TrainingPass, error: Excep
             "backward needs: set inplace=False in that layer, or compute a new tensor there "
             f"({str(error).split(';')[0]})"
         )
-    return InvalidModel(
-        f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}: {first_line(error)}"
-    )
+    failed = f"layer '{name}' failed in its {phase} at micro-batch size {size}: {type(error).__name__}"
+    return InvalidModel(control_flow_in_words(error) or f"{failed}: {first_line(error)}")
 
 
 def own_failure(training_pass: TrainingPass, error: InvalidModel) -> InvalidModel | None:
@@ -242,9 +242,8 @@ def own_failure(training_pass: TrainingPass, error: InvalidModel) -> InvalidMode
         if first_line(failed) in str(error) or is_out_of_memory(failed):
             return None
         name, line = type(training_pass.model.root).__name__, failed_line(failed) or ""
-        return InvalidModel(
-            f"{name} itself fails at micro-batch size {training_pass.num_samples}: {in_words(failed)}{line}"
-        )
+        itself = f"{name} itself fails at micro-batch size {training_pass.num_samples}: {in_words(failed)}{line}"
+        return InvalidModel(control_flow_in_words(failed) or itself)
     return None
 
 

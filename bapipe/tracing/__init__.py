@@ -8,7 +8,7 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
    `recorded_functions` writes calls as nodes, `nested_tensors` finds tensors in values, `constant_values` and
    `run_with_values` know values that code branches on. `kept_calls` are kept as they are, `seeding` is noticed.
    Where all that fails a module is one layer: `reasons` say why and what to change, `code_position` where.
-   `sparse_constants` refuses sparse tensors between layers.
+   `sparse_constants` refuses sparse tensors between layers; `control_flow` says what is wrong with `torch.cond`.
 2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random,
    `shared_memory` refuses parameters that share memory with other tensors.
 3. `layers`: assigns each operator to a layer, and names the tensors between layers. `results` says how what the model

@@ -15,6 +15,7 @@ from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
 from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
+from bapipe.tracing.control_flow import control_flow_in_words
 from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel, layer_states, state_names
 from bapipe.tracing.results import no_tensor
@@ -282,7 +283,7 @@ def _run_once(
             values: tuple[Any, ...] = torch.func.functional_call(whole, state, given) if state else whole(*given)
     except Exception as error:  # whatever the model's own code raises
         message = f"the model fails on micro-batches of {microbatch_size}: {first_line(error)}"
-        raise InvalidModel(message) from error
+        raise InvalidModel(control_flow_in_words(error) or message) from error
     return values
 
 

@@ -13,6 +13,8 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.formats.settings import Settings
 from bapipe.profiler.measure import measure_model
 from bapipe.profiler.options import ProfileOptions
+from bapipe.tracing.layers import trace
+from bapipe.tracing.stages import cut_into_stages
 from tests.models.small_modules import profile
 
 
@@ -185,12 +187,18 @@ class Conditional(nn.Linear):
         return super().forward(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
 
 
-def test_control_flow_of_torch_is_refused_in_words() -> None:
+@pytest.mark.parametrize("check", [True, False])
+def test_control_flow_of_torch_is_refused_in_words(check: bool) -> None:
     line = Conditional.forward.__code__.co_firstlineno + 1
-    with pytest.raises(
-        InvalidModel, match=rf"^the model calls `torch\.cond` \({__name__}, line {line}: .*torch\.where"
-    ):
-        profile(nn.Sequential(nn.Linear(6, 6), Conditional(6, 5)), 6)
+    words = rf"^the model calls .*`torch\.cond` \({__name__}, line {line}: .*torch\.where"
+    with pytest.raises(InvalidModel, match=words):
+        profile(nn.Sequential(nn.Linear(6, 6), Conditional(6, 5)), 6, check=check)
+
+
+def test_control_flow_of_torch_is_refused_in_words_by_a_pass_for_shapes() -> None:
+    model = trace(nn.Sequential(nn.Linear(6, 6), Conditional(6, 5)), [torch.randn(4, 6)])
+    with pytest.raises(InvalidModel, match=r"^the model calls .*`torch\.cond`"):
+        cut_into_stages(model, {"0": 0, "1": 1}, [torch.randn(4, 6)], 2)
 
 
 def test_an_error_in_a_backward_names_the_layer() -> None:
