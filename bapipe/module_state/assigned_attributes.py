@@ -2,7 +2,7 @@
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -43,21 +43,37 @@ def names_in_forward(module: nn.Module) -> frozenset[str]:
 def assigned_names(module: nn.Module) -> frozenset[str]:
     """Returns the names of the attributes that a forward of a module assigns, its own or those of other objects.
 
-    Those are among them of which it assigns an item by a name, as of a dictionary: `self.kept["mean"] = ...`.
+    Those are among them of which it assigns an item by a name, as of a dictionary, `self.kept["mean"] = ...`, and
+    dictionaries of the module of which it assigns an item by any key.
     """
-    return frozenset(name for function in forward_functions(module) for name in _assigned(function))
+    return frozenset(name for function in forward_functions(module) for name in _assigned(function, module))
 
 
-def _assigned(function: FunctionType) -> Iterator[str]:
-    before: list[dis.Instruction] = []
-    for step in dis.get_instructions(function):
+def _assigned(function: FunctionType, module: nn.Module) -> Iterator[str]:
+    steps = list(dis.get_instructions(function))
+    for place, step in enumerate(steps):
         if step.opname == "STORE_ATTR":
             yield str(step.argval)
-        if step.opname == "STORE_SUBSCR" and [one.opname for one in before] == ["LOAD_ATTR", "LOAD_CONST"]:
-            owner, key = before
-            if isinstance(key.argval, str):  # a tensor is never indexed by one
-                yield str(owner.argval)
-        before = [*before[-1:], step]
+        if step.opname == "STORE_SUBSCR":
+            begin = _begin_of_last(steps[:place])
+            owner = steps[begin - 1] if begin else None
+            if owner is not None and owner.opname == "LOAD_ATTR":
+                is_name = steps[begin].opname == "LOAD_CONST" and isinstance(steps[begin].argval, str)
+                if is_name or isinstance(vars(module).get(owner.argval), dict):  # a tensor is never indexed by a name
+                    yield str(owner.argval)
+
+
+def _begin_of_last(steps: Sequence[dis.Instruction]) -> int:
+    """Returns the place of the first of the last instructions that together put one value on the stack; 0 if none."""
+    missing = 1
+    for place in range(len(steps) - 1, -1, -1):
+        step = steps[place]
+        if "JUMP" in step.opname:
+            return 0
+        missing -= dis.stack_effect(step.opcode, step.arg)
+        if missing == 0:
+            return place
+    return 0
 
 
 def assigns_attributes(module: nn.Module) -> bool:

@@ -57,6 +57,25 @@ class Plain(nn.Module):
         return y
 
 
+class HoldsByKey(nn.Module):
+    """Of its attributes, those that are dictionaries hold what it assigns by a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_number: dict[int, torch.Tensor] = {}
+        self.by_text: dict[str, torch.Tensor] = {}
+        self.by_call: dict[str, torch.Tensor] = {}
+        self.read: dict[int, torch.Tensor] = {}
+        self.key, self.tensor = "key", torch.zeros(3)
+
+    def forward(self, x: torch.Tensor, number: int = 0) -> torch.Tensor:
+        self.by_number[number] = x
+        self.by_text[f"{self.key}.{number + 1}"] = self.read[number]
+        self.by_call[str(self.key).lower()] = x
+        self.tensor[number] = x[0]
+        return x
+
+
 def test_attributes_are_found_in_the_methods_that_a_forward_may_call() -> None:
     assert assigned_names(Base()) == {"of_base", "of_property"}
     assert assigned_names(Derived()) == {"of_base", "of_property", "of_helper"}
@@ -68,6 +87,7 @@ def test_modules_without_children_of_ones_own_may_be_inlined_if_they_assign() ->
     assert [assigns_attributes(module) for module in made] == [True, True, True, False, False, False]
     assert [may_be_inlined(module) for module in made] == [True, True, True, False, False, False]
     assert assigned_names(Holds()) == {"held"}
+    assert assigned_names(HoldsByKey()) == {"by_number", "by_text", "by_call"}
     with_child = Derived()
     with_child.child = nn.Identity()
     assert not may_be_inlined(with_child)
