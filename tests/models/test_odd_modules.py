@@ -41,6 +41,7 @@ REFUSED = {
 MAY_BE_REFUSED = {
     "nested NormalisedWeight": "modified by an inplace operation",
     "nested BatchBranch": "would not train as the module does",
+    "nested RecordingHook": "the list '2.kept' would grow with each micro-batch",
     "nested Nonzero": "whose size depends on the data cannot cross a cut",
     "nested Mapped": "may have escaped from inside a function being vmapped",
     "rooted Selected": "whose size depends on the data cannot cross a cut",
