@@ -27,8 +27,8 @@ from numba.core.event import Event, Listener, register
 from bapipe.formats.cache import cache_folder
 from bapipe.planner.compute.deadline import COMPILING
 
-SOURCES = Path(__file__).parents[1] / "device_line"
-"""The folder of all compiled functions and of the modules that they need, except this one."""
+SOURCES = tuple(Path(__file__).parents[1] / name for name in ("compute", "device_line", "fixed_placements"))
+"""The folders of all compiled functions and of the modules that they need."""
 
 MAX_VERSIONS = 3
 """How many versions of the sources keep their compiled code: that of one takes 5 MB."""
@@ -163,8 +163,8 @@ def _check(content: bytes) -> None:
 @cache
 def _code_folder() -> str:
     """Returns the folder of the compiled code of these sources; removes the folders of old versions beside it."""
-    digest = sha256(Path(__file__).read_bytes())
-    for path in sorted(SOURCES.glob("*.py")):
+    digest = sha256()
+    for path in (each for folder in SOURCES for each in sorted(folder.glob("*.py"))):
         digest.update(path.read_bytes())
     folder = cache_folder() / "compiled" / digest.hexdigest()[:16]
     with suppress(OSError):

@@ -59,7 +59,7 @@ class CutGame:
     @property
     def cost(self) -> int:
         """The cost of a round in simulated actions."""
-        return sweep_cost(len(self.paths) + 1, self.possible) + 2 * self._pipeline.num_actions + GAME_COST
+        return sweep_cost(len(self.paths) + 1, self.possible) + 2 * self._pipeline.path_cost + GAME_COST
 
     def play_round(self, limit_ns: int) -> Cuts | None:
         """Plays one round: raises the bound, removes intervals, and adds a path; returns the cuts of the best reply.

@@ -340,7 +340,7 @@ class _CutSearch:
         assert pipeline is not None
         times, fits = pipeline.time_vectors([cuts])
         length_ns, weights = pipeline.longest_path(times[0])
-        self.budget.spend(2 * pipeline.num_actions)
+        self.budget.spend(2 * pipeline.path_cost)
         # A path that was known before moves to the end.
         tree.paths.pop(weights.tobytes(), None)
         tree.paths[weights.tobytes()] = weights

@@ -51,7 +51,7 @@ def _first_improvement(game: PathBound, cuts: Cuts, step_ns: int, budget: Budget
             break
         candidate = tuple(neighbours[i].tolist())
         length_ns, weights = pipeline.longest_path(times[i].astype(np.int64))
-        budget.spend(2 * pipeline.num_actions)
+        budget.spend(2 * pipeline.path_cost)
         if length_ns < step_ns:
             budget.spend(pipeline.simulation_cost)
             simulated_ns = pipeline.step_ns(candidate)

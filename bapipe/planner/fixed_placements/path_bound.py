@@ -82,7 +82,7 @@ class PathBound:
             self.add_cuts(cuts)
             is_new = True
         self.is_solved = not is_new or value_ns - self.bound_ns <= self.bound_ns // PRECISION_DIVISOR
-        return 4 * self.pipeline.num_actions + self.pipeline.min_cuts_cost + GAME_COST
+        return 4 * self.pipeline.path_cost + self.pipeline.min_cuts_cost + GAME_COST
 
     def _bound_by(self, strategy: IntArray, paths: IntArray) -> Cuts | None:
         """Raises the bound to that of a mixture of paths; returns cuts that attain the minimum, None without any."""

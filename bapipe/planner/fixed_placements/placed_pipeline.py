@@ -15,7 +15,7 @@ from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.stage_times import StageTable, StageTimes
 from bapipe.planner.stages.intervals import INF, BoolArray, IntArray
-from bapipe.planner.stages.longest_path import LongestPath
+from bapipe.planner.stages.longest_path import make_longest_path
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules.table import Phase
 from bapipe.simulator.compiled import NUM_PHASES
@@ -23,6 +23,9 @@ from bapipe.simulator.simulate import longest_path_is_exact
 
 INTERVALS_PER_ACTION = 20
 """How many intervals of the dynamic programme take as long as one simulated action."""
+
+QUEUE_FACTOR = 4
+"""How many times as long as the longest path the engine takes in which only links have queues."""
 
 VECTORS_COST = 100
 """How many simulated actions take as long as computing one stage's part of hundreds of time vectors."""
@@ -39,6 +42,7 @@ class PlacedPipeline:
 
     Attributes:
         num_actions: the number of actions of its schedule.
+        path_cost: the cost of `longest_path`, in simulated actions.
         simulation_cost: the cost of a simulation, in actions of the longest-path engine.
     """
 
@@ -51,7 +55,10 @@ class PlacedPipeline:
         schedule, self._compiled = problem.compiled(placements)
         self.num_actions = len(self._compiled.actions)
         is_cheap = longest_path_is_exact(self._compiled, problem.cluster)
-        self.simulation_cost = self.num_actions * (1 if is_cheap else EVENT_DRIVEN_FACTOR)
+        may_stall = not all(device.overlaps_transfers for device in problem.cluster.devices)
+        self.simulation_cost = self.num_actions * (
+            1 if is_cheap else EVENT_DRIVEN_FACTOR if may_stall else QUEUE_FACTOR
+        )
         self._ranks = schedule.devices
         # Each replica has an entry per phase that occurs, then one for its all-reduces and update. Stage s has the
         # entries [_first_entry[s], _first_entry[s + 1]); those of the channels follow.
@@ -67,7 +74,8 @@ class PlacedPipeline:
         self._channels_after: list[list[int]] = [[] for _ in placements]
         for channel, (_, _, stage, is_forward) in enumerate(self._compiled.channels):
             self._channels_after[stage if is_forward else stage - 1].append(channel)
-        self._path = LongestPath(self._compiled, self._queues())
+        self._path = make_longest_path(self._compiled, self._queues())
+        self.path_cost = self._path.cost
         self._fastest_ns = INF
         self._fastest: tuple[Cuts, Layout] | None = None
 
@@ -243,8 +251,12 @@ class PlacedPipeline:
             cuts.append(int(self.intervals.ends[begin_rows[low + np.argmin(value[low:high])]]))
         return int(to_go[0]), tuple(cuts)
 
+    def lengths_cost(self, num: int) -> int:
+        """Returns the cost of `time_vectors` and `lengths` for some cuts, up to hundreds, in simulated actions."""
+        return self._path.lengths_cost(num) + self._vectors_cost
+
     @property
-    def vectors_cost(self) -> int:
+    def _vectors_cost(self) -> int:
         """The cost of `time_vectors` for hundreds of cuts, in simulated actions: 0 if they come from tables."""
         return VECTORS_COST * sum(not stage.is_tabled for stage in self._stages)
 

@@ -33,9 +33,6 @@ MAX_WORSE = 16
 TRIES_PER_TURN = 32
 """How many times a climb looks for a faster neighbour before another search has its turn."""
 
-ESTIMATE_COST = 3
-"""How many simulated actions take as long as estimating one action for all neighbours at once."""
-
 
 @dataclass(slots=True)
 class Climb:
@@ -83,7 +80,7 @@ def _promising(pipeline: PlacedPipeline, others: IntArray, step_ns: int, budget:
     """Returns the cuts with the shortest estimated steps, if below `step_ns`. `others` are [n, stages + 1]."""
     times, fits = pipeline.time_vectors(others)
     others, times = others[fits], times[fits]
-    budget.spend(ESTIMATE_COST * pipeline.num_actions + pipeline.vectors_cost)
+    budget.spend(pipeline.lengths_cost(len(others)))
     if not len(others):
         return []
     lengths_ns = pipeline.lengths(times)

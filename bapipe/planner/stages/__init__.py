@@ -23,6 +23,6 @@ Stages: an interval of layers on a placement
     cut_transfers           the transfers between two placements
 
 Helpers
-    longest_path            the longest path through the actions and transfers of a step
+    longest_path            the longest path through the actions and transfers of a step; longest_path_of_many: compiled
     nearest_cuts            rounds wanted cuts to boundaries
 """

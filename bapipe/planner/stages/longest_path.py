@@ -17,12 +17,30 @@ from bapipe.simulator.compiled import CompiledSchedule
 NONE = -1
 """Stands for no action, or no link."""
 
+MIN_COMPILED = 1_500
+"""The number of actions from which on compiled code is worth the half second that numba takes to import."""
+
+COLUMNS_COST = 3
+"""How many paths take as long as the lengths of hundreds at once."""
+
+
+def make_longest_path(compiled: CompiledSchedule, queues: Sequence[bool]) -> "LongestPath":
+    """Returns the graph of a schedule, with compiled code if there are many actions."""
+    if len(compiled.actions) < MIN_COMPILED:
+        return LongestPath(compiled, queues)
+    from bapipe.planner.stages.longest_path_of_many import LongestPathOfMany
+
+    return LongestPathOfMany(compiled, queues)
+
 
 class LongestPath:
     """The graph of a compiled schedule; every rank runs one action at a time.
 
+    In plain Python, which is fast enough for thousands of actions: `LongestPathOfMany` has the same in arrays.
+
     Attributes:
         last_actions: the last action of each rank that has any.
+        cost: what `find` costs, in actions of the plain engine.
     """
 
     def __init__(self, compiled: CompiledSchedule, queues: Sequence[bool]) -> None:
@@ -48,6 +66,7 @@ class LongestPath:
             if link != NONE:
                 last_on_link[link] = action
         self.last_actions = last_on_rank
+        self.cost = len(compiled.actions)
 
     def find(
         self, duration_ns: Sequence[int], transfer_ns: Sequence[int], tail_ns: Sequence[int]
@@ -93,6 +112,10 @@ class LongestPath:
                 link_ends[link] = arrival
                 append_arrival(arrival)
         return ends, arrivals
+
+    def lengths_cost(self, num: int) -> int:
+        """Returns what `lengths` costs for `num` columns of times, up to hundreds, in actions of the plain engine."""
+        return COLUMNS_COST * self.cost
 
     def lengths(self, duration_ns: Ints, transfer_ns: Ints, tail_ns: Ints) -> Ints:
         """Returns the lengths of the longest paths for n columns of times; see `find`.

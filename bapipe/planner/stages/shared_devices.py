@@ -15,7 +15,7 @@ from math import ceil
 
 from bapipe.formats.cluster import Cluster
 from bapipe.planner.stages.intervals import INF
-from bapipe.planner.stages.longest_path import LongestPath
+from bapipe.planner.stages.longest_path import LongestPath, make_longest_path
 from bapipe.planner.stages.recomputation import DeviceLimit, LayerChoice
 from bapipe.schedules.table import Phase, Schedule, stages_of_ranks
 from bapipe.simulator.compiled import NUM_PHASES, CompiledSchedule
@@ -112,7 +112,9 @@ class SharedDevices:
     def _paths(self) -> dict[bool, LongestPath]:
         """The graph for longest paths, by whether transfers are known never to overtake one another on a link."""
         return {
-            in_order: LongestPath(self._compiled, [in_order or not may_queue for may_queue in self._compiled.may_queue])
+            in_order: make_longest_path(
+                self._compiled, [in_order or not may_queue for may_queue in self._compiled.may_queue]
+            )
             for in_order in (False, True)
         }
 

@@ -93,16 +93,18 @@ def test_code_is_kept_for_one_version_of_the_sources(tmp_path: Path, monkeypatch
     monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
     with_compiled = [path for path in (ROOT / "bapipe").rglob("*.py") if "compute.compiled import" in path.read_text()]
     assert len(with_compiled) > 10
-    assert {path.parent for path in with_compiled} == {compiled.SOURCES}
-    shutil.copytree(compiled.SOURCES, tmp_path / "sources")
+    assert {path.parent for path in with_compiled} == set(compiled.SOURCES)
     kept = compiled._code_folder.__wrapped__()
-    monkeypatch.setattr(compiled, "SOURCES", tmp_path / "sources")
+    copies = tuple(tmp_path / "sources" / folder.name for folder in compiled.SOURCES)
+    for folder, copy in zip(compiled.SOURCES, copies, strict=True):
+        shutil.copytree(folder, copy)
+    monkeypatch.setattr(compiled, "SOURCES", copies)
     assert compiled._code_folder.__wrapped__() == kept
     for path in with_compiled:
-        copy = tmp_path / "sources" / path.name
-        copy.write_text(path.read_text() + "# changed\n")
+        changed = tmp_path / "sources" / path.parent.name / path.name
+        changed.write_text(path.read_text() + "# changed\n")
         assert compiled._code_folder.__wrapped__() != kept
-        copy.write_text(path.read_text())
+        changed.write_text(path.read_text())
 
 
 @pytest.mark.parametrize("newest_s", [1000, 2**33])
