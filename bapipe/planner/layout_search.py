@@ -18,6 +18,9 @@ from bapipe.progress import SearchProgress
 MAX_CUT_NODES = 30_000
 """The budget of the search for fixed placements if another one follows it."""
 
+ACTIONS_PER_ROOT = 200_000
+"""How many simulated actions it may have for each choice of devices besides, up to as many again."""
+
 MAX_PROOF_NODES = 2_000
 """The budget of the branch and bound that comes first, in which it solves small problems."""
 
@@ -77,8 +80,10 @@ class _Searches:
         progress = self.progress and bounded_progress(self.progress, others_ns)
         is_followed = is_branched or others or few_pipelines(fixed)  # another search needs some of the time
         nodes = min(self.max_nodes, MAX_CUT_NODES) if is_followed else self.max_nodes
+        max_actions = BUDGET_ACTIONS_PER_NODE * nodes
+        max_actions += min(max_actions, ACTIONS_PER_ROOT * sum(len(problem.roots) for problem in fixed))
         raised, best = search_fixed_placements(
-            fixed, max_actions=BUDGET_ACTIONS_PER_NODE * nodes, deadline=share, progress=progress, incumbent=best
+            fixed, max_actions=max_actions, deadline=share, progress=progress, incumbent=best
         )
         if best is None or is_branched:
             # The first layout is still to be found, or a gap to be closed: from the bounds that are known now.

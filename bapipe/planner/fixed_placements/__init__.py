@@ -9,6 +9,7 @@ Only the cuts remain to be chosen.
                          stage_times.py: the part of one stage
     path_bound.py        the lower bound, from a game of cuts against paths; matrix_game.py solves it, and
                          planner/stages/longest_path.py finds paths
+    device_loads.py      a lower bound, and cuts, from what each device has to do; compiled: load_programme.py
     naive_cuts.py        the first cuts
     local_search.py      improves cuts by small moves; then random_moves.py
     cut_search.py        branch and bound over sets of cuts (possible_cuts.py), if problems of any kind have few

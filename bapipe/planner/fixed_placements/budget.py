@@ -23,6 +23,10 @@ class Budget:
         """Whether the deadline has passed."""
         return self._deadline.is_over
 
+    def part(self, divisor: int) -> "Budget":
+        """Returns a budget of its own, of a part of what is left: its spending is not counted here."""
+        return Budget(max(0, self._max_actions - self.spent) // divisor, self._deadline)
+
     def is_over(self) -> bool:
         """Returns whether the budget is spent or the deadline has passed."""
         return self.spent >= self._max_actions or self.is_out_of_time

@@ -19,13 +19,14 @@ import numpy as np
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
+from bapipe.planner.fixed_placements.device_loads import DeviceLoads
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
 from bapipe.planner.fixed_placements.placed_pipeline import PlacedPipeline
 from bapipe.planner.fixed_placements.random_moves import Climb, continue_climb, neighbours
 from bapipe.planner.stages.equal_replicas import halves
-from bapipe.planner.stages.intervals import INF
+from bapipe.planner.stages.intervals import INF, MAX_TIME
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.progress import SearchProgress
 
@@ -40,6 +41,13 @@ MAX_DESCENDED = 240
 
 PROMISING = 1.1
 """The cuts of a pipeline are improved if their step is at most this factor times the best one."""
+
+
+DESCENT_PART = 8
+"""One local search has at most so large a part of the budget that is left."""
+
+STEPS_PER_ACTION = 1_000
+"""How many limits of a device's work, in questions about all of them, take as long as one simulated action."""
 
 
 def has_fixed_placements(problem: Problem) -> bool:
@@ -79,12 +87,14 @@ class _RootState:
         bound_ns: a lower bound on the step of all its cuts.
         game: the game that raises the bound; None before the pipeline's first turn.
         best_ns, best_cuts: the best step time and its cuts; `INF` and () before any that fit are known.
+        balanced: cuts that give all devices about as much to do; None before they are looked for, () without any.
         climb: its current climb; None before the first one.
     """
 
     problem: Problem
     root: Root
     bound_ns: int
+    balanced: Cuts | None = None
     game: PathBound | None = None
     best_ns: int = INF
     best_cuts: Cuts = ()
@@ -225,7 +235,12 @@ class _Search:
 
     def _raise_for_all(self, orders: _DeviceOrders) -> bool:
         """Raises the bound of all orders of some devices; returns whether it no longer rises."""
-        first = orders.entries[0]
+        if any(entry.balanced is None for entry in orders.entries):
+            for entry in orders.entries:
+                self._balance(entry)
+            orders.bound_ns = max(orders.bound_ns, min(entry.bound_ns for entry in orders.entries))
+            return False
+        first = min(orders.entries, key=lambda entry: entry.bound_ns)
         if first.game is None:
             self._start(orders, first)  # to know some paths and a step time
             return False
@@ -239,8 +254,18 @@ class _Search:
         orders.bound_ns = max(orders.bound_ns, orders.game.bound_ns)
         return orders.game.is_solved
 
+    def _balance(self, entry: _RootState) -> None:
+        """Raises the bound of one root by what its devices have to do, and notes cuts that share it well."""
+        if entry.balanced is None:
+            loads = DeviceLoads(entry.problem, _pipeline_of(entry.root))
+            entry.bound_ns, entry.balanced = loads.least(entry.bound_ns, min(self.best_ns, MAX_TIME))
+            self.budget.spend(loads.num_steps // STEPS_PER_ACTION)
+
     def _raise(self, orders: _DeviceOrders, entry: _RootState) -> bool:
         """Raises the bound of one root; returns whether it no longer rises."""
+        if entry.balanced is None:
+            self._balance(entry)
+            return False
         if entry.game is None:
             self._start(orders, entry)
             return False
@@ -264,7 +289,8 @@ class _Search:
         self.budget.spend(pipeline.num_actions)
         entry.game = PathBound(pipeline, orders.paths)
         self._started.append(entry)
-        starts = list(naive_cuts(entry.problem, pipeline.placements))
+        self._balance(entry)
+        starts = [*naive_cuts(entry.problem, pipeline.placements), *filter(None, [entry.balanced])]
         weights = entry.game.add_cuts(starts[0])
         for cuts in starts:
             self._try(entry, cuts)
@@ -299,7 +325,9 @@ class _Search:
     def _descend(self, entry: _RootState, cuts: Cuts, step_ns: int) -> None:
         """Improves cuts by local search, and keeps the result."""
         assert entry.game is not None
-        step_ns, cuts = descend(entry.game, cuts, step_ns, self.budget)
+        budget = self.budget.part(DESCENT_PART)
+        step_ns, cuts = descend(entry.game, cuts, step_ns, budget)
+        self.budget.spend(budget.spent)
         self._keep(entry, cuts, step_ns)
 
     def _to_climb(self) -> list[_RootState]:

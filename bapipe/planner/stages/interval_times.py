@@ -106,6 +106,18 @@ class IntervalTimes:
         """Returns I of the layers between each boundary and the next, if they send a gradient back. [boundaries - 1]"""
         return self._costs.input_grad_if_sent_ns(self._cuts[:-1], self._cuts[1:])
 
+    def unit_backward_ns(self, split: bool) -> IntArray:
+        """Returns the least backward of the layers between each boundary and the next. [boundaries - 1]
+
+        B, or with `split` the shorter of B and I + W: a stage that sends no gradient back has all of B as its W.
+        """
+        first, stop = self._cuts[:-1], self._cuts[1:]
+        whole_ns = self._costs.backward_ns(first, stop)
+        if not split:
+            return whole_ns
+        apart_ns = self.unit_input_grad_ns() + self._costs.weight_grad_after_input_grad_ns(first, stop)
+        return np.minimum(whole_ns, apart_ns)
+
     @cached_property
     def on_device(self) -> "IntervalTimes":
         """The times of the same intervals on the device alone, without the host's times.

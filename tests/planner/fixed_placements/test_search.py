@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.fixed_placements.device_loads import LOAD_PRECISION
 from bapipe.planner.fixed_placements.naive_cuts import naive_cuts
 from bapipe.planner.fixed_placements.search import search_fixed_placements
 from bapipe.planner.inputs.options import PlanOptions
@@ -57,7 +58,8 @@ def test_a_search_begins_with_its_incumbent() -> None:
     _, again = search_fixed_placements([problem], max_actions=0, incumbent=best)
     assert again is not None
     assert again.step_ns == best.step_ns
-    assert again.lower_bound_ns <= best.lower_bound_ns
+    # Loads, which take no simulated action, are bisected between other numbers.
+    assert again.lower_bound_ns <= (1 + 1 / LOAD_PRECISION) * best.lower_bound_ns
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs", "zb-v"])
