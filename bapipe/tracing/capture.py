@@ -108,7 +108,7 @@ def _capture_with_leaves(
         failed: how it failed without these.
         recorded: how recording failed, if it did.
     """
-    while failed.path:
+    while failed.path and failed.path not in leaves.paths:  # so each turn adds one
         leaves.add({failed.path: _reason_of_leaf(failed, recorded)})
         try:
             return leaves.capture(module, num_inputs)

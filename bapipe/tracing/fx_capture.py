@@ -78,7 +78,7 @@ class _Tracer(fx.Tracer):
         return is_layer(m, module_qualified_name, self.leaf_modules, self.inlined)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before = global_generator_states()
+        before, caller = global_generator_states(), self.path()
         try:
             result = super().call_module(m, forward, args, kwargs)
             if global_generator_states() != before:
@@ -86,8 +86,9 @@ class _Tracer(fx.Tracer):
             self._check_seeding(self.path_of_module(m))
             return result
         except Exception:
-            if self.failed_in is None:
-                self.failed_in = self.path_of_module(m)
+            if self.failed_in is None:  # a layer's forward does not run here: what fails is the call, in code around it
+                path = self.path_of_module(m)
+                self.failed_in = caller if self.is_leaf_module(m, path) else path
             raise
 
     def create_arg(self, a: Any) -> Any:

@@ -15,6 +15,7 @@ import bapipe
 from bapipe.errors import InvalidModel
 from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import is_layer
+from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 
 
 class Branches(nn.Module):
@@ -210,3 +211,52 @@ def test_a_refusal_names_the_line_of_the_models_code(forward: Callable[..., Tens
         InvalidModel, match=rf"^Own cannot be traced: {reason} \({__name__}, line {line}: return .*\); put"
     ):
         capture(model, (torch.zeros(1, 2),), ())
+
+
+class Cache:
+    """An object of Python that holds tensors, as caches of keys and values do."""
+
+    keys: Tensor
+
+
+class ReadsAndTakesACache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        y: Tensor = self.linear(x)
+        return (-y if y.sum() > 0 else y) + cache.keys
+
+
+class HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ReadsAndTakesACache()
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        y: Tensor = self.inner(x, cache)
+        return y * 2
+
+
+class MakesACache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(2, 2), HandsOn()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, cache = self.first(x), Cache()
+        cache.keys = x
+        y: Tensor = self.block(x, cache)
+        return y
+
+
+def test_a_call_of_a_layer_that_a_graph_cannot_hold_fails_in_the_code_around_it() -> None:
+    """What failed is the call, not the layer: to take that as one layer once more would change nothing, for ever."""
+    module = MakesACache()
+    for leaf, around in (("block.inner", "block"), ("block", "")):
+        with pytest.raises(TracingFailed) as failed:
+            capture_with_fx(module, 1, frozenset({leaf}))
+        assert failed.value.path == around
+    with pytest.raises(InvalidModel, match=r"^MakesACache cannot be traced: a Cache that holds tensors is an argument"):
+        capture(module, (torch.zeros(1, 2),), ())
