@@ -88,11 +88,14 @@ class KeptState:
         self._tensors: list[tuple[Tensor, int, Tensor | None]] = []  # (one, its version, its value if it is small)
         self._restores: list[Callable[[], object]] = []
         self._num_followed, self._num_bytes = 0, 0
+        self._looked_at = (0, 0)  # how many names, and how many objects, `_follow_attributes` has seen
+        self._items: list[object] = [code]  # of collections, which are followed behind all that is named
         try:
-            self._follow(code)
-            self._follow_attributes()
+            self._follow_breadth_first()
         except RecursionError:
             self._meet("objects that are nested too deep to be followed")
+        for one in self._objects:
+            self._look_at(one, self._note_attributes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -127,6 +130,16 @@ class KeptState:
     def _meet(self, obstacle: str) -> None:
         self.obstacle = self.obstacle or obstacle
 
+    def _follow_breadth_first(self) -> None:
+        """Follows what is named before what collections hold, however much that is: there is a limit to all of it.
+
+        So where code names a collection of many objects and a number behind it, the number is not left out.
+        """
+        while self._items:
+            items, self._items = self._items, []
+            self._follow_all(items)
+            self._follow_attributes()
+
     def _follow(self, one: Any) -> None:
         self._look_at(one, self._follow_one)
 
@@ -150,17 +163,16 @@ class KeptState:
             case partial():
                 self._follow_all((one.func, *one.args, *one.keywords.values()))
             case tuple() | frozenset():
-                self._follow_all(one)
+                self._items += islice(one, _MAX_ITEMS)  # those behind are noted in a list that grows
             case list() | deque():
                 self._restores.append(partial(_refill, one, list(one)))
-                self._follow_all(one)
+                self._items += islice(one, _MAX_ITEMS)
             case set():
                 self._restores.append(partial(_update, one, set(one)))
-                self._follow_all(one)
+                self._items += islice(one, _MAX_ITEMS)
             case dict():
                 self._restores.append(partial(_update, one, dict(dict.items(one))))
-                for value in dict.values(one):
-                    self._follow(value)
+                self._items += dict.values(one)
             case _ if type(one).__module__.partition(".")[0] == "numpy":
                 self._follow_array(one)
             case type() | ModuleType():
@@ -176,7 +188,7 @@ class KeptState:
                 self._meet(f"an object of type {type(one).__name__}")
 
     def _follow_all(self, several: Iterable[object]) -> None:
-        for one in islice(several, _MAX_ITEMS):  # those behind are noted in a list that grows
+        for one in several:
             self._follow(one)
 
     def _follow_array(self, one: Any) -> None:
@@ -200,14 +212,11 @@ class KeptState:
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
-        """Follows the attributes that the code names until it reaches no more, and remembers the values to restore."""
-        known: tuple[int, int] | None = None
-        while known != (now := (len(self._names), len(self._objects))):
-            known = now
+        """Follows the attributes that the code names until it reaches no more."""
+        while self._looked_at != (now := (len(self._names), len(self._objects))):
+            self._looked_at = now
             for one in list(self._objects):
                 self._look_at(one, lambda one: self._follow_all(self._named_of(one)))
-        for one in self._objects:
-            self._look_at(one, self._note_attributes)
 
     def _look_at(self, one: object, look: Callable[[Any], None]) -> None:
         try:

@@ -290,7 +290,33 @@ def test_deep_objects_are_an_obstacle() -> None:
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
-    assert KeptState(lambda: deep).obstacle == "objects that are nested too deep to be followed"
+    assert KeptState(lambda: deep).obstacle == "more than 1,000 objects"
+
+    def around(function: Callable[[], int]) -> Callable[[], int]:
+        return lambda: function()
+
+    function: Callable[[], int] = int
+    for _ in range(5000):
+        function = around(function)
+    assert KeptState(function).obstacle == "objects that are nested too deep to be followed"
+
+
+ENTRIES, BEHIND, TALLY = [{"calls": 0} for _ in range(1500)], [0], Namespace(calls=0, more=Namespace(calls=0))
+
+
+def test_what_code_names_behind_a_large_collection_is_put_back() -> None:
+    def counting() -> None:
+        ENTRIES[0]["calls"] += 1
+        BEHIND[0] += 1
+        TALLY.calls += 1
+        TALLY.more.calls += 1
+
+    state = KeptState(counting)
+    with state.restored():
+        counting()
+        assert (BEHIND, TALLY.calls, TALLY.more.calls) == ([1], 1, 1)
+    assert (ENTRIES[0]["calls"], BEHIND, TALLY.calls, TALLY.more.calls) == (0, [0], 0, 0)
+    assert state.obstacle == "more than 1,000 objects"
 
 
 class Averaging:
