@@ -1,5 +1,6 @@
 """Tensors in nested values: tuples, lists, mappings and dataclasses."""
 
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -36,13 +37,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a nested value with other tensors."""
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return type(value)(*(map_tensors(part, change) for part in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple; torch's own take all in one argument
+        return value._make(map_tensors(part, change) for part in value)
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(part, change) for part in value)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(part, change) for key, part in value.items()}
         return changed if type(value) is dict else type(value)(**changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)  # its `__init__` may not take all of them, and `__post_init__` may check values
+        for _, name, part in parts_of(value):
+            object.__setattr__(made, name, map_tensors(part, change))
+        return made
     return value
 
 

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -497,6 +497,58 @@ def test_returned_dataclasses() -> None:
     assert isinstance(output, Output)
     assert output.loss is None
     torch.testing.assert_close(output.scores, model.root(torch.ones(2, 6)).scores)
+
+
+class NeedsValues(nn.Module):
+    """A layer that returns a nest of tensors, and reads a value."""
+
+    def __init__(self, nest: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.nest = nn.Parameter(torch.ones(6, 6)), nest
+
+    def forward(self, x: Tensor) -> Any:
+        y = x @ self.weight
+        return self.nest(-y if y.sum() > 1e9 else y)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """A dataclass that computes one of its fields."""
+
+    once: Tensor
+    twice: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "twice", 2 * self.once)
+
+
+@pytest.mark.parametrize(
+    ("nest", "select"),
+    [
+        (Output, lambda output: output.scores),
+        (Doubled, lambda output: output.twice),
+        (lambda y: torch.max(y, 1, keepdim=True), lambda output: output.values),
+        (lambda y: (y, y), lambda output: output[0]),
+    ],
+)
+def test_nests_of_a_layer_that_needs_values_are_traced_as_trained(
+    nest: Callable[[Tensor], Any], select: Callable[[Any], Tensor]
+) -> None:
+    """What it returns has no values while it is traced, but a gradient, which code may ask for."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(6, 6), NeedsValues(nest), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = select(self.inner(self.first(x)))
+            scores: Tensor = self.last((y if y.requires_grad else 0 * y).expand(-1, 6))
+            return scores
+
+    module, x = Asks(), torch.randn(3, 6)
+    (scores,) = trace(module, (x,)).module(x)
+    torch.testing.assert_close(scores, module(x))
 
 
 def test_models_on_the_meta_device() -> None:
