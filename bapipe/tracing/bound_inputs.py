@@ -111,6 +111,7 @@ def _forward(original: type[nn.Module], inputs: Inputs, names: Sequence[str]) ->
         return original.forward(module, *(next(tensors) if isinstance(value, Tensor) else value for value in inputs))
 
     arguments = ", ".join(names)
-    namespace: dict[str, Any] = {"call": call}
-    exec(f"def forward(self, {arguments}):\n    return call(self, {arguments})\n", namespace)
+    called = "_".join(("call", *names))  # longer than any argument, which would hide it
+    namespace: dict[str, Any] = {called: call}
+    exec(f"def forward(self, {arguments}):\n    return {called}(self, {arguments})\n", namespace)
     return namespace["forward"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy
 
 import bapipe
@@ -123,3 +124,13 @@ def test_buckets_have_an_example_of_each_input(bucket: Any, found: str) -> None:
     check_buckets([(X,)], 1)
     with pytest.raises(InvalidModel, match=f"^bucket 1 is {found}: want a tuple of 1, one for each input"):
         check_buckets([(X,), bucket], 1)
+
+
+def test_an_argument_may_have_any_name() -> None:
+    class Calls(nn.Linear):
+        def forward(self, call: Tensor, scale: float = 1.0) -> Tensor:
+            return scale * super().forward(call)
+
+    module, x = Calls(4, 3), torch.randn(2, 4)
+    with only_tensor_inputs(module, (x, 2.0)) as tensors:
+        assert torch.equal(module(*tensors), 2 * functional.linear(x, module.weight, module.bias))
