@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import update_wrapper
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +12,7 @@ from torch import nn
 from bapipe.module_state.code_state import reached_by, states_of_forwards
 from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.reached_state import CachedFunction
+from bapipe.module_state.variables import cells_of
 
 
 @contextmanager
@@ -32,8 +33,11 @@ def caches_bypassed(module: nn.Module) -> Iterator[None]:
         for one in reached:
             if isinstance(one, FunctionType):
                 _replace(patches, one.__globals__, names_in(one), cached)
-                for cell in one.__closure__ or ():
-                    _replace_in_cell(patches, cell, cached)
+                for cell in cells_of(one).values():
+                    made = cached.get(id(cell.cell_contents))
+                    if made is not None:
+                        patches.callback(setattr, cell, "cell_contents", cell.cell_contents)
+                        cell.cell_contents = made
             elif isinstance(one, type | ModuleType):
                 for name, value in list(vars(one).items()):
                     is_static = isinstance(value, staticmethod)
@@ -58,13 +62,3 @@ def _replace(patches: ExitStack, owner: dict[str, Any], names: Iterable[str], ca
         if id(value) in cached:
             patches.callback(owner.__setitem__, name, value)
             owner[name] = cached[id(value)]
-
-
-def _replace_in_cell(patches: ExitStack, cell: CellType, cached: dict[int, Any]) -> None:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # it has no value yet
-        return
-    if id(value) in cached:
-        patches.callback(setattr, cell, "cell_contents", value)
-        cell.cell_contents = cached[id(value)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from bapipe.module_state.variables import globals_of
+from bapipe.module_state.variables import cells_of, globals_of
 
 _MAX_ITEMS = 1000
 """A collection of more items is data, and is not looked into."""
@@ -86,7 +86,7 @@ def _held(one: Any) -> Iterator[tuple[object, Callable[[Any], object]]]:
     """Yields the values that an object holds, each with what makes it hold another one in its place."""
     if isinstance(one, FunctionType):
         yield from ((value, partial(one.__globals__.__setitem__, name)) for name, value in globals_of(one).items())
-        yield from ((cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in _filled(one))
+        yield from ((cell.cell_contents, partial(setattr, cell, "cell_contents")) for cell in cells_of(one).values())
         for index, value in enumerate(one.__defaults__ or ()):
             yield value, partial(_set_default, one, index)
         yield from _items(one.__kwdefaults__ or {})
@@ -104,13 +104,6 @@ def _held(one: Any) -> Iterator[tuple[object, Callable[[Any], object]]]:
 def _items(entries: dict[Any, Any]) -> Iterator[tuple[object, Callable[[Any], object]]]:
     if len(entries) <= _MAX_ITEMS:
         yield from ((value, partial(dict.__setitem__, entries, key)) for key, value in list(dict.items(entries)))
-
-
-def _filled(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it has no value yet
-            _ = cell.cell_contents
-            yield cell
 
 
 def _set_default(function: FunctionType, index: int, value: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.reached_state import is_of_the_user, is_plain
+from bapipe.module_state.variables import closure_of, globals_of
 
 _MAX_OBJECTS, _MAX_DEPTH = 1_000, 3
 """How many objects that a forward names are looked into at most, and how deep tensors may be nested in what it leaves.
@@ -62,10 +62,9 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         with suppress(Exception):  # whatever an object of the user's raises when it is looked at
             if isinstance(one, FunctionType):
                 if is_of_the_user(one.__module__):
-                    named = {name for name in names_in(one) if name in one.__globals__}
-                    yield _in_dictionary(one.__globals__, one.__globals__, named)
-                    todo += [one.__globals__[name] for name in sorted(named)]
-                    todo += [cell.cell_contents for cell in one.__closure__ or ()]
+                    named = globals_of(one)
+                    yield _in_dictionary(one.__globals__, one.__globals__, set(named))
+                    todo += [*named.values(), *closure_of(one).values()]
             elif isinstance(one, list | deque):
                 yield _in_sequence(one)
             elif isinstance(one, dict):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bapipe.module_state.names_in_code import globals_in, names_in
 from bapipe.module_state.python_state import plain_attributes
 from bapipe.module_state.reached_state import is_of_a_library, is_of_the_user, methods_of
-from bapipe.module_state.variables import closure_of
+from bapipe.module_state.variables import cells_of, closure_of
 
 PLAIN = (int, float, str, type(None))
 """Types of plain values: numbers, flags, texts and None."""
@@ -203,7 +203,7 @@ class _Cells:
     """The variables of a closure, by name."""
 
     def __init__(self, function: FunctionType) -> None:
-        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._cells = cells_of(function)
 
     def __getitem__(self, name: str) -> object:
         try:

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from itertools import islice
 from logging import Logger
 from pathlib import Path, PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.torch_layers import is_of_torch
-from bapipe.module_state.variables import defaults_of, globals_of
+from bapipe.module_state.variables import cells_of, defaults_of, globals_of
 from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 
@@ -283,10 +283,9 @@ class KeptState:
         self._follow_all(vars(function).values())
         values = globals_of(function)
         self._restores.append(partial(function.__globals__.update, values))
-        for cell in function.__closure__ or ():
-            if _is_filled(cell):
-                self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
-                self._follow(cell.cell_contents)
+        for cell in cells_of(function).values():
+            self._restores.append(partial(setattr, cell, "cell_contents", cell.cell_contents))
+            self._follow(cell.cell_contents)
         self._follow_all((*values.values(), *defaults_of(function).values()))
 
 
@@ -388,11 +387,3 @@ def _holds_little(module: nn.Module) -> bool:
         default=0,
     )
     return tensors <= _MAX_BYTES and largest <= _MAX_ITEMS
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

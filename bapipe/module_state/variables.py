@@ -1,6 +1,7 @@
 """The variables outside of a function that its code may read, and the defaults of its arguments, as they are now."""
 
-from types import FunctionType
+from contextlib import suppress
+from types import CellType, FunctionType
 
 from bapipe.module_state.names_in_code import names_in
 
@@ -11,15 +12,19 @@ def globals_of(function: FunctionType) -> dict[str, object]:
     return {name: scope[name] for name in names_in(function) if name in scope}
 
 
+def cells_of(function: FunctionType) -> dict[str, CellType]:
+    """Returns the cells of those variables around a function that have a value, by name."""
+    found: dict[str, CellType] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            _ = cell.cell_contents
+            found[name] = cell
+    return found
+
+
 def closure_of(function: FunctionType) -> dict[str, object]:
     """Returns the values of the variables around a function, by name, without those that have none yet."""
-    found: dict[str, object] = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:
-            continue
-    return found
+    return {name: cell.cell_contents for name, cell in cells_of(function).items()}
 
 
 def defaults_of(function: FunctionType) -> dict[str, object]:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.reached_state import is_of_the_user
+from bapipe.module_state.variables import closure_of, defaults_of, globals_of
 from bapipe.tracing.model import TracedModel
 
 _log = logging.getLogger(__name__)
@@ -138,19 +138,14 @@ def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
         of_modules = [_plain(vars(module)) for module in loss.modules()]
         yield "attributes of the loss", "\n".join([*of_modules, *map(str, map(_settings_of_torch, loss.modules()))])
     elif isinstance(loss, FunctionType):
-        defaults = dict(enumerate(loss.__defaults__ or ())) | (loss.__kwdefaults__ or {})
-        yield "variables that the loss names", _plain(_named(loss) | defaults)
+        yield "variables that the loss names", _plain(_named(loss) | defaults_of(loss))
     elif not isinstance(loss, MethodType) and hasattr(loss, "__dict__"):  # the object of a method is often a trainer
         yield "attributes of the loss", _plain(vars(loss))
 
 
 def _named(function: FunctionType) -> dict[Any, Any]:
     """Returns the globals and the variables of enclosing functions that a function uses, by name, as far as set."""
-    found = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+    return globals_of(function) | closure_of(function)
 
 
 def _plain(values: dict[Any, Any]) -> str:

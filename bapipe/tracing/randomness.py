@@ -11,6 +11,7 @@ from torch.nn import functional
 from bapipe.graph.reached import reached
 from bapipe.module_state.names_in_code import names_in
 from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.variables import closure_of
 from bapipe.torch_private.tensors import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
 
@@ -75,7 +76,7 @@ def _called(function: Any) -> list[Any]:
         return []
     found = [function.__globals__.get(name) for name in names_in(function)]
     found += [getattr(functional, name, None) for name in names_in(function)]
-    found += [cell.cell_contents for cell in function.__closure__ or ()]
+    found += closure_of(function).values()
     return [called for called in found if isinstance(called, FunctionType) and called.__module__.startswith("torch.")]
 
 

@@ -25,6 +25,7 @@ from bapipe.module_state.python_random import (
     restore_global_generators,
 )
 from bapipe.module_state.python_state import generators_kept
+from bapipe.module_state.variables import closure_of
 from bapipe.torch_device import CPU
 from bapipe.torch_private.modules import forward_hooks_of
 from bapipe.torch_private.tensors import (
@@ -157,9 +158,13 @@ def _of_copy(hook: Callable[..., Any], memo: Mapping[int, Any]) -> Callable[...,
     def copied(value: Any) -> Any:
         return memo.get(id(value), value)
 
-    cells = tuple(CellType(copied(cell.cell_contents)) for cell in hook.__closure__ or ())
+    values = closure_of(hook)
+    around = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+    cells = tuple(CellType(copied(values[name])) if name in values else cell for name, cell in around)
     defaults = None if hook.__defaults__ is None else tuple(map(copied, hook.__defaults__))
-    return FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, cells or None)
+    copy_of_hook = FunctionType(hook.__code__, hook.__globals__, hook.__name__, defaults, cells or None)
+    copy_of_hook.__kwdefaults__ = {name: copied(value) for name, value in (hook.__kwdefaults__ or {}).items()}
+    return copy_of_hook
 
 
 class _Recorder(TorchFunctionMode):

@@ -44,6 +44,26 @@ class InADefault(Features):
         layer.register_forward_hook(keep)
 
 
+class InADefaultByKeyword(Features):
+    def register(self, name: str, layer: nn.Module) -> None:
+        def keep(module: nn.Module, args: Any, result: Tensor, *, kept: dict[str, Tensor] = self.kept) -> None:
+            kept[name] = result
+
+        layer.register_forward_hook(keep)
+
+
+class BesideAVariableWithoutAValue(Features):
+    def register(self, name: str, layer: nn.Module) -> None:
+        def keep(module: nn.Module, args: Any, result: Tensor) -> None:
+            self.kept[name] = result
+            if name == "c":
+                print(later)
+
+        layer.register_forward_hook(keep)
+        if name == "c":
+            later = 1
+
+
 class InAMethod(Features):
     def register(self, name: str, layer: nn.Module) -> None:
         layer.register_forward_hook(partial(self.keep, name))
@@ -53,7 +73,7 @@ class InAMethod(Features):
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-@pytest.mark.parametrize("kind", [InAClosure, InADefault, InAMethod])
+@pytest.mark.parametrize("kind", [InAClosure, InADefault, InADefaultByKeyword, BesideAVariableWithoutAValue, InAMethod])
 def test_the_models_code_reads_what_hooks_on_layers_keep(kind: type[Features], *, has_run: bool) -> None:
     torch.manual_seed(0)
     module = kind()

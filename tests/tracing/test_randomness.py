@@ -159,6 +159,14 @@ def test_functions_are_random_by_their_names() -> None:
     assert [n.name for n in traced.graph.nodes if is_random(traced, n)] == ["rand_like"]
 
 
+def test_a_variable_around_a_function_may_have_no_value_yet() -> None:
+    def draws() -> Any:
+        return torch.rand(2) * later
+
+    assert draws_random_numbers(draws)
+    later = 2.0
+
+
 class Hooked(nn.Module):
     """Registers a method of its own as a hook on a tensor."""
 
