@@ -74,7 +74,7 @@ class FirstSamples:
             return None
         first, second = self._noted
         self._noted, self._is_done = [], True
-        with self._ahead.running(), torch.no_grad(), all_generators_restored(first.target.device):
+        with self._ahead.running(), torch.no_grad(), all_generators_restored():
             obstacle, found = self._compared(first, second)
         if obstacle is None or (first.is_exact and second.is_exact):
             return found

@@ -129,7 +129,6 @@ def trial(module: nn.Module, conditions: Conditions = TRAINING, loss: Loss | Non
     So is what a loss keeps that is called in it.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    device = device_of(module)
     loss_restored = nullcontext() if loss is None else state_of_loss(loss, module).restored()
     try:
         for parameter, _ in gradients:
@@ -137,7 +136,7 @@ def trial(module: nn.Module, conditions: Conditions = TRAINING, loss: Loss | Non
         with (
             loss_restored,
             state_restored(module, parameters=True) as before,
-            all_generators_restored(device),
+            all_generators_restored(),
             torch.set_grad_enabled(conditions.trains),
             SeededOperators() as seeded,
         ):

@@ -2,11 +2,13 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from bapipe.torch_private.seeds import seeds_of_unused_gpus_restored
 
 GlobalGeneratorStates = tuple[Any, Any]
 """States of the global generators of Python and, if it is imported, of numpy; they can be compared."""
@@ -60,7 +62,24 @@ def generators_restored() -> Iterator[None]:
 
 @contextmanager
 def all_generators_restored(device: torch.device | None = None) -> Iterator[None]:
-    """As `generators_restored`, also for torch's global generators of the CPU and, if given, of a device."""
-    devices = [device] if device is not None and device.type == "cuda" else []
-    with generators_restored(), torch.random.fork_rng(devices=devices):
-        yield
+    """As `generators_restored`, also for torch's global generators of the CPU and of all GPUs.
+
+    `device` is the one that is drawn on, where that is known: then no other GPU's generator is looked at.
+    """
+    with generators_restored(), seeds_of_unused_gpus_restored(), torch.random.fork_rng(devices=[]):
+        before = [(generator, generator.get_state()) for generator in _generators_of_gpus(device)]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+
+def _generators_of_gpus(device: torch.device | None) -> Sequence[torch.Generator]:
+    if device is None:
+        return torch.cuda.default_generators  # none before torch uses a GPU
+    if device.type != "cuda":
+        return ()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (torch.cuda.default_generators[index],)

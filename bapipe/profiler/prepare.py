@@ -67,7 +67,7 @@ def prepared(module: nn.Module, device: torch.device, settings: Settings, *, mov
         state_restored(module),
         limited_embeddings_restored(module),
         tf32(settings.tf32),
-        all_generators_restored(device),
+        all_generators_restored(),
     ):
         if move:
             module.to(device)

@@ -72,7 +72,7 @@ def samples_for(
             return repeated
         *inputs, target = samples.batch(_NUM_TRIED, device)
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with torch.no_grad(), all_generators_restored(device):
+        with torch.no_grad(), all_generators_restored():
             loss(torch.func.functional_call(module, buffers, tuple(inputs)), target)
     except Exception:  # whatever the data, the model or its loss raises
         return repeated

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel, first_line
 from bapipe.module_state.cached_functions import caches_bypassed
-from bapipe.module_state.python_random import all_generators_restored, generators_restored
+from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
@@ -275,8 +275,7 @@ def _run_once(
     try:
         with (
             torch.enable_grad(),
-            torch.random.fork_rng(),
-            generators_restored(),
+            all_generators_restored(),
             state_restored(whole, parameters=True),
         ):
             state = {n: _small(t, device) for n, t in (*whole.named_parameters(), *whole.named_buffers()) if t.is_meta}
