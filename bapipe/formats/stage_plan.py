@@ -1,10 +1,13 @@
 """A stage of a plan: its layers, the devices that run it, and what it recomputes."""
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
-from bapipe.errors import InvalidFile
+from bapipe.errors import BapipeError, InvalidFile
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import LOSS
+from bapipe.printable import counted
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +29,25 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not self.recompute:
             return ()
         return self.layers if self.recompute_layers is msgspec.UNSET else self.recompute_layers
+
+
+def has_idle_replicas(num_replicas: Iterable[int], num_microbatches: int) -> bool:
+    """Returns whether a stage has more replicas than there are micro-batches, so that some would run none."""
+    return max(num_replicas) > num_microbatches
+
+
+def check_replicas(stages: Sequence[StagePlan], minibatch_size: int, microbatch_size: int) -> None:
+    """Raises BapipeError if replicas of a stage have no micro-batch."""
+    num_microbatches = minibatch_size // microbatch_size
+    for index, stage in enumerate(stages):
+        num_devices = len(stage.devices)
+        if has_idle_replicas((num_devices,), num_microbatches):
+            smaller = "smaller micro-batches, " if microbatch_size > 1 else ""
+            raise BapipeError(
+                f"stage {index} has {num_devices} devices for {counted(num_microbatches, 'micro-batch')} of "
+                f"{microbatch_size}, so some would compute nothing: take {smaller}a mini-batch of at least "
+                f"{num_devices * microbatch_size}, or fewer devices for the stage"
+            )
 
 
 def check_stages(stages: tuple[StagePlan, ...], cluster: Cluster) -> None:

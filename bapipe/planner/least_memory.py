@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bapipe.errors import BapipeError
+from bapipe.formats.stage_plan import has_idle_replicas
 from bapipe.planner.baselines import Baselines, Candidate, as_solution
 from bapipe.planner.compute.pace import ACTIONS_PER_S
-from bapipe.planner.results.decision import has_idle_replicas
 from bapipe.planner.results.searched_space import PartitionSpace, SearchedSpace
 from bapipe.planner.results.solution import Solution, preference_of
 from bapipe.planner.search_request import SearchRequest

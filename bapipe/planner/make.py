@@ -23,6 +23,7 @@ from bapipe.formats.codec import fingerprint
 from bapipe.formats.plan import Plan, with_certificate
 from bapipe.formats.prediction import Prediction
 from bapipe.formats.profile import LOSS, ProfilesByKind
+from bapipe.formats.stage_plan import check_replicas, has_idle_replicas
 from bapipe.planner.inputs.clusters import as_cluster
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.profiles import Profiles, by_kind
@@ -94,8 +95,9 @@ def make(
         )
         step = simulate_decision(decision, profiles, cluster)
         lacks = max(lacking_bytes(step, cluster).values(), default=0)
-        judged.append((lacks, step.step_ns, size, decision, step))
-    *_, decision, step = min(judged, key=lambda found: found[:3])
+        is_idle = has_idle_replicas(map(len, decision.devices), decision.num_microbatches)
+        judged.append((is_idle, lacks, step.step_ns, size, decision, step))
+    *_, decision, step = min(judged, key=lambda found: found[:4])
     check_memory(step, cluster)
     return plan_of(decision, profiles, cluster, step)
 
@@ -137,7 +139,11 @@ def plan_of(
 
     Args:
         changed_from: a plan whose lower bound holds for this one too if it has the same inputs.
+
+    Raises:
+        BapipeError: replicas of a stage have no micro-batch, so nothing can run the plan.
     """
+    check_replicas(decision.stages, decision.minibatch_size, decision.microbatch_size)
     plan = uncertified_plan(
         profiles,
         cluster,

@@ -3,6 +3,7 @@
 from bapipe.device_types import DeviceType, type_of_kind
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
+from bapipe.formats.stage_plan import check_replicas
 from bapipe.runtime.lowering import lower_schedule
 from bapipe.schedules.table import Schedule, check
 
@@ -21,12 +22,7 @@ def check_runnable(plan: Plan) -> tuple[int, ...]:
                 f"device '{device.name}' runs forward and backward side by side, which torch cannot: plan with a "
                 "schedule other than fbp-as, or leave side_by_side out of the cluster"
             )
-    for s, stage in enumerate(plan.stages):
-        if len(stage.devices) > plan.num_microbatches:
-            raise BapipeError(
-                f"stage {s} has {len(stage.devices)} devices for {plan.num_microbatches} micro-batches: plan with more "
-                "micro-batches, or fewer devices"
-            )
+    check_replicas(plan.stages, plan.minibatch_size, plan.microbatch_size)
     schedule = plan.table
     check(schedule)
     lower_schedule(schedule)

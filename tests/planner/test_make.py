@@ -538,3 +538,29 @@ def test_devices_may_be_iterators() -> None:
 def test_devices_are_names(given: Any) -> None:
     with pytest.raises(BapipeError, match=r"^`devices` is .*: want a list of the device, or of a list of replicas, of"):
         bapipe.make(PROFILE, devices(2), minibatch_size=8, devices=given)
+
+
+def test_replicas_without_a_micro_batch_are_refused() -> None:
+    """Nothing could run the plan, as `check_runnable` says with the same words."""
+    words = (
+        "stage 0 has 3 devices for 2 micro-batches of 1, so some would compute nothing: take a mini-batch of at least "
+        "3, or fewer devices for the stage"
+    )
+    replicas = [["d0", "d1", "d2"]]
+    with pytest.raises(BapipeError) as refused:
+        bapipe.make(PROFILE, devices(3), minibatch_size=2, cuts=[], devices=replicas)
+    assert str(refused.value) == words
+    plan = bapipe.make(PROFILE, devices(3), minibatch_size=3, cuts=[], devices=replicas)
+    with pytest.raises(BapipeError) as refused:
+        bapipe.edit(plan, PROFILE, minibatch_size=2)
+    assert str(refused.value) == words
+
+
+def test_of_the_sizes_those_are_taken_that_leave_each_replica_a_micro_batch() -> None:
+    """In micro-batches of 2 this takes as long for half of the samples, so it is faster, but a device is idle."""
+    one = PROFILE.measurements[0]
+    profile = replace(PROFILE, measurements=(one, replace(one, microbatch_size=2)))
+    two = bapipe.make(profile, devices(2), minibatch_size=4, cuts=[], devices=[["d0", "d1"]])
+    assert two.microbatch_size == 2
+    three = bapipe.make(profile, devices(3), minibatch_size=4, cuts=[], devices=[["d0", "d1", "d2"]])
+    assert three.microbatch_size == 1

@@ -239,7 +239,8 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(BapipeError) as caught:
         check_runnable(many)
     assert str(caught.value) == (
-        "stage 1 has 3 devices for 2 micro-batches: plan with more micro-batches, or fewer devices"
+        "stage 1 has 3 devices for 2 micro-batches of 2, so some would compute nothing: take smaller micro-batches, a "
+        "mini-batch of at least 6, or fewer devices for the stage"
     )
     beside = replace(plan.cluster, devices=tuple(replace(d, side_by_side=True) for d in plan.cluster.devices))
     with pytest.raises(BapipeError) as caught:

@@ -6,12 +6,13 @@ from bapipe.errors import ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import NOT_CERTIFIED, certify, pinned_beside
 from bapipe.formats.plan import Alternative, Plan, with_certificate
 from bapipe.formats.profile import ProfilesByKind
+from bapipe.formats.stage_plan import has_idle_replicas
 from bapipe.planner.branch_and_bound.partition_space import line_space
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes, named_schedules
 from bapipe.planner.plan_step import solve_partition
-from bapipe.planner.results.decision import decision_of, has_idle_replicas
+from bapipe.planner.results.decision import decision_of
 from bapipe.planner.results.searched_space import in_words, memory_limit
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.search_request import SearchRequest

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.profile import ProfilesByKind
+from bapipe.formats.stage_plan import has_idle_replicas
 from bapipe.planner.branch_and_bound.problem import step_ns_of
 from bapipe.planner.device_line.in_flight import check_is_described, most_held
 from bapipe.planner.device_line.recomputed_layers import layer_items, recomputed_layers
@@ -17,7 +18,7 @@ from bapipe.planner.device_line.search_arrays import LayerItems
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.sub_clusters import links_among
 from bapipe.planner.inputs.validation import named_schedules
-from bapipe.planner.results.decision import has_idle_replicas, stage_plans
+from bapipe.planner.results.decision import stage_plans
 from bapipe.planner.results.searched_space import SearchedSpace
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.stages.chain import Chain, stage_on

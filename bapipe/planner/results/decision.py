@@ -118,11 +118,6 @@ def stage_plans(
     )
 
 
-def has_idle_replicas(num_replicas: Iterable[int], num_microbatches: int) -> bool:
-    """Returns whether a stage has more replicas than there are micro-batches, so that some would run none."""
-    return max(num_replicas) > num_microbatches
-
-
 def decision_of(plan: Plan) -> Decision:
     """Returns the decisions of a plan."""
     ends = [0]
