@@ -1,8 +1,12 @@
-"""Whether an error of gloo or NCCL only shows that another rank has gone, or is too slow."""
+"""Whether an error of gloo or NCCL only shows that another rank has gone, or is too slow, and how that is told."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+
+from bapipe.errors import BapipeError, RunFailed, one_line
 
 COMMUNICATION = (str(Path(dist.__file__).parent), str(Path(__file__).parent))
 """Folders of code that waits for other ranks. A rank that waits elsewhere, as for data, is one that others wait for."""
@@ -29,6 +33,27 @@ def has_waited_too_long(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in ("timed out", "timeout")):
         return False
     return isinstance(error, dist.DistError) or _file_of(error).startswith(COMMUNICATION)
+
+
+def shows_a_lost_rank(error: BaseException) -> bool:
+    """Returns whether an error only shows that another rank has gone, hangs, or cannot be reached."""
+    return is_lost_peer(error) or has_waited_too_long(error)
+
+
+@contextmanager
+def lost_ranks_told() -> Iterator[None]:
+    """Raises RunFailed in place of what gloo or NCCL raises in this context when another rank is lost."""
+    try:
+        yield
+    except BapipeError:
+        raise
+    except RuntimeError as error:
+        if not shows_a_lost_rank(error):
+            raise
+        hangs = "another rank hangs, or the link to it is cut"
+        ended = "another rank has ended, as where it was killed or its own code failed, or the link to it is cut"
+        what = hangs if has_waited_too_long(error) else ended
+        raise RunFailed(f"{what}; this rank was waiting for it ({one_line(error)[:200]})") from error
 
 
 def _file_of(error: BaseException) -> str:

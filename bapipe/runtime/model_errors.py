@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from torch import fx, nn
 
 from bapipe.errors import BapipeError, LayerFailed, one_line, root_cause
+from bapipe.job.lost_peer import shows_a_lost_rank
 from bapipe.schedules.table import Action, Phase
 from bapipe.tracing.structure import OtherStructure
 
@@ -19,7 +20,10 @@ PASSES = {
 
 @contextmanager
 def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Iterator[None]:
-    """Raises LayerFailed for whatever the code of a stage's layers, or their backward, raises in this context."""
+    """Raises LayerFailed for whatever the code of a stage's layers, or their backward, raises in this context.
+
+    But for what torch raises where another rank is lost, which is raised as it is.
+    """
     try:
         yield
     except BapipeError:
@@ -30,6 +34,8 @@ def model_errors(action: Action, module: nn.Module, *, recompute: bool) -> Itera
             raise cause from None
         if isinstance(cause, OtherStructure):
             raise LayerFailed(f"in the {PASSES[action.phase]} of micro-batch {action.microbatch}, {cause}") from error
+        if shows_a_lost_rank(cause):  # the stage waited for what another rank sends: no layer is at fault
+            raise cause from None
         layer = _layer(cause, module)
         where = f"layer '{layer}' (stage {action.stage})" if layer else f"stage {action.stage}"
         raise LayerFailed(

@@ -14,6 +14,7 @@ from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
+from bapipe.job.lost_peer import lost_ranks_told
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.autocast import enter_any_autocast
 from bapipe.runtime.batch_check import GivenInput, by_name, check_same_batch
@@ -197,6 +198,7 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._steps.order(self._connected)
 
+    @lost_ranks_told()
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
@@ -213,6 +215,7 @@ class Pipeline:
                 example's shape and type; ranks were given different ones; there is no such bucket; a parameter requires
                 gradients that was frozen when this was made; or it is called inside `torch.autocast`.
             LayerFailed: the code of a layer, or its backward, raised an error.
+            RunFailed: another rank has ended or hangs, or the link to it is cut.
         """
         if not self._steps.have_run:
             named = by_name(inputs, self.input_names) | {"the target": target}
@@ -224,6 +227,7 @@ class Pipeline:
             return None
         return loss.read()
 
+    @lost_ranks_told()
     def start_step(
         self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
@@ -245,6 +249,7 @@ class Pipeline:
         *copies, own_target = (copied_ahead(x, self._device, self._copy_stream) for x in (*inputs, target))
         return tuple(copies), own_target
 
+    @lost_ranks_told()
     def evaluate(
         self,
         *inputs: GivenInput,

@@ -5,8 +5,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from bapipe.errors import BapipeError
+from bapipe.errors import BapipeError, RunFailed
 from bapipe.job.groups import _first_fault, _Job, _tell
+from bapipe.job.lost_peer import lost_ranks_told
 
 NAMES = ("cpu0", "cpu1", "cpu2")
 
@@ -30,3 +31,10 @@ def test_a_rank_that_does_not_say_whether_it_is_connected_is_named() -> None:
         "rank 0 (cpu0) has waited 0.1 s for rank 1 (cpu1), rank 2 (cpu2) to connect to the others: see by which network "
         "interface it does so (GLOO_SOCKET_IFNAME) and what firewalls let through"
     )
+
+
+def test_a_wait_that_takes_too_long_says_that_another_rank_hangs() -> None:
+    with pytest.raises(RunFailed, match=r"^another rank hangs, or the link to it is cut"), lost_ranks_told():
+        HashStore().wait(["what no rank sets"], timedelta(milliseconds=20))
+    with pytest.raises(RuntimeError, match=r"^of a loader: timed out"), lost_ranks_told():
+        raise RuntimeError("of a loader: timed out")

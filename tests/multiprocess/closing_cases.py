@@ -1,4 +1,4 @@
-"""The worker of test_closing.py: many pipelines one after another in the same processes."""
+"""The workers of test_closing.py: many pipelines one after another in the same processes, and one whose peer goes."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.training.launch.worker import Rank
-from tests.multiprocess.runtime_cases import make_plan, random_order
+from tests.multiprocess.runtime_cases import make_plan, named_order, random_order
 
 NUM_PIPELINES = 20
 
@@ -86,3 +86,19 @@ def _step(module: nn.Module, **options: Any) -> Pipeline:
     with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False, **options) as pipeline:
         pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     return pipeline
+
+
+def left_by_another(rank: Rank) -> tuple[str, str]:
+    """Returns the type of error and the text that a step ends with if the other rank has closed its connections."""
+    plan = make_plan(["0", "1"], (1,), (0, 1), named_order("1f1b", 2, 2), 2, 2)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False)
+    pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    if rank.index == 1:
+        dist.destroy_process_group()
+        return "", ""
+    try:
+        pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"

@@ -3,7 +3,7 @@
 import pytest
 
 from bapipe.training.launch.processes import launch
-from tests.multiprocess.closing_cases import NUM_PIPELINES, failing_pipelines, many_pipelines
+from tests.multiprocess.closing_cases import NUM_PIPELINES, failing_pipelines, left_by_another, many_pipelines
 
 counted = pytest.mark.skipif(
     "not __import__('os').path.isdir('/proc/self/fd')", reason="counts what Linux says is open"
@@ -25,3 +25,9 @@ def test_pipelines_that_cannot_be_made_leave_nothing() -> None:
         assert counts == [counts[0]] * NUM_PIPELINES
         assert num_groups == 1
         assert {text.partition(":")[0] for text in said} == {"`optimizer` returned None", "while stages are connected"}
+
+
+def test_a_lost_rank_is_no_fault_of_a_layer() -> None:
+    (kind, said), _ = launch(left_by_another, ["cpu0", "cpu1"], timeout_s=60)
+    assert kind == "RunFailed"
+    assert said.startswith("another rank has ended, as where it was killed or its own code failed, or the link to it")

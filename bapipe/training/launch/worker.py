@@ -21,7 +21,7 @@ from bapipe.errors import BapipeError, LayerFailed, RunFailed, Stopped, one_line
 from bapipe.formats.cluster import Device
 from bapipe.job.groups import init_proven_group, meet, use_loopback
 from bapipe.job.interfaces import check_interface, choose_interface
-from bapipe.job.lost_peer import has_waited_too_long, is_lost_peer
+from bapipe.job.lost_peer import has_waited_too_long, is_lost_peer, shows_a_lost_rank
 from bapipe.job.rendezvous import OtherRanks, Refused, open_store, outer_address, tell_failure, wait_for_all
 from bapipe.job.secret import job_secret
 from bapipe.job.store import JobStore
@@ -228,8 +228,14 @@ def _failure_of(error: BaseException, timeout_s: float, limit: WaitLimit | None)
     if is_out_of_memory(root_cause(error)):
         text = str(error) if isinstance(error, LayerFailed) else one_line(error)
         return Failure(text=text, expected=False, out_of_memory=True)
-    if isinstance(error, LayerFailed):  # also raised if the layer waited for what another rank sends
-        return Failure(text=str(error), expected=False, lost_peer=is_lost_peer(root_cause(error)))
+    if isinstance(error, LayerFailed):
+        return Failure(text=str(error), expected=False)
+    if (
+        isinstance(error, RunFailed)
+        and isinstance(error.__cause__, RuntimeError)
+        and shows_a_lost_rank(error.__cause__)
+    ):
+        error = error.__cause__  # the job knows which rank is lost
     if isinstance(error, BapipeError):
         return Failure(text=str(error), expected=True)
     if has_waited_too_long(error):
