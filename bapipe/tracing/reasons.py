@@ -5,8 +5,12 @@ from dataclasses import dataclass, replace
 from bapipe.printable import shortened
 
 PUT_APART = "put the lines of this into a module of their own, which is then the only one"
-REGISTER_INSIDE = "register the hook on modules inside, or do in the forward what it does"
+REGISTER_INSIDE = (
+    "register the hook on modules inside, do in the forward what it does, or remove it if nothing needs it"
+)
 WRITE_INSIDE = "write to it in the forward of a module without children that has it"
+DRAW_INSIDE = "choose by `torch.where`; to leave modules out by chance, draw in the forwards of these modules"
+GIVE_TENSORS = "give the tensors as arguments of their own, and call modules in the forward of the one that has them"
 RETURN_VALUES = "return the values, or keep them in a module of their own"
 CHOOSE_WITHOUT_VALUES = (
     "choose by `torch.where` or a mask in place of reading values, or put the lines that read them into a module of "

@@ -7,10 +7,11 @@ Numbers that come from shapes are recorded as they are at that batch size; `merg
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -32,9 +33,11 @@ from bapipe.torch_private.tensors import (
     FakeTensor,
     FakeTensorMode,
     is_functorch_wrapped,
+    needs_values,
     quiet_fake_tensors,
     storage_key,
     tree_flatten,
+    tree_leaves,
     version,
 )
 from bapipe.tracing.captured import autocast_modes, is_layer
@@ -53,7 +56,8 @@ from bapipe.tracing.kept_calls import (
     registers_hook,
 )
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
-from bapipe.tracing.reasons import TAKE_ANY_NUMBER, WRITE_INSIDE, Reason
+from bapipe.tracing.randomness import draws_random_numbers
+from bapipe.tracing.reasons import DRAW_INSIDE, GIVE_TENSORS, TAKE_ANY_NUMBER, WRITE_INSIDE, Reason
 from bapipe.tracing.recorded_functions import PLAIN, argument_names, node_target, set_item, writes_to_a_list
 from bapipe.tracing.recording import Call, NotRecorded, Recording, Ref, why_not_recorded
 from bapipe.tracing.run_with_values import ExampleForward
@@ -66,10 +70,14 @@ from bapipe.tracing.seeding import (
 )
 from bapipe.tracing.structure import structure
 
+_MAX_HELD = 1_000
+"""How many objects are looked at inside an argument, for tensors that it holds."""
+
 _UNDER_VMAP = Reason(
     "it calls a function under torch.func.vmap or grad",
     "write the function for the whole batch, or put its call into a module of its own",
 )
+_DRAW_DECIDES = Reason("a random number that it draws decides what it does", DRAW_INSIDE)
 _FROM_ELSEWHERE = Reason("it uses a tensor that comes from where calls of torch cannot be recorded", TAKE_ANY_NUMBER)
 
 
@@ -114,12 +122,26 @@ def record(
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Returns whether an object that is no nested value has tensors, or modules with some, among its attributes."""
-    if isinstance(value, nn.Module):
-        return next(chain(value.parameters(), value.buffers()), None) is not None
-    parts = vars(value) if hasattr(value, "__dict__") else value
-    modules = (part for part in vars(value).values() if isinstance(part, nn.Module)) if parts is not value else ()
-    return next(tensors_in(parts), None) is not None or any(map(_holds_tensors, modules))
+    """Returns whether an object holds tensors, or modules with some, as far as `_MAX_HELD` objects inside it show."""
+    seen: dict[int, Any] = {}
+    held = deque([value])
+    while held and len(seen) < _MAX_HELD:
+        one = held.popleft()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Tensor):
+            return True
+        if isinstance(one, nn.Module):
+            if next(chain(one.parameters(), one.buffers()), None) is not None:
+                return True
+        elif isinstance(one, Mapping):
+            held += one.values()
+        elif isinstance(one, list | tuple | set | deque):
+            held += one
+        elif hasattr(one, "__dict__") and not isinstance(one, type | ModuleType | FunctionType):
+            held += vars(one).values()
+    return False
 
 
 def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
@@ -244,7 +266,27 @@ class _Recorder(TorchFunctionMode):
             func, args = hook_operator(args[1]), args[:1]
         if func is Tensor.new and len(args) == 2 and isinstance(args[1], torch.Size) and args[1]:
             args = (args[0], *args[1])  # a graph makes a tuple of a size, which would be values
-        return self._observed(func, args, kwargs, node_target(func), None)
+        try:
+            return self._observed(func, args, kwargs, node_target(func), None)
+        except Exception as error:
+            if needs_values(error) and self._are_drawn(tensors_in((args, kwargs))):
+                raise NotRecorded(_DRAW_DECIDES) from error
+            raise
+
+    def _are_drawn(self, tensors: Iterable[Tensor]) -> bool:
+        """Returns whether some results depend on random numbers, and not on inputs, parameters or layers."""
+        found = [self._index.get(id(tensor)) for tensor in tensors]
+        draws = False
+        for index in found:  # grows
+            if index is None or self._calls[index].op not in ("call_function", "call_method"):
+                return False
+            call = self._calls[index]
+            draws |= draws_random_numbers(
+                call.target if call.op == "call_function" else getattr(Tensor, call.target, None)
+            )
+            used = (one.index for one in tree_leaves((call.args, dict(call.kwargs))) if isinstance(one, Ref))
+            found += [one for one in used if one not in found]
+        return draws
 
     # What is recorded
 
@@ -351,7 +393,7 @@ class _Recorder(TorchFunctionMode):
         if fault is not None:
             raise NotRecorded(fault)
         if _holds_tensors(value):
-            raise NotRecorded(Reason(f"a {type(value).__name__} that holds tensors is an argument"))
+            raise NotRecorded(Reason(f"a {type(value).__name__} that holds tensors is an argument", GIVE_TENSORS))
         return self._constant(value)
 
     def _ref(self, tensor: Tensor) -> Ref:

@@ -166,6 +166,7 @@ def _says_that_it_needs_values(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+DRAWN = "a random number that it draws decides what it does"
 VALUES = (
     "it cannot be traced: it uses values of tensors, which are not known while it is traced (tests.tracing.test_record"
 )
@@ -176,13 +177,13 @@ VALUES = (
     [
         (lambda self, x: x if x.sum() > 0 else -x, VALUES),
         (lambda self, x: x[x[:, 0] > 0].sum(0) + x, VALUES),
-        (lambda self, x: x * 0 if torch.rand([]) < 0.5 else x, VALUES),
+        (lambda self, x: x * 0 if torch.rand([]) < 0.5 else x, DRAWN),
         # What the smallest and the largest draw have in common.
-        (lambda self, x: x * 0 if torch.rand([]) < torch.rand([]) else x, VALUES),
-        (lambda self, x: x * 0 if (torch.rand([]) - 0.5).abs() < 0.02 else x, VALUES),
-        (lambda self, x: x * int(torch.rand(4).argmax()), VALUES),
-        (lambda self, x: x * 0 if torch.rand([]) == 0.5 else x, VALUES),
-        (lambda self, x: x * 0 if torch.rand([]).sub_(0.5) > 1.0 else x, VALUES),
+        (lambda self, x: x * 0 if torch.rand([]) < torch.rand([]) else x, DRAWN),
+        (lambda self, x: x * 0 if (torch.rand([]) - 0.5).abs() < 0.02 else x, DRAWN),
+        (lambda self, x: x * int(torch.rand(4).argmax()), DRAWN),
+        (lambda self, x: x * 0 if torch.rand([]) == 0.5 else x, DRAWN),
+        (lambda self, x: x * 0 if torch.rand([]).sub_(0.5) > 1.0 else x, DRAWN),
         (lambda self, x: x * (1 / len(x)), "an argument is 0.2 or "),
         (lambda self, x: torch.vmap(lambda row: row * 2)(x), "vmap"),
         (_writes_to_buffer, "'inner.mean' is changed"),
@@ -586,3 +587,73 @@ def test_a_function_that_is_given_modules_is_refused_with_its_line() -> None:
 
     with pytest.raises(InvalidModel, match=r"a ModuleList that holds tensors is an argument \(.*Reversible\.apply"):
         trace(Calls(), (torch.randn(2, 6),))
+
+
+class Entry:
+    """What a cache keeps of a layer."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class Cache:
+    """Holds objects that hold tensors, as those of transformers do."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+class Attends(nn.Module):
+    """Reads a value, so that its call is one layer, which is given the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        y: Tensor = self.linear(x)
+        cache.entries.append(Entry(y))
+        return sum((entry.keys for entry in cache.entries), -y if y.sum() > 1e9 else y)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Attends(), Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        y: Tensor = self.b(self.a(x, cache), cache)
+        return y
+
+
+def test_a_cache_that_layers_fill_is_no_constant() -> None:
+    """A graph would hold the one of the trace, in which are tensors without values."""
+    model = trace(nn.Sequential(nn.Linear(6, 6), Decoder(), nn.Linear(6, 6)), (torch.randn(3, 6),))
+    assert [layer.name for layer in model.layers] == ["0", "1", "2"]
+    reason = model.leaf_reasons["1"]
+    assert "a Cache that holds tensors is an argument" in reason.text
+    assert "give the tensors as arguments of their own" in reason.with_advice
+
+
+@pytest.mark.parametrize("depends", [False, True])
+def test_a_draw_that_decides_what_runs_is_named_as_such(*, depends: bool) -> None:
+    """To leave a layer out by chance, as torchaudio's encoders do, needs other advice than a choice by the inputs."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if (torch.rand(1) + (x.sum() if depends else 0)).item() > 0.0:
+                    x = layer(x)
+            return x
+
+    model = trace(nn.Sequential(nn.Linear(6, 6), Drops(), nn.Linear(6, 6)), (torch.randn(3, 6),))
+    advice = model.leaf_reasons["1"].with_advice
+    line = Drops.forward.__code__.co_firstlineno + 2
+    assert f"line {line}" in advice
+    assert ("a random number that it draws decides what it does" in advice) != depends
+    assert ("draw in the forwards of these modules" in advice) != depends
