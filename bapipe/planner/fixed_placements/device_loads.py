@@ -14,6 +14,7 @@ from bapipe.planner.branch_and_bound.problem import Problem
 from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.fixed_placements.load_programme import Loads, reach_every_state, reach_furthest, trace_states
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
+from bapipe.planner.stages.intervals import INF
 from bapipe.planner.stages.nearest_cuts import nearest_cuts
 from bapipe.planner.stages.placements import StagePlacement
 from bapipe.schedules import splits_backwards
@@ -50,15 +51,15 @@ class DeviceLoads:
         # The work without the F before the first backward. [first or second stages][devices, boundaries]
         self._late = [
             _sums((problem.num_microbatches - early[:, None]) * forwards + problem.num_microbatches * backwards)
-            for early in self._num_early(problem, placements)
+            for early in self._num_early(problem)
         ]
         passed = _sums(forwards.min(axis=0))
-        # Where I and W are apart, no stage waits for the W of another one, and an I may take no time.
+        # Where I and W are apart, an I may take no time, and nothing has to follow a last W.
         self._returned = _sums(backwards.min(axis=0) * (not self._splits))
         sent_ns, returned_ns = self._least_transfers(problem, placements)
         cuts_before = np.arange(self._num)
         self._before = passed + cuts_before[:, None] * sent_ns
-        self._behind = self._returned + cuts_before[:, None] * returned_ns
+        self._behind = (self._returned + cuts_before[:, None] * returned_ns) * (not self._splits)
         num_cuts = 2 * self._num - 1 - self._is_back  # the one between two stages of a device takes no time
         cuts_later = cuts_before if self._is_back else cuts_before[::-1]
         self._trips = passed[-1] + num_cuts * sent_ns + cuts_later * returned_ns
@@ -114,10 +115,11 @@ class DeviceLoads:
         """
         costs = problem.lower_bound.costs
         times, units = costs.times[device_class].on_device, costs.intervals.row_offset[:-1]
+        most_ns = INF // (4 * problem.num_microbatches * len(units))  # so that sums of a step fit in 64 bits
         return (
-            np.maximum(times.at(units).forward_ns - 1, 0),
-            np.maximum(times.unit_backward_ns(self._splits) - 2, 0),
-            np.maximum(times.at(units).update_ns - 1, 0),
+            np.clip(times.at(units).forward_ns - 1, 0, most_ns),
+            np.clip(times.unit_backward_ns(self._splits) - 2, 0, most_ns),
+            np.clip(times.at(units).update_ns - 1, 0, most_ns),
         )
 
     def _least_transfers(self, problem: Problem, placements: Sequence[StagePlacement]) -> tuple[int, int]:
@@ -128,12 +130,11 @@ class DeviceLoads:
         sent_ns, returned_ns = (int(transfers.min_ns(classes, classes, way)[1:-1].min()) for way in (True, False))
         return sent_ns, returned_ns
 
-    def _num_early(self, problem: Problem, placements: Sequence[StagePlacement]) -> Ints:
+    def _num_early(self, problem: Problem) -> Ints:
         """Returns how many F of its first, and of its second stage a device runs before any backward. [2, devices]"""
-        schedule, _ = problem.compiled(tuple(placements))
         early = np.zeros((2, self._num), dtype=np.int64)
-        for k, (rank,) in enumerate(schedule.devices[: self._num]):
-            for action in takewhile(lambda action: action.phase is Phase.FORWARD, schedule.order[rank]):
+        for k, order in enumerate(problem.placements.table(self._num).order):
+            for action in takewhile(lambda action: action.phase is Phase.FORWARD, order):
                 early[action.stage // self._num, k] += 1
         return early
 

@@ -55,18 +55,20 @@ def random_problem(seed: int, schedule: str, *, overlaps: bool = True) -> tuple[
 def largest_load_ns(seed: int, problem: Problem, placements: tuple[StagePlacement, ...], cuts: Cuts) -> float:
     """What some device has to do, with what comes before and behind; a layer's backward takes twice its F.
 
-    Each tensor takes a millisecond from device to device. If no backward is split, each waits for the later stages'.
+    Each tensor takes a millisecond from device to device. If no backward is split, each waits for the later
+    stages', and those of earlier stages follow.
     """
     speeds = [problem.classes[placement.device_classes[0]].device.speed for placement in placements]
     stages = [MS * sum(random_layers(seed)[begin:end]) for begin, end in pairwise(cuts)]
-    waits = 0 if problem.schedule not in ("interleaved-1f1b", "looped-bfs") else 2 / max(speeds)
+    is_split = problem.schedule not in ("interleaved-1f1b", "looped-bfs")
+    waits = 0 if is_split else 2 / max(speeds)
     sent = [MS * (one.position != other.position) for one, other in pairwise(placements)]
     table = LOOPED[problem.schedule](len(placements) // 2, NUM_MICROBATCHES)
     loads = []
     for k in range(len(placements) // 2):
         first, second = (s for s, placement in enumerate(placements) if placement.position == k)
         before_ns = sum(stages[:first]) / max(speeds) + sum(sent[:first])
-        behind_ns = sum(stages[:first]) * waits + sum(sent[:first])
+        behind_ns = 0 if is_split else sum(stages[:first]) * waits + sum(sent[:first])
         work_ns = NUM_MICROBATCHES * 3 * (stages[first] + stages[second]) / speeds[k]
         kinds = [action.phase is Phase.FORWARD for action in table.order[k]]
         early = [stages[action.stage] / speeds[k] for action in table.order[k][: kinds.index(False)]]
