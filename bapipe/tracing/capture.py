@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
-from bapipe.torch_private.modules import hooks_in_words, is_compiled, is_exported, is_scripted
+from bapipe.torch_private.modules import hooks_in_words, hooks_of, is_compiled, is_exported, is_scripted
 from bapipe.torch_private.tensors import distributions_unvalidated
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
 from bapipe.tracing.code_position import failed_line
@@ -21,6 +21,9 @@ from bapipe.tracing.reasons import REGISTER_INSIDE, Reason
 from bapipe.tracing.recorded_capture import capture_by_recording, capture_with_calls
 from bapipe.tracing.recording import ExamplesFail, why_not_recorded
 from bapipe.tracing.sizes import CHECK_BATCH_SIZE
+
+_COLLECTING = ("transformers.utils.output_capturing",)
+"""Modules of hooks that do nothing but collect what a module returns, for code of the model that runs later."""
 
 
 @distributions_unvalidated()
@@ -177,13 +180,17 @@ class _Leaves:
 def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> dict[str, Reason]:
     """Returns which modules that are no layers have hooks, which only a call of the module runs.
 
+    Hooks that only collect results are left out: while a module is traced they run, and what is collected is followed.
+
     Raises:
         InvalidModel: the model itself has hooks.
     """
     hooked = {
         path: Reason(f"it has {hook}", REGISTER_INSIDE)
         for path, part in module.named_modules()
-        if (hook := hooks_in_words(part)) is not None and not is_layer(part, path, leaf_modules, inlined)
+        if (hook := hooks_in_words(part)) is not None
+        and not (path and all(map(_only_collects, hooks_of(part))))
+        and not is_layer(part, path, leaf_modules, inlined)
     }
     if "" in hooked:
         raise InvalidModel(
@@ -191,6 +198,10 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined:
             "register it on a module inside"
         )
     return hooked
+
+
+def _only_collects(hook: object) -> bool:
+    return getattr(hook, "__module__", None) in _COLLECTING
 
 
 def check_has_layers(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from bapipe.tracing.layers import trace
@@ -88,3 +89,35 @@ def test_the_models_code_reads_what_hooks_on_layers_keep(kind: type[Features], *
     assert isinstance(found, list)
     for value, expected in zip(found, [2 * a, 2 * b], strict=True):
         assert torch.allclose(value, expected, atol=1e-6)
+
+
+def test_modules_whose_results_transformers_collects_are_cut() -> None:
+    """A backbone returns what hooks on its stages have collected, each of which holds several layers."""
+    torch.manual_seed(0)
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[4, 6], depths=[1, 1], num_stages=2, drop_path_rate=0.0, out_features=["stage1", "stage2"]
+    )
+    backbone = transformers.ConvNextBackbone(config)
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = backbone, nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.backbone(x).feature_maps
+            scores: Tensor = self.head(second.mean((2, 3))) + first.mean()
+            return scores
+
+    module, x = Maps(), torch.randn(2, 3, 32, 32)
+    model = trace(module, (x,))
+    assert not model.leaf_reasons
+    assert {"backbone.encoder.stages.1.layers.0.pwconv1", "backbone.encoder.stages.1.layers.0.pwconv2"} <= {
+        layer.name for layer in model.layers
+    }
+    (scores,) = model.module(x)
+    parameters = list(module.parameters())
+    found = torch.autograd.grad(scores.square().sum(), parameters)
+    expected = torch.autograd.grad(module(x).square().sum(), parameters)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
