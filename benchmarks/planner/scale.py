@@ -107,6 +107,19 @@ CASES = {
         inputs=_chain_of(260), num_devices=8, minibatch_size=32, schedules=("interleaved-1f1b",), replicas=False
     ),
     "zb-v": Case(inputs=_chain_of(200), num_devices=8, minibatch_size=32, schedules=("zb-v",), replicas=False),
+    **{
+        f"{schedule}, 40 unlike devices": Case(
+            inputs=_chain_of(100),
+            num_devices=40,
+            minibatch_size=256,
+            schedules=(schedule,),
+            replicas=False,
+            per_host=8,
+            is_unlike=True,
+            output_bytes=2 * MB,
+        )
+        for schedule in ("interleaved-1f1b", "dualpipe-v")
+    },
 }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from bapipe.planner.branch_and_bound.problem import Layout, Problem
 from bapipe.planner.branch_and_bound.search import EVENT_DRIVEN_FACTOR
+from bapipe.planner.compute.arrays import Floats
 from bapipe.planner.fixed_placements.naive_cuts import Cuts
 from bapipe.planner.fixed_placements.stage_times import StageTable, StageTimes
 from bapipe.planner.stages.intervals import INF, BoolArray, IntArray
@@ -32,6 +33,9 @@ VECTORS_COST = 100
 
 MAX_ENTRIES = 20_000_000
 """Most entries of the tables of pipelines, the times of all replicas with all intervals, that a search makes."""
+
+ROUNDED_UP = 1 + 2**-30
+"""More than what rounding can take from a sum of millions of floats."""
 
 MAX_SUM = INF >> 1
 """Weighted sums of times stay below this, so that they fit in 64 bits."""
@@ -266,14 +270,14 @@ class PlacedPipeline:
         return sum(len(table.rows) for table in self._remaining_tables()) // INTERVALS_PER_ACTION
 
     @cached_property
-    def _maxima(self) -> list[int]:
+    def _maxima(self) -> Floats:
         """Upper bounds on the entries of time vectors, over all cuts. [entries]"""
         of_stages = [longest for stage in self._stages for longest in stage.maxima()]
-        return of_stages + [int(times.max()) for times in self._transfers]
+        return np.array(of_stages + [int(times.max()) for times in self._transfers], dtype=np.float64)
 
-    def max_sum(self, weights: IntArray) -> int:
-        """Returns an upper bound on weights @ times over all cuts."""
-        return sum(weight * longest for weight, longest in zip(weights.tolist(), self._maxima, strict=True))
+    def max_sum(self, weights: IntArray) -> float:
+        """Returns an upper bound on weights @ times over all cuts, in floats, as sums may not fit in 64 bits."""
+        return float(weights.astype(np.float64) @ self._maxima) * ROUNDED_UP
 
     def step_ns(self, cuts: Cuts) -> int | None:
         """Returns the simulated step time of some cuts; None if they do not fit."""
