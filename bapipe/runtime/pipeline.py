@@ -20,7 +20,7 @@ from bapipe.runtime.autocast import enter_any_autocast
 from bapipe.runtime.batch_check import GivenInput, by_name, check_same_batch
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.connected_stages import ConnectedStages, connect_stages
-from bapipe.runtime.copy_streams import copied_ahead, copy_stream, wait_for_copies
+from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies
 from bapipe.runtime.evaluation import ForwardResult
 from bapipe.runtime.grad_scaler import GradScalerState
 from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, check_optimizer_factory, sgd
@@ -287,12 +287,16 @@ class Pipeline:
                 f"of {num} samples the last micro-batch is a single one, for which the stages would not give what the "
                 f"module does: {fault_of_one}; evaluate another number of samples"
             )
-        expected = self._own.batch_spec(self._own.cut.trained)
-        loaded = expected.load(by_name(inputs, self.input_names), num)
-        target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
+        expected, given = self._own.batch_spec(self._own.cut.trained), by_name(inputs, self.input_names)
+        with copying_beside(self._device, self._copy_stream, (*given.values(), target)) as copied:
+            loaded = expected.load(given, num)
+            target = expected.checked("target", target, None, num) if self.needs_target and target is not None else None
+            copied += [*loaded.values(), *([] if target is None else [target])]
         with tf32(self._plan.compute_settings.tf32):
             num_before, self._num_evaluated = self._num_evaluated, self._num_evaluated + -(-num // self.microbatch_size)
-            return executor.run(loaded, target, num, keep, self._own.rng.step, num_before)
+            result = executor.run(loaded, target, num, keep, self._own.rng.step, num_before)
+        wait_for_copies(self._copy_stream)  # of what was given, which may be overwritten when this returns
+        return result
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns this rank's parameters and buffers by name in the original module; tied ones by all of their names.
