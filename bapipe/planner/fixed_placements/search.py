@@ -19,7 +19,6 @@ import numpy as np
 from bapipe.planner.branch_and_bound.problem import Problem, Root, SearchResult
 from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.fixed_placements.budget import Budget
-from bapipe.planner.fixed_placements.device_loads import DeviceLoads
 from bapipe.planner.fixed_placements.local_search import descend
 from bapipe.planner.fixed_placements.naive_cuts import Cuts, naive_cuts
 from bapipe.planner.fixed_placements.path_bound import PathBound, Paths
@@ -257,6 +256,8 @@ class _Search:
     def _balance(self, entry: _RootState) -> None:
         """Raises the bound of one root by what its devices have to do, and notes cuts that share it well."""
         if entry.balanced is None:
+            from bapipe.planner.fixed_placements.device_loads import DeviceLoads  # loads the compiler
+
             loads = DeviceLoads(entry.problem, _pipeline_of(entry.root))
             entry.bound_ns, entry.balanced = loads.least(entry.bound_ns, min(self.best_ns, MAX_TIME))
             self.budget.spend(loads.num_steps // STEPS_PER_ACTION)

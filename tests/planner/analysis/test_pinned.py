@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bapipe.errors import ConstraintsUnmet, Infeasible
+from bapipe.errors import BapipeError, ConstraintsUnmet, Infeasible
 from bapipe.formats.certificate import ReachedGoal, outside_of, searched_space
 from bapipe.formats.cluster import Bandwidth
 from bapipe.formats.codec import decode, encode
@@ -126,8 +126,10 @@ def test_recomputation_that_is_not_needed_lies_outside() -> None:
     assert outside_of(certify_pinned(needless, profiles, short).certificate) == ""
 
 
-def test_replicas_without_a_microbatch_lie_outside() -> None:
-    """Two micro-batches of 2 (1 + 2) ms. d0 and d1 sum 1,000 bytes with their own compute: 1 ms behind the backward.
+def test_replicas_without_a_microbatch_lie_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan file may have some, though none is made.
+
+    Two micro-batches of 2 (1 + 2) ms. d0 and d1 sum 1,000 bytes with their own compute: 1 ms behind the backward.
 
     A third replica on another host, which has no micro-batch, makes it a ring over links: 4 messages of 334 us that
     begin when the last layer has its gradient, 2 ms before the end. d2 is too slow to be one of two.
@@ -145,6 +147,9 @@ def test_replicas_without_a_microbatch_lie_outside() -> None:
     assert min(point.step_ns for point in front) == 7 * MS
     spaces = [best.certificate.space, *(point.plan.certificate.space for point in front)]
     assert all("; any replicas, each with a micro-batch, " in space for space in spaces)
+    with pytest.raises(BapipeError, match="stage 0 has 3 devices for 2 micro-batches of 1"):
+        make(profiles, cluster, minibatch_size=2, cuts=[], devices=[["d0", "d1", "d2"]])
+    monkeypatch.setattr("bapipe.planner.make.check_replicas", lambda *_: None)
     made = make(profiles, cluster, minibatch_size=2, cuts=[], devices=[["d0", "d1", "d2"]])
     pinned = certify_pinned(made, profiles, options)
     assert pinned.prediction.step_ns == 6 * MS
