@@ -6,7 +6,7 @@ For `planner/stages/longest_path.py`, which has the rules; arrays in place of it
 from typing import NamedTuple
 
 from bapipe.planner.compute.arrays import Ints
-from bapipe.planner.compute.compiled import compiled, inlined
+from bapipe.planner.compute.compiled import compiled
 
 
 class ActionGraph(NamedTuple):
@@ -31,60 +31,8 @@ class ActionGraph(NamedTuple):
     before_on_link: Ints
 
 
-@inlined
-def _run(
-    graph: ActionGraph,
-    duration_ns: Ints,
-    transfer_ns: Ints,
-    rank_ends: Ints,
-    link_ends: Ints,
-    ends: Ints,
-    arrivals: Ints,
-) -> None:
-    rank_ends[:] = 0
-    link_ends[:] = 0
-    for action in range(len(graph.ranks)):
-        rank, producer, channel = graph.ranks[action], graph.producers[action], graph.channels[action]
-        end = rank_ends[rank]
-        if producer >= 0:
-            end = max(end, arrivals[producer])
-        end += duration_ns[graph.durations[action]]
-        rank_ends[rank] = end
-        ends[action] = end
-        if channel >= 0:
-            link = graph.links[action]
-            if link >= 0:
-                end = max(end, link_ends[link])
-            end += transfer_ns[channel]
-            if link >= 0:
-                link_ends[link] = end
-        arrivals[action] = end
-
-
 @compiled
 def run_actions(
-    graph: ActionGraph,
-    duration_ns: Ints,
-    transfer_ns: Ints,
-    rank_ends: Ints,
-    link_ends: Ints,
-    ends: Ints,
-    arrivals: Ints,
-) -> None:
-    """Says when each action ends, and when what it makes arrives, in ns.
-
-    Args:
-        duration_ns: [durations]
-        transfer_ns: [channels]
-        rank_ends: filled with the end of the last action. [ranks]
-        link_ends: scratch. [links]
-        ends, arrivals: filled. [actions]
-    """
-    _run(graph, duration_ns, transfer_ns, rank_ends, link_ends, ends, arrivals)
-
-
-@compiled
-def run_columns(
     graph: ActionGraph,
     duration_ns: Ints,
     transfer_ns: Ints,
@@ -95,17 +43,35 @@ def run_columns(
     arrivals: Ints,
     lengths: Ints,
 ) -> None:
-    """Says when a step ends with each of n vectors of times, in ns.
+    """Says when a step ends with each of n vectors of times, and with the last of them when everything in it does.
 
     Args:
         duration_ns: [n, durations]
         transfer_ns: [n, channels]
         tail_ns: what follows the last action of a rank; 0 on ranks without any. [n, ranks]
-        rank_ends, link_ends, ends, arrivals: scratch, as in `run_actions`.
-        lengths: filled. [n]
+        rank_ends, link_ends: scratch. [ranks], [links]
+        ends, arrivals: filled: when each action ends, and when what it makes arrives, in ns. [actions]
+        lengths: filled: when the step ends, in ns. [n]
     """
     for i in range(len(lengths)):
-        _run(graph, duration_ns[i], transfer_ns[i], rank_ends, link_ends, ends, arrivals)
+        rank_ends[:] = 0
+        link_ends[:] = 0
+        for action in range(len(graph.ranks)):
+            rank, producer, channel = graph.ranks[action], graph.producers[action], graph.channels[action]
+            end = rank_ends[rank]
+            if producer >= 0:
+                end = max(end, arrivals[producer])
+            end += duration_ns[i, graph.durations[action]]
+            rank_ends[rank] = end
+            ends[action] = end
+            if channel >= 0:
+                link = graph.links[action]
+                if link >= 0:
+                    end = max(end, link_ends[link])
+                end += transfer_ns[i, channel]
+                if link >= 0:
+                    link_ends[link] = end
+            arrivals[action] = end
         lengths[i] = 0
         for rank in range(len(rank_ends)):
             lengths[i] = max(lengths[i], rank_ends[rank] + tail_ns[i, rank])
@@ -125,7 +91,8 @@ def trace_back(
     """Counts the times on the longest path that ends with the action `last`.
 
     Args:
-        duration_ns, transfer_ns, ends, arrivals: as in `run_actions`.
+        duration_ns, transfer_ns: [durations], [channels]
+        ends, arrivals: as `run_actions` has filled them with these times. [actions]
         durations, transfers: how often the path contains each; zeros before. [durations], [channels]
     """
     action = last

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bapipe.planner.compute.action_times import ActionGraph, run_actions, run_columns, trace_back
+from bapipe.planner.compute.action_times import ActionGraph, run_actions, trace_back
 from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.stages.longest_path import LongestPath
 from bapipe.simulator.compiled import CompiledSchedule
@@ -38,8 +38,8 @@ class LongestPathOfMany(LongestPath):
     def find(
         self, duration_ns: Sequence[int], transfer_ns: Sequence[int], tail_ns: Sequence[int]
     ) -> tuple[int, list[int], list[int], int]:
-        at, of_transfers = (np.array(times, dtype=np.int64) for times in (duration_ns, transfer_ns))
-        run_actions(self._graph, at, of_transfers, self._rank_ends, self._link_ends, self._ends, self._arrivals)
+        at, of_transfers, tails = (np.array(times, dtype=np.int64) for times in (duration_ns, transfer_ns, tail_ns))
+        self._run_all(at[None], of_transfers[None], tails[None])
         length, rank = max(
             (int(self._ends[action]) + tail_ns[rank], rank) for rank, action in self.last_actions.items()
         )
@@ -52,8 +52,11 @@ class LongestPathOfMany(LongestPath):
         return num * self.cost
 
     def lengths(self, duration_ns: Ints, transfer_ns: Ints, tail_ns: Ints) -> Ints:
-        lengths = np.zeros(tail_ns.shape[1], dtype=np.int64)
-        at, transfers, tails = (np.ascontiguousarray(times.T) for times in (duration_ns, transfer_ns, tail_ns))
-        scratch = self._rank_ends, self._link_ends, self._ends, self._arrivals
-        run_columns(self._graph, at, transfers, tails, *scratch, lengths)
+        return self._run_all(*(np.ascontiguousarray(times.T) for times in (duration_ns, transfer_ns, tail_ns)))
+
+    def _run_all(self, duration_ns: Ints, transfer_ns: Ints, tail_ns: Ints) -> Ints:
+        """Returns the lengths for n vectors of times; `_ends` and `_arrivals` are then those of the last. [n, ...]"""
+        lengths = np.zeros(len(tail_ns), dtype=np.int64)
+        written = self._rank_ends, self._link_ends, self._ends, self._arrivals
+        run_actions(self._graph, duration_ns, transfer_ns, tail_ns, *written, lengths)
         return lengths
