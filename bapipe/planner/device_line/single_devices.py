@@ -16,6 +16,9 @@ the round trip of one micro-batch from the stage on (docs/many_devices.md, "One 
     GPipe        D + around + (M - 1) (max(F, x) + max(r, y)) <= T
     memory       parameters, gradients, optimizer state and the stashes in flight fit
 
+A device that cannot compute while it transfers also spends the transfers over both its cuts, i and j, that a limit's
+time contains (`_Stalls`).
+
 Each limit is a sum of something at i and something at j, so its smallest value over all i that are reached is a running
 minimum: O(boundaries) for each stage.
 """
@@ -23,6 +26,7 @@ minimum: O(boundaries) for each stage.
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -159,35 +163,34 @@ class SingleDevices:
         num, fewest, most = self._num_microbatches, self.num_cuts[0] + 1, self.num_cuts[1] + 1
         sums, speed = self._sums[stage], self._speeds[stage]
         f, r = sums.forward / speed, sums.critical / speed
-        x, y, later = np.zeros_like(f), np.zeros_like(f), num - 1
-        if stage + 1 < most:
-            x[:-1], y[:-1] = self._sent[stage][:-1], self._returned[stage][:-1]
+        x, y, later = *self._over_cut(stage), num - 1
         limit = limit_ns * (1 + 1e-12)
 
-        def within(before: Floats, at_stage: Floats, at_end: Floats | float, trips: int = 1) -> Bools:
+        def within(before: Floats, at_stage: Floats, at_end: Floats, trips: int = 1) -> Bools:
             """Returns whether before(i) + at_stage(j) - at_stage(i) + at_end(j) is within the limit."""
             room = limit + self._rounding_ns * (num + most * (trips + 1))
             if end is None:
                 found: Bools = _least_before(before - at_stage) + at_stage + at_end <= room
                 return found
-            of_end = at_end if isinstance(at_end, float) else at_end[end]
-            found = before - at_stage + at_stage[end] + of_end <= room
+            found = before - at_stage + at_stage[end] + at_end[end] <= room
             return found
 
-        both = prefix.there_and_back
-        kept = within(prefix.arrival, num * (sums.work / speed) + sums.update / speed, 0.0)
-        kept &= within(both, num * (f + r), 0.0)
-        kept &= within(both, f + r, behind + later * np.maximum(x, y))
+        both, stalls = prefix.there_and_back, self._stalls(stage)
+        arrived, back = later * stalls.received, later * stalls.gradient_sent
+        sent, returned = stalls.sent, stalls.gradient_received
+        kept = within(prefix.arrival + arrived, num * (sums.work / speed) + sums.update / speed, num * (sent + returned))
+        kept &= within(both + arrived + back, num * (f + r), num * (sent + returned))
+        kept &= within(both, f + r, behind + later * (x + y if stalls.is_shared else np.maximum(x, y)))
         if self.schedule in FORWARDS_FIRST:
-            kept &= within(both, num * (f + r), behind)
+            kept &= within(both + arrived + back, num * (f + r), behind + later * (sent + returned))
             kept &= within(both, num * f + r, behind + later * y)
             kept &= within(both, f + num * r, behind + later * x)
             kept &= within(both, f + r, behind + later * (x + y))
         else:
             depth = IN_FLIGHT[self.schedule](most - stage)
-            most_apart = 1 + max(0, num - depth)
-            kept &= within(both, most_apart * f + num * r, behind)
-            kept &= within(both, num * f + most_apart * r, behind)
+            apart = max(0, num - depth)
+            kept &= within(both + back, (1 + apart) * f + num * r, behind + later * returned + apart * sent)
+            kept &= within(both + arrived, num * f + (1 + apart) * r, behind + later * sent + apart * returned)
             for trips in {2, 1 + later // depth}:
                 steps = later - (trips - 1) * depth
                 if trips < 2 or steps < 0:
@@ -201,6 +204,22 @@ class SingleDevices:
         least = _least_before(least) + held if end is None else least + held[end]
         kept &= least <= self._limits[stage]
         return kept
+
+    def _over_cut(self, stage: int) -> tuple[Floats, Floats]:
+        """Returns the transfers over the cut behind a stage, there and back: none over the ends. [boundaries]"""
+        there, back = np.zeros(len(self.line.cuts)), np.zeros(len(self.line.cuts))
+        if 0 <= stage < self.num_cuts[1]:
+            there[1:-1], back[1:-1] = self._sent[stage][1:-1], self._returned[stage][1:-1]
+        return there, back
+
+    def _stalls(self, stage: int) -> "_Stalls":
+        """Returns the transfers during which the device of a stage does not compute."""
+        overlaps = [device.overlaps_transfers for device in self.line.cluster.devices]
+        before, behind = self._over_cut(stage - 1), self._over_cut(stage)
+        if overlaps[stage]:
+            before = behind = np.zeros_like(before[0]), np.zeros_like(before[0])
+        is_shared = stage < self.num_cuts[1] and not (overlaps[stage] and overlaps[stage + 1])
+        return _Stalls(*before, *behind, is_shared)
 
     def _in_flight(self, num_behind: int) -> int:
         """Returns a lower bound on the stashes that a device holds, with `num_behind` stages from its stage on."""
@@ -224,6 +243,27 @@ class _Prefixes:
     reached: Bools
     arrival: Floats
     there_and_back: Floats
+
+
+class _Stalls(NamedTuple):
+    """The transfers of a micro-batch for which a device does not compute; 0 where it can. All [boundaries]
+
+    Between the arrival of the first micro-batch and the end of the last F lie all other arrivals; until it has been
+    sent on, all are sent; between the end of the first r and the arrival of the last gradient at the stage before lie
+    all gradients that are received after the first, and all that are sent back. The first arrival and the last gradient
+    are in what is known of the stages before.
+
+    Attributes:
+        received, gradient_sent: over the cut before the stage, by its begin.
+        sent, gradient_received: over the cut behind it, by its end.
+        is_shared: whether transfers there and back over the cut behind it exclude each other.
+    """
+
+    received: Floats
+    gradient_sent: Floats
+    sent: Floats
+    gradient_received: Floats
+    is_shared: bool
 
 
 class _KindSums:

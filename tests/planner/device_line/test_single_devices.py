@@ -36,9 +36,11 @@ def single_line(seed: int, schedule: str) -> DeviceLine:
     )
     if random.random() < 0.5:
         limits = [random.randint(60, 400) for _ in cluster.devices]
-        devices = zip(cluster.devices, limits, strict=True)
-        cluster = replace(cluster, devices=tuple(replace(device, memory_bytes=limit) for device, limit in devices))
-    return DeviceLine(line.profiles, cluster, options)
+        limited = zip(cluster.devices, limits, strict=True)
+        cluster = replace(cluster, devices=tuple(replace(device, memory_bytes=limit) for device, limit in limited))
+    overlap = Random(seed).choice([(True,), (False,), (True, False)])
+    overlapping = tuple(replace(each, overlaps_transfers=random.choice(overlap)) for each in cluster.devices)
+    return DeviceLine(line.profiles, replace(cluster, devices=overlapping), options)
 
 
 def plans_of(line: DeviceLine, schedule: str) -> list[LinePlan]:
