@@ -11,6 +11,7 @@ the round trip of one micro-batch from the stage on (docs/many_devices.md, "One 
     return       D + M (F + r) <= T
     link         D + around + (M - 1) max(x, y) <= T
     round trip   D + around + (M - 1) r + max(0, M - d) F <= T, of the first micro-batch
+    backwards    A + F and transfers behind + M B + max(0, M - d) F + update <= T, of the first micro-batch
     last one     D + around + (M - 1) F + max(0, M - d) r <= T, before the round trip of the last micro-batch
     rounds       D + k around + (M - 1 - (k - 1) d) max(F + r, x, y) <= T; of pairs with max(F, r)
     GPipe        D + around + (M - 1) (max(F, x) + max(r, y)) <= T
@@ -178,17 +179,20 @@ class SingleDevices:
         both, stalls = prefix.there_and_back, self._stalls(stage)
         arrived, back = later * stalls.received, later * stalls.gradient_sent
         sent, returned = stalls.sent, stalls.gradient_received
-        kept = within(prefix.arrival + arrived, num * (sums.work / speed) + sums.update / speed, num * (sent + returned))
+        work = num * (sums.work / speed) + sums.update / speed
+        kept = within(prefix.arrival + arrived, work, num * (sent + returned))
         kept &= within(both + arrived + back, num * (f + r), num * (sent + returned))
         kept &= within(both, f + r, behind + later * (x + y if stalls.is_shared else np.maximum(x, y)))
+        depth = 1 if self.schedule in FORWARDS_FIRST else IN_FLIGHT[self.schedule](most - stage)
+        apart = max(0, num - depth)
+        backwards = work - (num - 1 - apart) * f
+        kept &= within(prefix.arrival, backwards, behind + later * returned + apart * sent)
         if self.schedule in FORWARDS_FIRST:
             kept &= within(both + arrived + back, num * (f + r), behind + later * (sent + returned))
             kept &= within(both, num * f + r, behind + later * y)
             kept &= within(both, f + num * r, behind + later * x)
             kept &= within(both, f + r, behind + later * (x + y))
         else:
-            depth = IN_FLIGHT[self.schedule](most - stage)
-            apart = max(0, num - depth)
             kept &= within(both + back, (1 + apart) * f + num * r, behind + later * returned + apart * sent)
             kept &= within(both + arrived, num * f + (1 + apart) * r, behind + later * sent + apart * returned)
             for trips in {2, 1 + later // depth}:

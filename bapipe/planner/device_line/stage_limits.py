@@ -208,6 +208,9 @@ def _excess(
     # From the start of the last B on: the first bucket is full, all rings follow, then the update.
     after = arrival + again * stage.backward + first_full + ring + update
     work = max(work, after + n * own_f + (n - 1) * b)
+    # Behind the first round trip come all other backwards, and the F that are not in flight with it.
+    around_first = arrival + around + start.once_one_way + start.apart * f - r
+    work = max(work, around_first + n * b + stage.last_ring + update)
     after -= b
     if has_whole_backward and n >= 2:
         work = max(work, after + around + start.once_one_way + (n - 1) * b + start.apart * f)

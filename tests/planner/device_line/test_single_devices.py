@@ -20,7 +20,7 @@ from bapipe.planner.stages.device_orders import device_orders
 from bapipe.planner.stages.stage_schedule import stage_schedule_of
 from bapipe.schedules import SCHEDULES
 from bapipe.schedules.table import Phase
-from tests.builders import chain, devices
+from tests.builders import MS, chain, devices
 from tests.planner.device_line.test_prefix_bound import random_line
 from tests.planner.device_line.test_unlike_devices import unlike_line
 
@@ -134,3 +134,33 @@ def test_cuts_between_hosts_are_where_little_is_sent(schedule: str) -> None:
     assert found is not None
     assert found.solution.prediction.step_ns < 0.66 * naive_ns
     assert found.solution.lower_bound_ns > 0.88 * found.solution.prediction.step_ns
+
+
+def two_stages(
+    schedule: str, forward_ms: list[int], *, overlaps: bool = True, output_bytes: int = 0
+) -> tuple[SingleDevices, int]:
+    """Two layers on a device each, four micro-batches; I and W take as long as F. The relaxation, and the step in ms."""
+    profile = chain(forward_ms, output_bytes=output_bytes)
+    options = PlanOptions(minibatch_size=4, microbatch_size=1, schedules=[schedule], replicas=False)
+    line = DeviceLine({"a": profile}, devices(2, overlaps=overlaps), options)
+    timed = line.time(LinePlan(cuts=(0, 1, 2), counts=(1, 1), schedule=schedule, microbatch_size=1))
+    assert timed is not None
+    return SingleDevices(line, schedule, 1).with_num_cuts(1, 1), timed.step_ns // MS
+
+
+def test_all_backwards_come_behind_the_first_round_trip() -> None:
+    """The first device runs F, waits for F and I of the second one, and then runs 4 I + W, and 2 F between them."""
+    every, step_ms = two_stages("zb-h1", [3, 2])
+    assert step_ms == 3 + (2 + 2) + 4 * 6 + 2 * 3
+    assert every.is_refuted(step_ms * MS - 1, UNLIMITED)
+    assert not every.is_refuted(step_ms * MS, UNLIMITED)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_device_does_not_compute_while_it_transfers(schedule: str) -> None:
+    """The second device gets its first input after 2 ms. It computes for 12 ms, and three more inputs and all but the
+    last gradient take 1 ms each. The last gradient is then 3 ms on its way back to the end of the step."""
+    every, step_ms = two_stages(schedule, [1, 1], overlaps=False, output_bytes=10**6)
+    assert every.is_refuted((2 + 12 + 3 + 3 + 3) * MS - 1, UNLIMITED)
+    assert not every.is_refuted(step_ms * MS, UNLIMITED)
+    assert not two_stages(schedule, [1, 1], output_bytes=10**6)[0].is_refuted(20 * MS, UNLIMITED)
