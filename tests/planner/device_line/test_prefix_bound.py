@@ -24,7 +24,7 @@ from bapipe.schedules import SCHEDULES
 from bapipe.simulator.cuts import kept_tensor_bytes
 from bapipe.simulator.interval_costs import cut_bytes
 from bapipe.simulator.simulate import simulate
-from tests.builders import chain, devices, profile_of
+from tests.builders import MS, chain, devices, profile_of
 from tests.problems import heavy
 from tests.random_profiles import random_profile
 from tests.step_time import plan_step_time
@@ -120,6 +120,18 @@ def test_weights_that_are_done_during_the_last_trip_are_not_counted_behind_it(sc
         assert timed is not None
         problem = PrefixBound(line, schedule, 1, sum(counts), only_replicas=num_replicas)
         assert problem.path(timed.step_ns, UNLIMITED) is not None
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_all_backwards_come_behind_the_first_round_trip(num_replicas: int) -> None:
+    """The first replicas run F, wait for F and I of the second stage, and then run 4 I + W, and 2 F between them."""
+    options = PlanOptions(minibatch_size=4 * num_replicas, microbatch_size=1, schedules=["zb-h1"], num_stages=2)
+    line = DeviceLine({"a": chain([3, 2])}, devices(2 * num_replicas), options)
+    problem = PrefixBound(line, "zb-h1", 1, 2 * num_replicas, only_replicas=num_replicas)
+    least_ns = (3 + (2 + 2) + 4 * 6 + 2 * 3) * MS
+    rounding_ns = 100
+    assert problem.path(least_ns - rounding_ns, UNLIMITED) is None
+    assert problem.path(least_ns, UNLIMITED) is not None
 
 
 def test_the_search_for_many_devices_finds_a_plan_near_its_bound_and_nothing_below_it() -> None:
