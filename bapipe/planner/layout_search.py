@@ -22,7 +22,10 @@ ACTIONS_PER_ROOT = 200_000
 """How many simulated actions it may have for each choice of devices besides, up to as many again."""
 
 MAX_PROOF_NODES = 2_000
-"""The budget of the branch and bound that comes first, in which it solves small problems."""
+"""The budget of the branch and bound that comes first, in which it solves small problems, ..."""
+
+PROOF_PART = 8
+"""... and the part of a time limit that it has at most."""
 
 MAX_IMPROVING_ACTIONS = 3_000_000
 """The budget of the local search that follows a search which leaves a gap."""
@@ -71,8 +74,7 @@ class _Searches:
         best: SearchResult | None = None
         is_branched = all(len(problem.cuts) <= MAX_BRANCHED_BOUNDARIES for problem in fixed)
         if is_branched:
-            with suppress(NothingFoundError):
-                best = self._branch_and_bound(problems, None, MAX_PROOF_NODES)
+            best = self._proof(problems, None)
             if best is not None and best.is_exhausted:
                 return best
         share = self.deadline.share(2) if others else self.deadline
@@ -140,8 +142,7 @@ class _Searches:
             return None
         first: SearchResult | None = None
         if not is_long_chain(problems) and not all(has_fixed_placements(problem) for problem in problems):
-            with suppress(NothingFoundError):
-                first = self._branch_and_bound(problems, incumbent, MAX_PROOF_NODES)
+            first = self._proof(problems, incumbent)
             if first is not None and first.lower_bound_ns == first.step_ns:
                 return first
         found = search_cuts(
@@ -153,12 +154,18 @@ class _Searches:
         )
         return _best_of(found, first)
 
+    def _proof(self, problems: Sequence[Problem], incumbent: SearchResult | None) -> SearchResult | None:
+        """Returns the result of a short branch and bound, which solves small problems; None if it finds nothing."""
+        in_part = replace(self, deadline=self.deadline.share_of_limit(PROOF_PART))
+        with suppress(NothingFoundError, OutOfTime):
+            return in_part._branch_and_bound(problems, incumbent, min(self.max_nodes, MAX_PROOF_NODES))
+        return None
+
     def _branch_and_bound(
         self, problems: Sequence[Problem], incumbent: SearchResult | None, max_nodes: int
     ) -> SearchResult | None:
-        nodes = min(self.max_nodes, max_nodes)
         return best_first(
-            problems, max_nodes=nodes, deadline=self.deadline, progress=self.progress, incumbent=incumbent
+            problems, max_nodes=max_nodes, deadline=self.deadline, progress=self.progress, incumbent=incumbent
         )
 
 

@@ -80,7 +80,7 @@ def solve_over_linearizations(
     bounds_ns: list[int] = []
     failures: list[BapipeError] = []
     for number, order in enumerate(orders):
-        share = deadline.share(len(orders) - number) if deadline.is_given else deadline
+        share = deadline.share_of_limit(len(orders) - number)
         if progress is not None and len(orders) > 1:  # of orders that were searched no more than of others is shown
             progress.others_ns = step_bound_ns(profiles, cluster, chosen_for[0])
         in_order = {kind: with_layer_order(profile, order) for kind, profile in profiles.items()}

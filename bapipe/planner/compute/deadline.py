@@ -162,6 +162,10 @@ class Deadline:
         left_s = self.remaining_s
         return self._ending_in(None if left_s is None else left_s / num_parts)
 
+    def share_of_limit(self, num_parts: float) -> "Deadline":
+        """Returns a share of a limit that the user chose; else this deadline, so that the clock changes no result."""
+        return self.share(num_parts) if self.is_given else self
+
     def _ending_in(self, left_s: float | None) -> "Deadline":
         return Deadline(left_s, is_given=self.is_given, clock=self._clock, within=self)
 

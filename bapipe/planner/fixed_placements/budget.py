@@ -25,7 +25,8 @@ class Budget:
 
     def part(self, divisor: int) -> "Budget":
         """Returns a budget of its own, of a part of what is left: its spending is not counted here."""
-        return Budget(max(0, self._max_actions - self.spent) // divisor, self._deadline)
+        left = max(0, self._max_actions - self.spent)
+        return Budget(left // divisor, self._deadline.share_of_limit(divisor))
 
     def is_over(self) -> bool:
         """Returns whether the budget is spent or the deadline has passed."""

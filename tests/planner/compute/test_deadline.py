@@ -62,6 +62,8 @@ def test_a_deadline_passes_with_its_time_when_stopped_and_with_a_longer_one() ->
     assert unlimited.earlier(1.0).remaining_s is None
     assert (whole.has_time_for(39.0, 10.0), whole.has_time_for(40.0, 10.0)) == (True, False)
     assert unlimited.has_time_for(10**9, 1.0)
+    not_chosen = Deadline(8.0, is_given=False, clock=lambda: now)
+    assert [each.share_of_limit(4).remaining_s for each in (whole, not_chosen)] == [1.0, 8.0]
     third = whole.share(1)
     whole.stop()
     assert third.is_over

@@ -3,8 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
+from bapipe.planner import layout_search
+from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
+from bapipe.planner.compute.deadline import Deadline, OutOfTime
 from bapipe.planner.fixed_placements.device_loads import LOAD_PRECISION
 from bapipe.planner.fixed_placements.naive_cuts import naive_cuts
 from bapipe.planner.fixed_placements.search import search_fixed_placements
@@ -106,3 +109,21 @@ def test_schedules_of_both_kinds_share_one_bound_on_long_chains() -> None:
     assert both.step_ns <= max(steps)
     assert min(bounds) <= both.step_ns
     assert both.lower_bound_ns <= min(steps)
+
+
+def test_the_branch_and_bound_leaves_most_of_a_time_limit_to_the_search_of_pipelines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+
+    def take_all_time(problems: object, *, deadline: Deadline, incumbent: SearchResult | None, **_: object) -> object:
+        nonlocal now_s
+        now_s += deadline.remaining_s or 0.0
+        if incumbent is None:
+            raise OutOfTime("no plan yet")
+        return incumbent
+
+    monkeypatch.setattr(layout_search, "best_first", take_all_time)
+    found = search_layouts([looped_problem("zb-v", 40, 3, 6)], max_nodes=60, deadline=Deadline(8, clock=lambda: now_s))
+    assert found is not None
+    assert found.step_ns <= 1.1 * found.lower_bound_ns
