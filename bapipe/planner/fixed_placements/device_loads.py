@@ -37,7 +37,9 @@ class DeviceLoads:
         num_steps: at about how many possible ends of stages a question looks.
     """
 
-    def __init__(self, problem: Problem, placements: Sequence[StagePlacement]) -> None:
+    def __init__(self, problem: Problem, placements: Sequence[StagePlacement], *, knows_order: bool = True) -> None:
+        """If not `knows_order`, any F may run before the first backward: the table of actions takes longer than all
+        questions, and mostly says little more."""
         self._num = len(placements) // 2
         positions, own = [placement.position for placement in placements], list(range(self._num))
         # Second stages go through the devices as the first ones do, or back.
@@ -51,7 +53,7 @@ class DeviceLoads:
         # The work without the F before the first backward. [first or second stages][devices, boundaries]
         self._late = [
             _sums((problem.num_microbatches - early[:, None]) * forwards + problem.num_microbatches * backwards)
-            for early in self._num_early(problem)
+            for early in self._num_early(problem, knows_order)
         ]
         passed = _sums(forwards.min(axis=0))
         # Where I and W are apart, an I may take no time, and nothing has to follow a last W.
@@ -130,8 +132,10 @@ class DeviceLoads:
         sent_ns, returned_ns = (int(transfers.min_ns(classes, classes, way)[1:-1].min()) for way in (True, False))
         return sent_ns, returned_ns
 
-    def _num_early(self, problem: Problem) -> Ints:
+    def _num_early(self, problem: Problem, knows_order: bool) -> Ints:
         """Returns how many F of its first, and of its second stage a device runs before any backward. [2, devices]"""
+        if not knows_order:
+            return np.full((2, self._num), problem.num_microbatches)
         early = np.zeros((2, self._num), dtype=np.int64)
         for k, order in enumerate(problem.placements.table(self._num).order):
             for action in takewhile(lambda action: action.phase is Phase.FORWARD, order):

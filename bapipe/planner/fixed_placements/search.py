@@ -86,7 +86,8 @@ class _RootState:
         bound_ns: a lower bound on the step of all its cuts.
         game: the game that raises the bound; None before the pipeline's first turn.
         best_ns, best_cuts: the best step time and its cuts; `INF` and () before any that fit are known.
-        balanced: cuts that give all devices about as much to do; None before they are looked for, () without any.
+        balanced: cuts that give all devices about as much to do; () without any, None as long as `bound_ns` may be less
+            than what the least work of the devices says.
         climb: its current climb; None before the first one.
     """
 
@@ -236,7 +237,8 @@ class _Search:
         """Raises the bound of all orders of some devices; returns whether it no longer rises."""
         if any(entry.balanced is None for entry in orders.entries):
             for entry in orders.entries:
-                self._balance(entry)
+                if entry.balanced is None:
+                    self._balance(entry)
             orders.bound_ns = max(orders.bound_ns, min(entry.bound_ns for entry in orders.entries))
             return False
         first = min(orders.entries, key=lambda entry: entry.bound_ns)
@@ -253,14 +255,22 @@ class _Search:
         orders.bound_ns = max(orders.bound_ns, orders.game.bound_ns)
         return orders.game.is_solved
 
-    def _balance(self, entry: _RootState) -> None:
-        """Raises the bound of one root by what its devices have to do, and notes cuts that share it well."""
-        if entry.balanced is None:
-            from bapipe.planner.fixed_placements.device_loads import DeviceLoads  # loads the compiler
+    def _balance(self, entry: _RootState, *, is_started: bool = False) -> None:
+        """Raises the bound of one root by what its devices have to do, and notes cuts that share it well.
 
-            loads = DeviceLoads(entry.problem, _pipeline_of(entry.root))
-            entry.bound_ns, entry.balanced = loads.least(entry.bound_ns, min(self.best_ns, MAX_TIME))
-            self.budget.spend(loads.num_steps // STEPS_PER_ACTION)
+        If it `is_started`, by all that is known of that; else at most up to the smallest bound for which that is done.
+        """
+        from bapipe.planner.fixed_placements.device_loads import DeviceLoads  # loads the compiler
+
+        loads = DeviceLoads(entry.problem, _pipeline_of(entry.root), knows_order=is_started)
+        best_ns = enough_ns = min(self.best_ns, MAX_TIME)
+        if not is_started:
+            done = (other.bound_ns for other in self.entries if other.balanced is not None)
+            enough_ns = min((bound_ns for bound_ns in done if bound_ns > entry.bound_ns), default=best_ns)
+        entry.bound_ns, balanced = loads.least(entry.bound_ns, min(best_ns, enough_ns))
+        if balanced or enough_ns >= best_ns:
+            entry.balanced = balanced
+        self.budget.spend(loads.num_steps // STEPS_PER_ACTION)
 
     def _raise(self, orders: _DeviceOrders, entry: _RootState) -> bool:
         """Raises the bound of one root; returns whether it no longer rises."""
@@ -290,7 +300,7 @@ class _Search:
         self.budget.spend(pipeline.num_actions)
         entry.game = PathBound(pipeline, orders.paths)
         self._started.append(entry)
-        self._balance(entry)
+        self._balance(entry, is_started=True)
         starts = [*naive_cuts(entry.problem, pipeline.placements), *filter(None, [entry.balanced])]
         weights = entry.game.add_cuts(starts[0])
         for cuts in starts:

@@ -8,11 +8,12 @@ from bapipe.planner.branch_and_bound.problem import SearchResult
 from bapipe.planner.branch_and_bound.search import best_first
 from bapipe.planner.branch_and_bound.space import build_space
 from bapipe.planner.compute.deadline import Deadline, OutOfTime
-from bapipe.planner.fixed_placements.device_loads import LOAD_PRECISION
+from bapipe.planner.fixed_placements.device_loads import LOAD_PRECISION, DeviceLoads
 from bapipe.planner.fixed_placements.naive_cuts import naive_cuts
 from bapipe.planner.fixed_placements.search import search_fixed_placements
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.layout_search import search_layouts
+from bapipe.planner.stages.intervals import MAX_TIME
 from bapipe.schedules import LOOPED
 from tests.builders import chain, devices
 from tests.oracles.exhaustive_layouts import exhaustive, pipelines
@@ -75,6 +76,19 @@ def test_long_chains_on_devices_with_two_stages_come_near_their_bound(schedule: 
         (placements,) = pipelines(root.first_placements)
         naive_ns = [problem.step_ns(problem.layout(cuts, placements)) for cuts in naive_cuts(problem, placements)]
         assert best.step_ns <= min(naive_ns)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_the_bound_is_at_least_what_devices_have_to_do_in_any_number(schedule: str) -> None:
+    problem = looped_problem(schedule, 30, 8, 12)
+    _, best = search_fixed_placements([problem], max_actions=400_000)
+    assert best is not None
+    least_ns = []
+    for root in problem.roots:
+        (placements,) = pipelines(root.first_placements)
+        least_ns.append(DeviceLoads(problem, placements, knows_order=False).least(root.bound_ns, MAX_TIME)[0])
+    assert min(least_ns) > 1.01 * min(root.bound_ns for root in problem.roots)
+    assert best.lower_bound_ns >= (1 - 2 / LOAD_PRECISION) * min(least_ns)
 
 
 def test_naive_cuts_come_first_on_all_devices_half_of_them_and_so_on() -> None:
