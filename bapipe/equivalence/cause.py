@@ -4,7 +4,7 @@ from torch import nn
 
 from bapipe.module_state.assigned_attributes import assigns_attributes, forward_functions, names_in_forward
 from bapipe.module_state.names_in_code import numbers_compared_in
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code
 from bapipe.torch_private.modules import hooks_in_words
 from bapipe.tracing.reasons import CHOOSE_WITHOUT_VALUES, REGISTER_INSIDE, RETURN_VALUES, Reason
 

@@ -14,7 +14,7 @@ from bapipe.equivalence.outcome import Loss, Microbatch
 from bapipe.errors import InvalidModel
 from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import state_restored
-from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.whose_code import is_of_torch
 from bapipe.printable import are_one_layer
 from bapipe.tracing.layers import matching_paths, trace
 from bapipe.tracing.model import TracedModel

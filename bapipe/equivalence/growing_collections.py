@@ -14,7 +14,7 @@ from bapipe.module_state.assigned_attributes import names_in_forward
 from bapipe.module_state.code_state import ForwardCode
 from bapipe.module_state.python_state import plain_attributes
 from bapipe.module_state.reached_state import KeptState
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code
 from bapipe.torch_private.modules import hooks_of
 from bapipe.tracing.model import TracedModel
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.module_state.names_in_code import names_in, numbers_compared_in, numbers_in
-from bapipe.module_state.reached_state import KeptState, is_of_the_user
+from bapipe.module_state.reached_state import KeptState
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
+from bapipe.module_state.whose_code import is_of_the_user
 
 IGNORED_BY_TORCH = -100
 """What torch's cross entropy ignores by default."""
@@ -62,7 +63,7 @@ def labels_in_code(state: KeptState) -> CodeLabels:
             ignored += (value for name, value in vars(one).items() if _ATTRIBUTE.fullmatch(name))
         function = type(one).forward if isinstance(one, nn.Module) else one
         is_of_loss = one is function or any("loss" in name or "entropy" in name for name in names_in(function))
-        if isinstance(function, FunctionType) and is_of_loss and is_of_the_user(function.__module__):
+        if isinstance(function, FunctionType) and is_of_loss and is_of_the_user(function):
             variables = [one for values in (globals_of, defaults_of, closure_of) for one in values(function).items()]
             ignored += [value for name, value in variables if _VARIABLE.search(name)] + numbers_compared_in(function)
             others += [value for _, value in variables] + numbers_in(function)

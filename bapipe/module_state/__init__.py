@@ -10,6 +10,6 @@ Begin with `python_state`: `state_restored` undoes what forwards change in a mod
 - `python_random`: the random generators of Python and numpy. `modes`: training and evaluation mode.
 - `assigned_attributes`, `names_in_code`: what code assigns and names, read from the code itself. `named_values`: plain
   values that it may read. `variables`: those around a function, its globals and defaults.
-- `unregistered`: parameters in lists and dictionaries, which torch does not see. `torch_layers`: which modules are
-  torch's own.
+- `unregistered`: parameters in lists and dictionaries, which torch does not see. `whose_code`: torch's, that of other
+  libraries, or the user's.
 """

@@ -10,7 +10,7 @@ from torch import nn
 
 from bapipe.graph.reached import reached
 from bapipe.module_state.names_in_code import names_in
-from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.whose_code import is_of_torch, own_classes
 
 
 def forward_functions(module: nn.Module) -> list[FunctionType]:
@@ -24,8 +24,7 @@ def forward_functions(module: nn.Module) -> list[FunctionType]:
 
 def _defined(cls: type, name: str) -> list[FunctionType]:
     """Returns what a class and its bases define by a name, without decorators, as far as it is a function."""
-    own = (base for base in cls.__mro__ if base.__module__.partition(".")[0] not in ("builtins", "torch"))
-    found = (_function(vars(base)[name]) for base in own if name in vars(base))
+    found = (_function(vars(base)[name]) for base in own_classes(cls) if name in vars(base))
     return [one for one in found if isinstance(one, FunctionType)]
 
 

@@ -12,9 +12,9 @@ from torch import fx, nn
 
 from bapipe.module_state.assigned_attributes import names_in_forward
 from bapipe.module_state.iterators import can_be_copied, is_iterator, iterators_copied
-from bapipe.module_state.reached_state import KeptState, functions_of, is_of_the_user, is_plain, methods_of
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.reached_state import KeptState, functions_of, is_plain, methods_of
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
+from bapipe.module_state.whose_code import calls_other_code, is_of_the_user
 from bapipe.printable import shortened
 from bapipe.torch_private.modules import hooks_of, is_scripted
 
@@ -117,7 +117,7 @@ def _code_of(*parts: nn.Module) -> Iterator[object]:
 
 def _named_in_class(kind: type, names: set[str]) -> Iterator[object]:
     for cls in kind.__mro__:
-        if is_of_the_user(cls.__module__):
+        if is_of_the_user(cls):
             for value in (one for name, one in vars(cls).items() if name in names):
                 if isinstance(value, list | dict | set | deque):
                     yield value

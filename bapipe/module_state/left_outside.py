@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from bapipe.module_state.reached_state import is_of_the_user, is_plain
+from bapipe.module_state.reached_state import is_plain
 from bapipe.module_state.variables import closure_of, globals_of
+from bapipe.module_state.whose_code import is_of_the_user, written_class
 
 _MAX_OBJECTS, _MAX_DEPTH = 1_000, 3
 """How many objects that a forward names are looked into at most, and how deep tensors may be nested in what it leaves.
@@ -50,7 +51,7 @@ def _quietly(action: Callable[[], Any]) -> Any:
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    kinds = {type(part): None for part in module.modules() if is_of_the_user(type(part).__module__)}
+    kinds = {kind: None for kind in map(written_class, module.modules()) if is_of_the_user(kind)}
     own = {id(part) for part in module.modules()}
     todo: list[Any] = [getattr(kind, "forward", None) for kind in kinds]
     seen: set[int] = set()
@@ -61,7 +62,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         seen.add(id(one))
         with suppress(Exception):  # whatever an object of the user's raises when it is looked at
             if isinstance(one, FunctionType):
-                if is_of_the_user(one.__module__):
+                if is_of_the_user(one):
                     named = globals_of(one)
                     yield _in_dictionary(one.__globals__, one.__globals__, set(named))
                     todo += [*named.values(), *closure_of(one).values()]
@@ -70,7 +71,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
             elif isinstance(one, dict):
                 yield _in_dictionary(one, one, None)
                 todo += one.values()
-            elif is_plain(one) and is_of_the_user(type(one).__module__):
+            elif is_plain(one) and is_of_the_user(type(one)):
                 yield _in_dictionary(one, vars(one), None)
                 todo += vars(one).values()
                 todo += [value for value in vars(type(one)).values() if isinstance(value, FunctionType)]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from bapipe.module_state.names_in_code import globals_in, names_in
 from bapipe.module_state.python_state import plain_attributes
-from bapipe.module_state.reached_state import is_of_a_library, is_of_the_user, methods_of
+from bapipe.module_state.reached_state import methods_of
 from bapipe.module_state.variables import cells_of, closure_of
+from bapipe.module_state.whose_code import is_of_a_library, is_of_the_user, top_package
 
 PLAIN = (int, float, str, type(None))
 """Types of plain values: numbers, flags, texts and None."""
@@ -117,11 +118,11 @@ class _Search:
                 self._follow(one)
         if not isinstance(function, FunctionType) or function in self._functions:
             return
-        if len(self._functions) == _MAX_OBJECTS or is_of_a_library(function.__module__):
+        if len(self._functions) == _MAX_OBJECTS or is_of_a_library(function):
             return
         self._functions[function] = None
         self._names.update(names_in(function))
-        if is_of_the_user(function.__module__):
+        if is_of_the_user(function):
             for value in (*_globals(function).values(), *closure_of(function).values()):
                 self._follow(value)
 
@@ -137,7 +138,7 @@ class _Search:
 
     def _in_functions(self) -> Iterator[Place]:
         for function in list(self._functions):
-            if not is_of_the_user(function.__module__):
+            if not is_of_the_user(function):
                 continue
             scope = function.__globals__
             named = {name: value for name, value in _globals(function).items() if (id(scope), name) not in self._seen}
@@ -182,12 +183,10 @@ class _Search:
 def _is_looked_into(value: object) -> bool:
     if isinstance(value, dict | list | tuple):
         return len(value) <= _MAX_ITEMS
-    if isinstance(value, type):
-        return is_of_the_user(value.__module__)
-    if isinstance(value, ModuleType):
-        return is_of_the_user(value.__name__)
+    if isinstance(value, type | ModuleType):
+        return is_of_the_user(value)
     is_code = isinstance(value, Tensor | nn.Module | FunctionType)
-    return hasattr(value, "__dict__") and not is_code and type(value).__module__.partition(".")[0] != "torch"
+    return hasattr(value, "__dict__") and not is_code and top_package(type(value)) != "torch"
 
 
 def _nothing(_: object) -> tuple[()]:

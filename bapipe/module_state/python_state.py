@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.left_outside import left_outside
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code, own_classes
 from bapipe.torch_private.modules import is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
 
@@ -138,7 +138,7 @@ def one_of_each_class(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the first part of a module of each class that is not torch's own, by path."""
     first: dict[type, tuple[str, nn.Module]] = {}
     for path, part in module.named_modules():
-        if _own_classes(part):
+        if own_classes(type(part)):
             first.setdefault(type(part), (path, part))
     return dict(first.values())
 
@@ -148,7 +148,7 @@ def class_numbers(parts: Mapping[str, nn.Module]) -> dict[str, int | float]:
     return {
         f"{path}.{name}".lstrip("."): value
         for path, part in parts.items()
-        for cls in reversed(_own_classes(part))  # what a class has hides what its bases have
+        for cls in reversed(own_classes(type(part)))  # what a class has hides what its bases have
         for name, value in _numbers_of(cls).items()
     }
 
@@ -159,7 +159,7 @@ def class_numbers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     One that a class did not have stays, for other code may count on it, unless it hides one of its bases.
     """
-    before = {cls: _numbers_of(cls) for module in modules for cls in _own_classes(module)}
+    before = {cls: _numbers_of(cls) for module in modules for cls in own_classes(type(module))}
     try:
         yield
     finally:
@@ -170,11 +170,6 @@ def class_numbers_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name, value in numbers.items():
                 if vars(cls).get(name) is not value:
                     setattr(cls, name, value)
-
-
-def _own_classes(module: nn.Module) -> list[type]:
-    """Returns the class of a module and its bases, without those of torch and Python."""
-    return [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] not in ("builtins", "torch")]
 
 
 def _numbers_of(cls: type) -> dict[str, int | float]:

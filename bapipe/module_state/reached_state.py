@@ -1,7 +1,6 @@
 """What code may change when it is called: modules and objects that it reaches, and numbers that it keeps."""
 
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,7 +10,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from itertools import islice
 from logging import Logger
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -21,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.names_in_code import names_in
-from bapipe.module_state.torch_layers import is_of_torch
 from bapipe.module_state.variables import cells_of, defaults_of, globals_of
+from bapipe.module_state.whose_code import is_of_a_library, is_of_the_user, is_of_torch, top_package
 from bapipe.torch_private.modules import hooks_of
 from bapipe.torch_private.tensors import FakeTensor, version, version_kept
 
@@ -173,7 +172,7 @@ class KeptState:
             case dict():
                 self._restores.append(partial(_update, one, dict(dict.items(one))))
                 self._items += dict.values(one)
-            case _ if type(one).__module__.partition(".")[0] == "numpy":
+            case _ if top_package(type(one)) == "numpy":
                 self._follow_array(one)
             case type() | ModuleType():
                 self._follow_named(one)
@@ -207,8 +206,7 @@ class KeptState:
 
     def _follow_named(self, one: type | ModuleType) -> None:
         """Notes a class or a module of the user's, of which the code may change an attribute."""
-        name = one.__name__ if isinstance(one, ModuleType) else one.__module__
-        if is_of_the_user(name):
+        if is_of_the_user(one):
             self._objects.append(one)
 
     def _follow_attributes(self) -> None:
@@ -240,7 +238,7 @@ class KeptState:
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""
         has_classes_of_the_user = isinstance(one, type | ModuleType | nn.Module)
-        is_of_python = not has_classes_of_the_user and any(map(is_of_a_library, _modules_of(type(one))))
+        is_of_python = not has_classes_of_the_user and any(map(is_of_a_library, type(one).__mro__[:-1]))
         return (
             name in self._names
             or is_of_python
@@ -276,7 +274,7 @@ class KeptState:
         self._follow(function.__wrapped__)
 
     def _follow_function(self, function: FunctionType) -> None:
-        if is_of_a_library(function.__module__):
+        if is_of_a_library(function):
             return
         self._names.update(names_in(function))
         self._restores.append(partial(_update, vars(function), dict(vars(function))))
@@ -331,10 +329,6 @@ def _reset(one: Any, before: dict[str, object], is_named: Callable[[str], bool])
             setattr(one, name, value) if isinstance(one, type) else vars(one).update({name: value})
 
 
-def _modules_of(kind: type) -> list[str]:
-    return [one.__module__ for one in kind.__mro__ if one is not object]
-
-
 def is_plain(one: object) -> bool:
     """Returns whether an object holds nothing but attributes: no slots, and nothing in C."""
     return hasattr(one, "__dict__") and type(one).__basicsize__ == _Plain.__basicsize__
@@ -342,7 +336,7 @@ def is_plain(one: object) -> bool:
 
 def methods_of(kind: type) -> dict[str, object]:
     """Returns the functions of a class and its bases, but for those of libraries, by name."""
-    classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one.__module__))
+    classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one))
     found = {name: value for one in classes for name, value in vars(one).items()}
     return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
 
@@ -361,22 +355,6 @@ def _function_of(value: object) -> object:
         return value.fget, value.fset
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     return function if isinstance(function, FunctionType) else None
-
-
-def is_of_a_library(module: str | None) -> bool:
-    """Returns whether code is torch's, bapipe's or Python's own."""
-    top = (module or "").partition(".")[0]
-    return top in ("torch", "bapipe") or top in sys.stdlib_module_names
-
-
-def is_of_the_user(module: str) -> bool:
-    """Returns whether code is neither that of a library nor of a package that pip has installed.
-
-    Those are in a folder of another name for Debian's Python.
-    """
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not (is_of_a_library(module) or is_installed)
 
 
 def _holds_little(module: nn.Module) -> bool:

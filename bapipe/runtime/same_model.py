@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
-from bapipe.module_state.reached_state import is_of_the_user
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
+from bapipe.module_state.whose_code import is_of_the_user, top_package, written_class
 from bapipe.tracing.model import TracedModel
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _computed(model: TracedModel) -> Iterator[tuple[str, str]]:
 
 
 def _settings_of_torch(module: nn.Module) -> list[str]:
-    if type(module).__module__.partition(".")[0] != "torch":
+    if top_package(written_class(module)) != "torch":
         return []
     constants = [name for name in getattr(type(module), "__constants__", ()) if hasattr(module, name)]
     settings = [module.extra_repr(), *(f"{name} {getattr(module, name)}" for name in constants)]
@@ -127,7 +127,7 @@ def _settings_of_torch(module: nn.Module) -> list[str]:
 
 def _settings(root: nn.Module, loss: Any) -> Iterator[tuple[str, str]]:
     for path, module in root.named_modules():
-        if is_of_the_user(type(module).__module__):
+        if is_of_the_user(written_class(module)):
             # As first seen: a module that counts its calls has since counted those in an earlier Pipeline, and only in
             # processes that ran its stage.
             yield f"attributes of {_in_words(path, module)}", _AT_FIRST.setdefault(module, _plain(vars(module)))
@@ -160,11 +160,6 @@ def _is_plain(value: object, depth: int = 0) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def _is_of_the_user(definition: Any) -> bool:
-    """Returns whether a definition is the user's code; of libraries, ranks compare versions and what layers compute."""
-    return is_of_the_user(str(getattr(definition, "__module__", "")))
-
-
 class _Code:
     """Digests of the user's code."""
 
@@ -195,7 +190,7 @@ class _Code:
         For library code it returns the encoded name.
         """
         name = str(getattr(definition, "__qualname__", type(definition)))
-        if not _is_of_the_user(definition):
+        if not is_of_the_user(definition):  # ranks compare versions of libraries, and what layers compute
             return f"{definition.__module__}.{name}".encode()
         try:
             file = inspect.getsourcefile(definition) or ""
@@ -212,7 +207,7 @@ class _Code:
 
 def _reached(start: Iterable[Any]) -> list[Any]:
     """Returns the user's functions and classes that the code of `start` uses, directly or through others, each once."""
-    known, left, found = {id(one) for one in start}, deque(filter(_is_of_the_user, start)), []
+    known, left, found = {id(one) for one in start}, deque(filter(is_of_the_user, start)), []
     while left:
         for value in _used_by(left.popleft()):
             if id(value) not in known:
@@ -226,7 +221,7 @@ def _used_by(one: Any) -> Iterator[Any]:
     """Yields the user's functions and classes that a function, or a method of a class, uses by name."""
     for function in [one] if isinstance(one, FunctionType) else list(getattr(one, "__dict__", {}).values()):
         values = _named(function).values() if isinstance(function, FunctionType) else ()
-        yield from (each for each in values if isinstance(each, FunctionType | type) and _is_of_the_user(each))
+        yield from (each for each in values if isinstance(each, FunctionType | type) and is_of_the_user(each))
 
 
 def _own(loss: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from bapipe.module_state.python_state import (
     hidden_tensors,
 )
 from bapipe.module_state.reached_state import KeptState
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code
 from bapipe.torch_private.modules import hooks_of
 
 

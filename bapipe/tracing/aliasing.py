@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.graph.reached import reached
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code
 from bapipe.torch_private.modules import NormBase
 from bapipe.torch_private.tensors import OpOverload, argument_schemas, aten_overloads, return_schemas
 from bapipe.tracing.kept_calls import is_function_operator

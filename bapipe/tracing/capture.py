@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.errors import InvalidModel, first_line
+from bapipe.module_state.whose_code import top_package
 from bapipe.torch_private.modules import hooks_in_words, hooks_of, is_compiled, is_exported, is_scripted
 from bapipe.torch_private.tensors import distributions_unvalidated
 from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
@@ -251,7 +252,7 @@ def check_has_layers(module: nn.Module) -> None:
 def _instead(module: nn.Module) -> str:
     """Says what to give in place of a module that is compiled."""
     kind = type(module)
-    if not is_scripted(module) or kind.__module__.partition(".")[0] == "torch":
+    if not is_scripted(module) or top_package(kind) == "torch":
         return "give the module that it was made from"
     return (
         f"its class {kind.__name__} is a torch.jit.ScriptModule; set PYTORCH_JIT=0 in the environment, also where it "

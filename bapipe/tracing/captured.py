@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from bapipe.device_types import DEVICE_TYPES
+from bapipe.module_state.whose_code import is_of_torch
 from bapipe.torch_private.tensors import TreeSpec
 from bapipe.tracing.aliasing import changes_in_place, writes_to_state
 from bapipe.tracing.kept_calls import CannotKeep, registers_hook
@@ -108,7 +109,7 @@ def is_layer(
         return True
     if path in inlined:
         return False
-    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS):
+    if is_of_torch(module) and not isinstance(module, _CONTAINERS):
         return True
     return next(module.children(), None) is None
 

@@ -10,12 +10,10 @@ from torch.nn import functional
 
 from bapipe.graph.reached import reached
 from bapipe.module_state.names_in_code import names_in
-from bapipe.module_state.torch_layers import calls_other_code
 from bapipe.module_state.variables import closure_of
+from bapipe.module_state.whose_code import calls_other_code, top_package
 from bapipe.torch_private.tensors import OpOverload, aten_overloads
 from bapipe.tracing.kept_calls import is_function_operator
-
-_KNOWN_CODE = ("torch", "bapipe")
 
 
 def is_random(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -40,7 +38,7 @@ def runs_other_code(module: fx.GraphModule, node: fx.Node) -> bool:
         return any(map(calls_other_code, module.get_submodule(str(node.target)).modules()))
     if is_function_operator(node.target):
         return True
-    return isinstance(node.target, FunctionType) and str(node.target.__module__).partition(".")[0] not in _KNOWN_CODE
+    return isinstance(node.target, FunctionType) and top_package(node.target) not in ("bapipe", "torch")
 
 
 def draws_random_numbers(function: Any) -> bool:
@@ -77,7 +75,7 @@ def _called(function: Any) -> list[Any]:
     found = [function.__globals__.get(name) for name in names_in(function)]
     found += [getattr(functional, name, None) for name in names_in(function)]
     found += closure_of(function).values()
-    return [called for called in found if isinstance(called, FunctionType) and called.__module__.startswith("torch.")]
+    return [called for called in found if isinstance(called, FunctionType) and top_package(called) == "torch"]
 
 
 def _module_is_random(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from bapipe.module_state.assigned_attributes import may_change_tensors
 from bapipe.module_state.cached_functions import caches_bypassed
 from bapipe.module_state.code_state import state_of_forwards_restored
-from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.whose_code import is_of_torch, top_package
 from bapipe.torch_private.modules import forward_hooks_of
 from bapipe.tracing.aliasing import writers
 from bapipe.tracing.captured import Captured, is_layer
@@ -62,9 +62,8 @@ def capture_with_calls(
     of an earlier forward.
     """
     layers = [part for path, part in module.named_modules() if is_layer(part, path, leaf_modules, inlined)]
-    have_hooks = any(
-        _is_of_the_model(hook) for part in layers for one in forward_hooks_of(part) for hook in one.values()
-    )
+    hooks = (hook for part in layers for one in forward_hooks_of(part) for hook in one.values())
+    have_hooks = any(top_package(hook) != "torch" for hook in hooks)
     if not have_hooks and not any(may_change_tensors(part) for part in layers if not is_of_torch(part)):
         return None
     try:
@@ -74,11 +73,6 @@ def capture_with_calls(
     calls = (node for node, _ in writers(captured.module) if node in captured.layer_of_call)
     write = any(not is_of_torch(module.get_submodule(str(node.target))) for node in calls)
     return captured if have_hooks or write else None
-
-
-def _is_of_the_model(hook: object) -> bool:
-    code = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(getattr(code, "__module__", "")).partition(".")[0] != "torch"
 
 
 def _outermost(reasons: Mapping[str, Reason]) -> dict[str, Reason]:

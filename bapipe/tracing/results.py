@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.module_state.torch_layers import is_of_torch
+from bapipe.module_state.whose_code import is_of_torch
 from bapipe.tracing.captured import Captured, output_node
 from bapipe.tracing.model import Result
 from bapipe.tracing.recorded_functions import PLAIN

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from bapipe.module_state.torch_layers import calls_other_code
+from bapipe.module_state.whose_code import calls_other_code
 from bapipe.tracing.nested_tensors import parts_of
 from bapipe.tracing.recorded_functions import plain_function
 

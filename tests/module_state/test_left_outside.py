@@ -1,11 +1,13 @@
 """Tensors that forwards leave outside of their module are removed; flags and caches of numbers stay."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from bapipe.module_state.left_outside import left_outside
 from bapipe.module_state.python_state import state_restored
@@ -41,8 +43,21 @@ class Leaves(nn.Module):
         return x + TABLE
 
 
-def test_tensors_are_removed_and_all_else_stays() -> None:
+def plain() -> nn.Module:
+    return Leaves()
+
+
+def parametrized() -> nn.Module:
     module = Leaves()
+    module.scale = nn.Parameter(torch.ones(2))
+    return parametrize.register_parametrization(module, "scale", nn.ReLU())
+
+
+@pytest.mark.parametrize("made", [plain, parametrized])
+def test_tensors_are_removed_and_all_else_stays(made: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("SEEN", ["before"]), ("BY_NAME", {"number": 1}), ("MANAGER", Manager())):
+        monkeypatch.setitem(globals(), name, value)
+    module = made()
     with left_outside(module) as left:
         assert not left()
         module(torch.ones(2))

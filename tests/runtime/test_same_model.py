@@ -174,6 +174,14 @@ def test_other_settings_of_ones_own_are_told(
     assert message.startswith(f"process 1 has other numbers or strings in {part} than process 0: unless these belong")
 
 
+def test_other_settings_of_a_parametrized_module_are_told(check: Any, caplog: pytest.LogCaptureFixture) -> None:
+    own, register = "nn.Linear(4, 4), RATE", "nn.utils.parametrize.register_parametrization(self, 'scale', nn.ReLU())"
+    source = SOURCE.replace(own, f"{own}; self.scale = nn.Parameter(torch.ones(4)); {register}")
+    check(source, source.replace("2.0, 0.1", "3.0, 0.1"), loss=2)
+    (message,) = caplog.messages
+    assert message.startswith("process 1 has other numbers or strings in attributes of the module 'own' than process 0")
+
+
 def test_under_another_python_code_is_not_compared(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its syntax trees are others; what layers compute is compared all the same."""
     versions = iter([("3", "11", "7"), ("3", "12", "1")] * 2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import bapipe
 from bapipe.errors import InvalidModel
@@ -58,6 +59,23 @@ def test_layers_are_modules_of_torch_or_without_children() -> None:
     assert not is_layer(nn.Sequential(nn.ReLU()), "a")
     assert is_layer(nn.Sequential(nn.ReLU()), "a", frozenset({"a"}))
     assert not is_layer(Inner(), "a")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.scale
+
+
+def test_a_parametrized_module_of_the_users_is_cut_inside_and_one_of_torch_is_not() -> None:
+    module = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), Scaled())
+    parametrize.register_parametrization(module[1], "scale", nn.ReLU())
+    captured = capture(module, (torch.zeros(1, 2),), ())
+    assert list(captured.layer_of_call.values()) == ["0", "1.linear", "1.parametrizations.scale.0"]
 
 
 class StarArguments(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from bapipe.module_state.torch_layers import calls_other_code, written_class
+from bapipe.module_state.whose_code import calls_other_code, written_class
 
 
 class Own(nn.Linear):
