@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.left_outside import left_outside
+from bapipe.module_state.reached_state import put_value_back
 from bapipe.module_state.whose_code import calls_other_code, own_classes
 from bapipe.torch_private.modules import is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
@@ -85,7 +86,7 @@ def state_restored(
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
-                    _restore_value(tensor, value)
+                    put_value_back(tensor, value, count)
 
 
 @contextmanager
@@ -103,14 +104,6 @@ def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 def _has_value(tensor: Tensor) -> bool:
     is_dense = not is_lazy(tensor) and tensor.layout is torch.strided  # models with others are refused
     return is_dense and not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def _restore_value(tensor: Tensor, value: Tensor) -> None:
-    """Gives a tensor back a value, also in another shape or type; without gradients."""
-    if tensor.shape != value.shape or tensor.dtype != value.dtype:
-        tensor.data = value
-    elif not torch.equal(tensor, value):  # a tensor that graphs hold counts its changes, so it is not changed in vain
-        tensor.copy_(value)
 
 
 _REGISTRIES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))

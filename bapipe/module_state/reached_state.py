@@ -122,7 +122,7 @@ class KeptState:
         with torch.no_grad():
             for tensor, before, value in self._tensors:
                 if value is not None:
-                    _put_back(tensor, value, before)
+                    put_value_back(tensor, value, before)
                 elif version(tensor) != before:
                     self._meet(f"a tensor of shape {tuple(tensor.shape)} that it changes")
 
@@ -287,10 +287,11 @@ class KeptState:
         self._follow_all((*values.values(), *defaults_of(function).values()))
 
 
-def _put_back(tensor: Tensor, value: Tensor, before: int) -> None:
-    """Gives a tensor back its value. Torch counts that, if it has counted a write to it since the version `before`.
+def put_value_back(tensor: Tensor, value: Tensor, before: int) -> None:
+    """Gives a tensor back its value, also of another shape or type.
 
-    So a graph that has saved the tensor in between does not compute with another value in silence.
+    Torch counts that, if it has counted a write to it since the version `before`: so a graph that has saved the tensor
+    in between does not compute with another value in silence.
     """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         tensor.data = value

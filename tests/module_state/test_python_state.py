@@ -157,6 +157,17 @@ def test_state_is_undone_after_an_error_too() -> None:
     assert module.mean.eq(0).all()
 
 
+def test_a_graph_that_has_saved_statistics_before_can_still_run_backward() -> None:
+    """Batch norm writes to them without torch's counting it, and what is put back is what the graph has saved."""
+    norm, x = nn.BatchNorm1d(2), torch.tensor([[1.0, 2.0], [3.0, 6.0]], requires_grad=True)
+    out = norm(x)
+    with state_restored(norm):
+        norm(torch.zeros(2, 2))
+    torch.testing.assert_close(norm.running_mean, torch.tensor([0.2, 0.4]))  # a tenth of the mean of x
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.zeros(2, 2))  # what is normalized sums to zero, whatever x is
+
+
 def test_a_module_with_handles_of_its_hooks_may_be_copied_meanwhile() -> None:
     module = nn.Sequential(nn.Linear(3, 3))
     module.handles = [module[0].register_forward_hook(lambda *_: None)]  # type: ignore[assignment]
