@@ -125,11 +125,12 @@ _NCCL_REASON = "Last error:"
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text that is not blank, or the name of its class if there is none.
 
-    Of NCCL's errors it is the line that says why. Where a process or a thread could not be started, it says what to do.
+    Its words are one blank apart. Of NCCL's errors it is the line that says why. Where a process or a thread could not
+    be started, it says what to do.
     """
     text = str(error)
     reason = text.partition(_NCCL_REASON)[2]
-    lines = (line.strip() for line in (reason.strip() or text).splitlines())
+    lines = (" ".join(line.split()) for line in (reason.strip() or text).splitlines())
     line = next(filter(None, lines), type(error).__name__)
     return f"{line}: {MORE_PROCESSES}" if is_without_threads(error) else line
 

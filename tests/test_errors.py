@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from bapipe.errors import ConstraintsUnmet, Infeasible, InvalidFile, RunFailed, Stopped
+from bapipe.errors import ConstraintsUnmet, Infeasible, InvalidFile, RunFailed, Stopped, first_line
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,11 @@ def test_errors_can_be_copied_and_sent_to_another_process(error: BaseException) 
     for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert type(again) is type(error)
         assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("\n  two\twords,  far apart \nmore", "two words, far apart"), (" \n ", "ValueError")],
+)
+def test_the_first_line_of_an_error_has_one_blank_between_words(text: str, line: str) -> None:
+    assert first_line(ValueError(text)) == line

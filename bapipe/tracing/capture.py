@@ -1,7 +1,6 @@
 """Captures a module as a graph of operators: by torch.fx, by recording its calls, or by torch.export."""
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -132,7 +131,7 @@ def _reason_of_leaf(failed: TracingFailed, recorded: TracingFailed | None) -> Re
     Recording follows code that torch.fx cannot: where it was tried, it is what recording met that has to be changed.
     """
     if recorded is None:
-        return Reason(f"it cannot be traced: {_first_line(failed.cause)}{failed_line(failed.cause) or ''}")
+        return Reason(f"it cannot be traced: {first_line(failed.cause)}{failed_line(failed.cause) or ''}")
     around = why_not_recorded(recorded.cause).behind("the code of the model around it cannot be traced: ")
     return recorded.reasons.get(failed.path, around)
 
@@ -148,7 +147,7 @@ def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
         return why_not_recorded(recorded.cause).text
     cause, line = failed.cause, failed_line(failed.cause) or ""
     without_values = "; a forward is traced without values, so it cannot branch on tensors"
-    return f"{_first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
+    return f"{first_line(cause)}{line}{'' if isinstance(cause, CannotKeep) else without_values}"
 
 
 class _Leaves:
@@ -258,7 +257,3 @@ def _instead(module: nn.Module) -> str:
         f"its class {kind.__name__} is a torch.jit.ScriptModule; set PYTORCH_JIT=0 in the environment, also where it "
         "trains, or make it a class of torch.nn.Module"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", first_line(error))

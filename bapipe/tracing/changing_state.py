@@ -54,11 +54,7 @@ def layers_in_one_stage(model: TracedModel) -> list[tuple[str, ...]]:
     or that in the model's order comes before it must not.
     """
     place = {layer.name: index for index, layer in enumerate(model.layers)}
-    changes = {
-        (hazard.reader, hazard.writer)
-        for hazard in model.hazards
-        if hazard.forbids(place[hazard.reader], place[hazard.writer])
-    }
+    changes = {(hazard.reader, hazard.writer) for hazard in model.hazards if hazard.is_broken(place)}
     return [*sorted(set(shared_changing_buffers(model).values())), *sorted(changes)]
 
 

@@ -59,8 +59,11 @@ class Hazard:
     writer: str
     same_stage: bool
 
-    def forbids(self, reader: int, writer: int) -> bool:
-        """Returns whether the two layers must not be at these places along the pipeline."""
+    def is_broken(self, places: Mapping[str, int]) -> bool:
+        """Returns whether the two layers must not be at these places along the pipeline; one may be nowhere in it."""
+        reader, writer = places.get(self.reader), places.get(self.writer)
+        if reader is None or writer is None:
+            return False
         return reader > writer or (self.same_stage and reader != writer)
 
 

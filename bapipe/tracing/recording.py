@@ -35,8 +35,7 @@ def why_not_recorded(error: Exception) -> Reason:
 
 def in_words(error: Exception) -> str:
     """Returns the type of an error and the first line of its text."""
-    text = " ".join(first_line(error).split())
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True)

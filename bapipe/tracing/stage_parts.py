@@ -72,8 +72,7 @@ def stage_parts(
 def _check_hazards(model: TracedModel, groups: list[tuple[bool, tuple[TracedLayer, ...]]]) -> None:
     part_of = {layer.name: number for number, (_, layers) in enumerate(groups) for layer in layers}
     for hazard in model.hazards:
-        reader, writer = part_of.get(hazard.reader), part_of.get(hazard.writer)
-        if reader is not None and writer is not None and hazard.forbids(reader, writer):
+        if hazard.is_broken(part_of):
             raise InvalidModel(
                 f"layer '{hazard.writer}' changes in place what layer '{hazard.reader}' reads too, and only one of the "
                 f"two is recomputed: recompute both or none, or let '{hazard.writer}' give a new tensor"

@@ -127,11 +127,11 @@ def trained_layers(parts: Split, index: int, without: Iterable[nn.Parameter]) ->
 
 def _check_hazards(model: TracedModel, stage_of: Mapping[str, int]) -> None:
     for hazard in model.hazards:
-        reader, writer = stage_of[hazard.reader], stage_of[hazard.writer]
-        if hazard.forbids(reader, writer):
+        if hazard.is_broken(stage_of):
+            reader, writer = hazard.reader, hazard.writer
             raise InvalidModel(
-                f"layer '{hazard.writer}' (stage {writer}) changes in place what layer '{hazard.reader}' (stage "
-                f"{reader}) reads too: keep them in one stage, or let '{hazard.writer}' give a new tensor"
+                f"layer '{writer}' (stage {stage_of[writer]}) changes in place what layer '{reader}' (stage "
+                f"{stage_of[reader]}) reads too: keep them in one stage, or let '{writer}' give a new tensor"
             )
 
 
