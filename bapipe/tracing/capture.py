@@ -1,7 +1,7 @@
 """Captures a module as a graph of operators: by torch.fx, by recording its calls, or by torch.export."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,11 +12,12 @@ from bapipe.errors import InvalidModel, first_line
 from bapipe.module_state.whose_code import top_package
 from bapipe.torch_private.modules import hooks_in_words, hooks_of, is_compiled, is_exported, is_scripted
 from bapipe.torch_private.tensors import distributions_unvalidated
-from bapipe.tracing.captured import Captured, autocast_everywhere, is_layer
+from bapipe.tracing.captured import Captured, autocast_everywhere
 from bapipe.tracing.code_position import failed_line
 from bapipe.tracing.export_capture import capture_with_export
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
 from bapipe.tracing.kept_calls import CannotKeep
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.reasons import REGISTER_INSIDE, Reason
 from bapipe.tracing.recorded_capture import capture_by_recording, capture_with_calls
 from bapipe.tracing.recording import ExamplesFail, why_not_recorded
@@ -30,11 +31,10 @@ _COLLECTING = ("transformers.utils.output_capturing",)
 def capture(
     module: nn.Module,
     inputs: Sequence[Tensor] | None,
-    leaf_modules: Sequence[str],
+    choice: LayerChoice,
     called_leaves: bool = False,
     check_size: int = CHECK_BATCH_SIZE,
     wanted: frozenset[str] = frozenset(),
-    inlined: frozenset[str] = frozenset(),
 ) -> Captured:
     """Returns the operators of a module.
 
@@ -45,22 +45,20 @@ def capture(
     torch's distributions in that code do not validate their arguments, neither here nor when the model trains.
 
     Args:
-        leaf_modules: paths of modules to take as one layer each.
-        called_leaves: whether these must be called as they are, which torch.export does not: it sees through them.
+        called_leaves: whether leaf modules must be called as they are; torch.export sees through them.
         check_size: a batch size at which what is recorded must be right.
         wanted: calls of modules that are layers, if that is known: recording may find them where torch.fx does not.
-        inlined: paths of modules without children of which the operators are captured, not the calls.
 
     Raises:
         InvalidModel: all of this fails; the message says where.
     """
     check_has_layers(module)
     num_inputs = None if inputs is None else len(inputs)
-    leaves = _Leaves(leaf_modules, inlined)
-    leaves.add(_hooked_containers(module, leaves.paths, inlined))
-    asked_for = leaves.paths
+    leaves = _Leaves(choice)
+    leaves.add(_hooked_containers(module, choice))
+    at_first = leaves.choice
     if inputs is not None:
-        called = capture_with_calls(module, inputs, asked_for, check_size, inlined)
+        called = capture_with_calls(module, inputs, at_first, check_size)
         if called is not None and wanted.issubset(called.layer_of_call.values()):
             return replace(called, leaf_reasons=leaves.reasons | dict(called.leaf_reasons))
     try:
@@ -68,7 +66,7 @@ def capture(
         if inputs is None or wanted.issubset(captured.layer_of_call.values()):
             return captured
         with contextlib.suppress(TracingFailed):
-            other = capture_by_recording(module, inputs, sorted(asked_for), check_size, inlined)
+            other = capture_by_recording(module, inputs, at_first, check_size)
             captured = other if wanted.issubset(other.layer_of_call.values()) else captured
         return captured
     except TracingFailed as error:
@@ -77,7 +75,7 @@ def capture(
         return _capture_with_leaves(module, None, leaves, failed)
     recorded, not_recorded = None, None
     try:
-        recorded = capture_by_recording(module, inputs, sorted(leaves.paths), check_size, inlined)
+        recorded = capture_by_recording(module, inputs, leaves.choice, check_size)
         recorded = replace(recorded, leaf_reasons=leaves.reasons | dict(recorded.leaf_reasons))
     except TracingFailed as error:
         not_recorded = error
@@ -87,7 +85,7 @@ def capture(
         # Whatever torch.export raises, its texts do not help: how recording failed does.
         # It would write down every cast, whereas its operators run under autocast later.
         with contextlib.suppress(Exception), autocast_everywhere(None):
-            return capture_with_export(module, inputs, leaves.paths, inlined)
+            return capture_with_export(module, inputs, leaves.choice)
     return recorded or _capture_with_leaves(module, num_inputs, leaves, failed, not_recorded)
 
 
@@ -111,7 +109,7 @@ def _capture_with_leaves(
         failed: how it failed without these.
         recorded: how recording failed, if it did.
     """
-    while failed.path and failed.path not in leaves.paths:  # so each turn adds one
+    while failed.path and failed.path not in leaves.choice.leaf_modules:  # so each turn adds one
         leaves.add({failed.path: _reason_of_leaf(failed, recorded)})
         try:
             return leaves.capture(module, num_inputs)
@@ -151,15 +149,15 @@ def _reason(failed: TracingFailed, recorded: TracingFailed | None) -> str:
 
 
 class _Leaves:
-    """The modules to take as one layer each: those that the caller names, and those that must be, with reasons."""
+    """The choice of the caller, with the modules that must be one layer each, too, and reasons."""
 
-    def __init__(self, named: Iterable[str], inlined: frozenset[str]) -> None:
-        self.paths, self._inlined = frozenset(named), inlined
+    def __init__(self, choice: LayerChoice) -> None:
+        self.choice = choice
         self.reasons: dict[str, Reason] = {}
 
     def add(self, reasons: Mapping[str, Reason]) -> None:
         self.reasons |= reasons
-        self.paths |= set(reasons)
+        self.choice = self.choice.with_leaves(reasons)
 
     def capture(self, module: nn.Module, num_inputs: int | None) -> Captured:
         """Captures with torch.fx; modules that a graph cannot keep as they are become leaf modules.
@@ -169,15 +167,15 @@ class _Leaves:
         """
         while True:
             try:
-                captured = capture_with_fx(module, num_inputs, self.paths, self._inlined)
+                captured = capture_with_fx(module, num_inputs, self.choice)
                 return replace(captured, leaf_reasons=self.reasons)
             except CannotKeep as error:
-                if "" in error.reasons or self.paths.issuperset(error.reasons):
+                if "" in error.reasons or self.choice.leaf_modules.issuperset(error.reasons):
                     raise TracingFailed("", error) from error
                 self.add(error.reasons)
 
 
-def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined: frozenset[str]) -> dict[str, Reason]:
+def _hooked_containers(module: nn.Module, choice: LayerChoice) -> dict[str, Reason]:
     """Returns which modules that are no layers have hooks, which only a call of the module runs.
 
     Hooks that only collect results are left out: while a module is traced they run, and what is collected is followed.
@@ -190,7 +188,7 @@ def _hooked_containers(module: nn.Module, leaf_modules: frozenset[str], inlined:
         for path, part in module.named_modules()
         if (hook := hooks_in_words(part)) is not None
         and not (path and all(map(_only_collects, hooks_of(part))))
-        and not is_layer(part, path, leaf_modules, inlined)
+        and not choice.is_layer(part, path)
     }
     if "" in hooked:
         raise InvalidModel(

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from bapipe.device_types import DEVICE_TYPES
-from bapipe.module_state.whose_code import is_of_torch
 from bapipe.torch_private.tensors import TreeSpec
 from bapipe.tracing.aliasing import changes_in_place, writes_to_state
 from bapipe.tracing.kept_calls import CannotKeep, registers_hook
@@ -20,10 +19,6 @@ NO_GRAD = "no_grad"
 
 AUTOCAST = "autocast"
 """Key in a node's `meta`: the `Autocast` in which the operator ran, if that was not the mode of the whole trace."""
-
-_CONTAINERS = (
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +91,6 @@ class Captured:
     kinds: dict[str, str]
     leaf_reasons: Mapping[str, Reason] = field(default_factory=dict)
     sizes: Mapping[fx.Node, tuple[Any, Any]] | None = None
-
-
-def is_layer(
-    module: nn.Module, path: str, leaf_modules: frozenset[str] = frozenset(), inlined: frozenset[str] = frozenset()
-) -> bool:
-    """Returns whether a call of a module is one layer: it is of torch.nn, has no children, or is a leaf module.
-
-    `inlined` are modules without children whose operators are traced instead, unless they are leaf modules.
-    """
-    if path in leaf_modules:
-        return True
-    if path in inlined:
-        return False
-    if is_of_torch(module) and not isinstance(module, _CONTAINERS):
-        return True
-    return next(module.children(), None) is None
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from bapipe.module_state.python_random import all_generators_restored, global_generator_states
 from bapipe.torch_private.tensors import tree_leaves
-from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, is_layer, output_node
+from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, output_node
 from bapipe.tracing.kept_calls import DRAWS_IN_PYTHON, CannotKeep, functions_refused
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.model import attribute
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
@@ -25,12 +26,7 @@ from bapipe.tracing.sizes import repeat_to_batch
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
-def capture_with_export(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    leaf_modules: frozenset[str],
-    inlined: frozenset[str] = frozenset(),
-) -> Captured:
+def capture_with_export(module: nn.Module, inputs: Sequence[Tensor], choice: LayerChoice) -> Captured:
     # For a batch size of 1, torch.export would conclude that it is always 1.
     num_rows = max(2, *(len(example) for example in inputs))
     device = next(module.parameters(), inputs[0]).device
@@ -63,7 +59,7 @@ def capture_with_export(
     graph.output(returned)
     traced = fx.GraphModule(_state(module, source, graph), graph, type(module).__name__)
     drop_unused(traced)
-    layer_of_call, kinds = _layers_by_stack(module, graph, leaf_modules, inlined)
+    layer_of_call, kinds = _layers_by_stack(module, graph, choice)
     outside = (node for node in graph.nodes if node not in layer_of_call and node.meta.get("nn_module_stack"))
     check_writes(traced, {node: next(reversed(node.meta["nn_module_stack"].values()))[0] for node in outside})
     for node in graph.nodes:
@@ -151,7 +147,7 @@ def _inline(source: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], no
 
 
 def _layers_by_stack(
-    module: nn.Module, graph: fx.Graph, leaf_modules: frozenset[str], inlined: frozenset[str]
+    module: nn.Module, graph: fx.Graph, choice: LayerChoice
 ) -> tuple[dict[fx.Node, str], dict[str, str]]:
     """Returns the layer of each operator inside a layer's module, by torch.export's module stacks, and their kinds."""
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -163,7 +159,7 @@ def _layers_by_stack(
         if node.op != "call_function":
             continue
         for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-            if path and path in modules and is_layer(modules[path], path, leaf_modules, inlined):
+            if path and path in modules and choice.is_layer(modules[path], path):
                 if key not in names:
                     num_calls[path] = num_calls.get(path, 0) + 1
                     names[key] = call_name(path, num_calls[path])

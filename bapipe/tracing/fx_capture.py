@@ -24,7 +24,6 @@ from bapipe.tracing.captured import (
     call_name,
     check_writes,
     drop_unused,
-    is_layer,
     output_node,
 )  # fmt: skip
 from bapipe.tracing.kept_calls import (
@@ -38,6 +37,7 @@ from bapipe.tracing.kept_calls import (
     functions_intercepted,
     hook_operator,
 )  # fmt: skip
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.reasons import RETURN_VALUES, SETS_UP_AT_FIRST, Reason
 from bapipe.tracing.seeding import SEEDS_ITSELF, default_generator_is_seeded, generators_watched, seeding_noticed
@@ -65,9 +65,9 @@ class _Tracer(fx.Tracer):
     hooks on tensors, and in which module it failed.
     """
 
-    def __init__(self, leaf_modules: frozenset[str], inlined: frozenset[str]) -> None:
+    def __init__(self, choice: LayerChoice) -> None:
         super().__init__(param_shapes_constant=True)
-        self.leaf_modules, self.inlined = leaf_modules, inlined
+        self.choice = choice
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
         self.failed_in: str | None = None
         self.path_of_node: dict[fx.Node, str] = {}
@@ -75,7 +75,7 @@ class _Tracer(fx.Tracer):
         self.generator_fault: Callable[[object], Reason | None] = lambda value: None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_layer(m, module_qualified_name, self.leaf_modules, self.inlined)
+        return self.choice.is_layer(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, caller = global_generator_states(), self.path()
@@ -203,10 +203,8 @@ class _StateCalls(TorchFunctionMode):
         return self._tracer.create_proxy("get_attr", self._names[id(value)], (), {})
 
 
-def capture_with_fx(
-    module: nn.Module, num_inputs: int | None, leaf_modules: frozenset[str], inlined: frozenset[str] = frozenset()
-) -> Captured:
-    """Returns the operators of a module; `leaf_modules` and `inlined` as `capture`.
+def capture_with_fx(module: nn.Module, num_inputs: int | None, choice: LayerChoice) -> Captured:
+    """Returns the operators of a module.
 
     Raises:
         TracingFailed: the model's code cannot run without values.
@@ -214,7 +212,7 @@ def capture_with_fx(
     """
     defaults = _default_arguments(module, num_inputs)
     with state_restored(module):
-        tracer, counts, outside = _Tracer(leaf_modules, inlined), _counts(module), CountedCode(module)
+        tracer, counts, outside = _Tracer(choice), _counts(module), CountedCode(module)
         graph = _trace(tracer, module, defaults)
         outside.count()
         texts = tracer.texts()
@@ -224,7 +222,7 @@ def capture_with_fx(
         returned, spec = tree_flatten(_plain(output.args[0]))
         output.args = (tuple(returned),)
         traced = fx.GraphModule(module, graph)
-        again, third = _Tracer(leaf_modules, inlined), _Tracer(leaf_modules, inlined)
+        again, third = _Tracer(choice), _Tracer(choice)
         _check_second_trace(texts, again, third, module, defaults, outside, is_counting=_counts(module) != counts)
     drop_unused(traced)
     check_writes(traced, tracer.path_of_node)
@@ -271,7 +269,7 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
 def _assigning(tracer: _Tracer, root: nn.Module, owner: str, name: str) -> dict[str, Reason]:
     """Returns which module's forward assigns a buffer: code around its owner if that is a layer, which did not run."""
     path, buffer = owner, name
-    while path and is_layer(root.get_submodule(path), path, tracer.leaf_modules, tracer.inlined):
+    while path and tracer.choice.is_layer(root.get_submodule(path), path):
         path, buffer = path.rpartition(".")[0], f"{owner}.{name}"
     to_cut = "write to the buffer in place, as by `copy_`, in the forward of the innermost module that has it"
     return {path: Reason(f"its forward assigns the buffer '{buffer}'", to_cut)}

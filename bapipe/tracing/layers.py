@@ -22,8 +22,9 @@ from bapipe.tracing.aliasing import (
     writes_to_state,
 )
 from bapipe.tracing.capture import capture
-from bapipe.tracing.captured import Captured, autocast_of_training, is_layer, output_node
+from bapipe.tracing.captured import Captured, autocast_of_training, output_node
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, input_name, node_state
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.recorded_capture import capture_by_recording
@@ -88,17 +89,18 @@ def trace(
             constants, or has trained parameters in memory that other parameters or buffers share.
     """
     with state_restored(module):
-        paths = matching_paths(module, leaf_modules)
+        leaves = frozenset(matching_paths(module, leaf_modules))
+        choice = LayerChoice(leaf_modules=leaves, inlined=frozenset(inlined))
         check_size = check_batch_size(microbatch_size)
         modules = dict(module.named_modules())
         wanted = frozenset(name for name in layers if name.partition("#")[0] in modules)
         with autocast_of_training(autocast):
-            captured = capture(module, inputs, paths, called_leaves, check_size, wanted, frozenset(inlined))
+            captured = capture(module, inputs, choice, called_leaves, check_size, wanted)
         try:
             model = _traced(module, captured, inputs, operator_layers, check_size)
         except (UnknownSizes, NoTensorReturned) as error:
             with autocast_of_training(autocast):
-                captured = _captured_with_sizes(captured, module, inputs, paths, check_size, frozenset(inlined), error)
+                captured = _captured_with_sizes(captured, module, inputs, choice, check_size, error)
             model = _traced(module, captured, inputs, operator_layers, check_size)
         check_constants_dense(model)
         check_shared_memory(model)
@@ -109,9 +111,8 @@ def _captured_with_sizes(
     captured: Captured,
     module: nn.Module,
     inputs: Sequence[Tensor] | None,
-    leaf_modules: Sequence[str],
+    choice: LayerChoice,
     check_size: int,
-    inlined: frozenset[str],
     reason: UnknownSizes | NoTensorReturned,
 ) -> Captured:
     """Returns what recording captures, which knows the sizes, and takes apart what the model returns.
@@ -123,7 +124,7 @@ def _captured_with_sizes(
     """
     assert inputs is not None
     try:
-        return capture_by_recording(module, inputs, leaf_modules, check_size, inlined)
+        return capture_by_recording(module, inputs, choice, check_size)
     except TracingFailed as error:
         if isinstance(reason, NoTensorReturned):
             raise InvalidModel(str(reason)) from error
@@ -156,7 +157,7 @@ def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], li
     """Returns the `leaf_modules`, `inlined` and `operator_layers` with which `trace` gives the named layers."""
     paths = dict(module.named_modules())
     module_names = [name.partition("#")[0] for name in layers]
-    leaf_modules = [name for name in module_names if name in paths and not is_layer(paths[name], name)]
+    leaf_modules = [name for name in module_names if name in paths and not LayerChoice().is_layer(paths[name], name)]
     named = set(module_names)
     inlined = [path for path, part in paths.items() if path and path not in named and may_be_inlined(part)]
     return leaf_modules, inlined, any(name.startswith(OPERATOR) for name in module_names)

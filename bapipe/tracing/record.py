@@ -40,7 +40,7 @@ from bapipe.torch_private.tensors import (
     tree_leaves,
     version,
 )
-from bapipe.tracing.captured import autocast_modes, is_layer
+from bapipe.tracing.captured import autocast_modes
 from bapipe.tracing.code_position import running_line
 from bapipe.tracing.constant_values import ConstantValues
 from bapipe.tracing.fx_capture import TracingFailed
@@ -55,6 +55,7 @@ from bapipe.tracing.kept_calls import (
     is_looked_into,
     registers_hook,
 )
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.reasons import DRAW_INSIDE, GIVE_TENSORS, TAKE_ANY_NUMBER, WRITE_INSIDE, Reason
@@ -93,8 +94,7 @@ def record(
     module: nn.Module,
     inputs: Sequence[Tensor],
     batch: int,
-    leaf_modules: frozenset[str],
-    inlined: frozenset[str] = frozenset(),
+    choice: LayerChoice,
 ) -> Recording:
     """Returns what a module calls for inputs of some batch size; the module does not change.
 
@@ -118,7 +118,7 @@ def record(
             for e in inputs
         )
         forward = ExampleForward(module, inputs, batch, device)
-        return _Recorder(own, module, names, leaf_modules, inlined, generator_fault, forward).run(examples)
+        return _Recorder(own, module, names, choice, generator_fault, forward).run(examples)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -201,14 +201,13 @@ class _Recorder(TorchFunctionMode):
         module: nn.Module,
         original: nn.Module,
         names: dict[int, str],
-        leaf_modules: frozenset[str],
-        inlined: frozenset[str],
+        choice: LayerChoice,
         generator_fault: Callable[[object], Reason | None],
         forward: ExampleForward,
     ) -> None:
         super().__init__()
         self._module, self._original = module, original
-        self._leaf_modules, self._inlined = leaf_modules, inlined
+        self._choice = choice
         self._names = names  # of parameters, buffers and attributes, by id
         self._paths: dict[int, str] = {}
         for path, part in (*module.named_modules(), *original.named_modules()):
@@ -433,7 +432,7 @@ class _Recorder(TorchFunctionMode):
             path = self._paths.get(id(module))
             if self._paused or path is None:
                 return call(module, *args, **kwargs)
-            if path and is_layer(module, path, self._leaf_modules | set(self._reasons), self._inlined):
+            if path and (path in self._reasons or self._choice.is_layer(module, path)):
                 return self._call_layer(call, module, path, args, kwargs)
             return self._call_container(call, module, path, args, kwargs)
 

@@ -11,9 +11,10 @@ from bapipe.module_state.code_state import state_of_forwards_restored
 from bapipe.module_state.whose_code import is_of_torch, top_package
 from bapipe.torch_private.modules import forward_hooks_of
 from bapipe.tracing.aliasing import writers
-from bapipe.tracing.captured import Captured, is_layer
+from bapipe.tracing.captured import Captured
 from bapipe.tracing.export_capture import silenced
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.merge_recordings import merge
 from bapipe.tracing.reasons import Reason
 from bapipe.tracing.record import record
@@ -24,13 +25,10 @@ from bapipe.tracing.sizes import BATCH_SIZES, CHECK_BATCH_SIZE
 def capture_by_recording(
     module: nn.Module,
     inputs: Sequence[Tensor],
-    leaf_modules: Sequence[str],
+    choice: LayerChoice,
     check_size: int = CHECK_BATCH_SIZE,
-    inlined: frozenset[str] = frozenset(),
 ) -> Captured:
     """Returns the operators that a module calls for inputs of three batch sizes, of which `check_size` is the third.
-
-    `leaf_modules` and `inlined` are as in `capture`.
 
     Raises:
         TracingFailed: the model's own forward, outside of its modules, cannot be recorded.
@@ -40,7 +38,7 @@ def capture_by_recording(
     while True:
         try:
             with silenced(), caches_bypassed(module):
-                recordings = _recordings(module, inputs, sizes, frozenset(leaf_modules), inlined, reasons)
+                recordings = _recordings(module, inputs, sizes, choice, reasons)
             return replace(merge(module, recordings, check_size), leaf_reasons=_outermost(reasons))
         except TracingFailed as error:
             if not error.path or error.path in reasons:
@@ -49,11 +47,7 @@ def capture_by_recording(
 
 
 def capture_with_calls(
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    leaf_modules: frozenset[str],
-    check_size: int,
-    inlined: frozenset[str],
+    module: nn.Module, inputs: Sequence[Tensor], choice: LayerChoice, check_size: int
 ) -> Captured | None:
     """Returns what recording captures, if layers pass values to the code around them by other ways than returning them.
 
@@ -61,13 +55,13 @@ def capture_with_calls(
     layers. While torch.fx traces they are not called: what they write is not seen, and what hooks keep is missing, or
     of an earlier forward.
     """
-    layers = [part for path, part in module.named_modules() if is_layer(part, path, leaf_modules, inlined)]
+    layers = [part for path, part in module.named_modules() if choice.is_layer(part, path)]
     hooks = (hook for part in layers for one in forward_hooks_of(part) for hook in one.values())
     have_hooks = any(top_package(hook) != "torch" for hook in hooks)
     if not have_hooks and not any(may_change_tensors(part) for part in layers if not is_of_torch(part)):
         return None
     try:
-        captured = capture_by_recording(module, inputs, sorted(leaf_modules), check_size, inlined)
+        captured = capture_by_recording(module, inputs, choice, check_size)
     except TracingFailed:
         return None
     calls = (node for node, _ in writers(captured.module) if node in captured.layer_of_call)
@@ -84,15 +78,14 @@ def _recordings(
     module: nn.Module,
     inputs: Sequence[Tensor],
     sizes: Sequence[int],
-    leaf_modules: frozenset[str],
-    inlined: frozenset[str],
+    choice: LayerChoice,
     reasons: dict[str, Reason],
 ) -> list[Recording]:
     """Returns recordings at some batch sizes with the same leaf modules; adds to `reasons` why modules became such."""
     recordings: list[Recording] = []
     while len(recordings) < len(sizes):
         with state_of_forwards_restored(module):  # a number that counts shall not look like a function of the size
-            recording = record(module, inputs, sizes[len(recordings)], leaf_modules | set(reasons), inlined)
+            recording = record(module, inputs, sizes[len(recordings)], choice.with_leaves(reasons))
         if recording.leaf_reasons and recordings:
             recordings.clear()
         else:

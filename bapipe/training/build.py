@@ -28,7 +28,7 @@ from bapipe.torch_private.tensors import (
     tree_leaves,
     tree_map,
 )
-from bapipe.tracing.captured import is_layer
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.zoo.example import Example
 from bapipe.zoo.factory import Factory, build
 
@@ -168,7 +168,7 @@ def _layer_writes(root: nn.Module, initialize: Callable[[nn.Module], None] | Non
     for path, module in root.named_modules():
         if module in inside:
             continue
-        whole = is_layer(module, path)
+        whole = LayerChoice().is_layer(module, path)
         inside |= set(module.modules()) if whole else {module}
         parameters = [p for p in module.parameters(recurse=whole) if p.is_meta and id(p) not in writes]
         if parameters:

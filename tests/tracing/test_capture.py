@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 import bapipe
 from bapipe.errors import InvalidModel
 from bapipe.tracing.capture import capture
-from bapipe.tracing.captured import is_layer
 from bapipe.tracing.fx_capture import TracingFailed, capture_with_fx
+from bapipe.tracing.layer_choice import LayerChoice
 
 
 class Branches(nn.Module):
@@ -43,22 +43,22 @@ class Inner(nn.Module):
 
 def test_calls_of_one_module_are_numbered() -> None:
     linear = nn.Linear(2, 2)
-    captured = capture(nn.Sequential(linear, linear), (torch.zeros(1, 2),), ())
+    captured = capture(nn.Sequential(linear, linear), (torch.zeros(1, 2),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["0", "0#2"] or list(captured.layer_of_call.values()) == ["0", "1"]
     assert set(captured.kinds.values()) == {"Linear"}
 
 
 def test_a_module_in_which_tracing_fails_becomes_a_leaf() -> None:
-    captured = capture(Branches(), (torch.zeros(1, 2),), ())
+    captured = capture(Branches(), (torch.zeros(1, 2),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["inner"]
     assert captured.kinds == {"inner": "Inner"}
 
 
 def test_layers_are_modules_of_torch_or_without_children() -> None:
-    assert is_layer(nn.MultiheadAttention(2, 1), "a")
-    assert not is_layer(nn.Sequential(nn.ReLU()), "a")
-    assert is_layer(nn.Sequential(nn.ReLU()), "a", frozenset({"a"}))
-    assert not is_layer(Inner(), "a")
+    assert LayerChoice().is_layer(nn.MultiheadAttention(2, 1), "a")
+    assert not LayerChoice().is_layer(nn.Sequential(nn.ReLU()), "a")
+    assert LayerChoice(leaf_modules=frozenset({"a"})).is_layer(nn.Sequential(nn.ReLU()), "a")
+    assert not LayerChoice().is_layer(Inner(), "a")
 
 
 class Scaled(nn.Module):
@@ -74,7 +74,7 @@ class Scaled(nn.Module):
 def test_a_parametrized_module_of_the_users_is_cut_inside_and_one_of_torch_is_not() -> None:
     module = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)), Scaled())
     parametrize.register_parametrization(module[1], "scale", nn.ReLU())
-    captured = capture(module, (torch.zeros(1, 2),), ())
+    captured = capture(module, (torch.zeros(1, 2),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["0", "1.linear", "1.parametrizations.scale.0"]
 
 
@@ -103,10 +103,16 @@ class UnusedOptions(nn.Module):
 def test_any_number_of_arguments() -> None:
     x = torch.zeros(1, 2)
     inputs = [
-        node.target for node in capture(StarArguments(), (x, x), ()).module.graph.nodes if node.op == "placeholder"
+        node.target
+        for node in capture(StarArguments(), (x, x), LayerChoice()).module.graph.nodes
+        if node.op == "placeholder"
     ]
     assert inputs == ["tensors_0", "tensors_1"]
-    inputs = [node.target for node in capture(UnusedOptions(), (x,), ()).module.graph.nodes if node.op == "placeholder"]
+    inputs = [
+        node.target
+        for node in capture(UnusedOptions(), (x,), LayerChoice()).module.graph.nodes
+        if node.op == "placeholder"
+    ]
     assert inputs == ["x"]
 
 
@@ -121,7 +127,7 @@ def test_an_input_may_have_the_name_of_another_argument_and_a_number() -> None:
             return y if x is None else y + x
 
     x, module = torch.rand(1, 2), Numbered()
-    captured = capture(module, (x,), ())
+    captured = capture(module, (x,), LayerChoice())
     torch.testing.assert_close(captured.module(x)[0], module(x))
 
 
@@ -131,10 +137,10 @@ def test_a_scripted_part_is_refused_if_it_has_parameters() -> None:
     with pytest.raises(
         InvalidModel, match=r"^module '1' is scripted by torch\.jit, .* give the module that it was made"
     ):
-        capture(nn.Sequential(nn.Linear(2, 2), scripted), (x,), ())
+        capture(nn.Sequential(nn.Linear(2, 2), scripted), (x,), LayerChoice())
     activation = torch.jit.script(nn.Tanh())
     model = nn.Sequential(nn.Linear(2, 2), activation)
-    torch.testing.assert_close(capture(model, (x,), ()).module(x)[0], model(x))
+    torch.testing.assert_close(capture(model, (x,), LayerChoice()).module(x)[0], model(x))
 
 
 def script_method(method: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
@@ -161,7 +167,7 @@ def test_classes_that_are_scripted_are_told_how_to_be_none(around: Callable[[nn.
     with pytest.raises(
         InvalidModel, match=r"scripted by torch\.jit, .*: its class Scripted is .*; set PYTORCH_JIT=0 in"
     ):
-        capture(around(Scripted()), (torch.zeros(1, 2),), ())
+        capture(around(Scripted()), (torch.zeros(1, 2),), LayerChoice())
 
 
 def test_without_torch_jit_such_classes_have_layers() -> None:
@@ -198,7 +204,7 @@ def test_a_module_named_as_a_later_call_is_refused() -> None:
     with pytest.raises(
         InvalidModel, match=r"^module 'a#2' has a '#' in its name, which marks the later calls of a module: rename it$"
     ):
-        capture(module, (torch.zeros(1, 2),), ())
+        capture(module, (torch.zeros(1, 2),), LayerChoice())
 
 
 def _branch_on_rows(self: Any, x: Tensor) -> Tensor:
@@ -228,7 +234,7 @@ def test_a_refusal_names_the_line_of_the_models_code(forward: Callable[..., Tens
     with pytest.raises(
         InvalidModel, match=rf"^Own cannot be traced: {reason} \({__name__}, line {line}: return .*\); put"
     ):
-        capture(model, (torch.zeros(1, 2),), ())
+        capture(model, (torch.zeros(1, 2),), LayerChoice())
 
 
 class Cache:
@@ -274,7 +280,7 @@ def test_a_call_of_a_layer_that_a_graph_cannot_hold_fails_in_the_code_around_it(
     module = MakesACache()
     for leaf, around in (("block.inner", "block"), ("block", "")):
         with pytest.raises(TracingFailed) as failed:
-            capture_with_fx(module, 1, frozenset({leaf}))
+            capture_with_fx(module, 1, LayerChoice(leaf_modules=frozenset({leaf})))
         assert failed.value.path == around
     with pytest.raises(InvalidModel, match=r"^MakesACache cannot be traced: a Cache that holds tensors is an argument"):
-        capture(module, (torch.zeros(1, 2),), ())
+        capture(module, (torch.zeros(1, 2),), LayerChoice())

@@ -20,6 +20,7 @@ from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import NO_GRAD, Captured
 from bapipe.tracing.extract import extract
 from bapipe.tracing.fx_capture import TracingFailed
+from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.layers import trace
 from bapipe.tracing.recorded_capture import capture_by_recording
 
@@ -123,7 +124,7 @@ def test_the_graph_computes_what_the_code_does(name: str, rows: int) -> None:
     torch.manual_seed(0)
     module = Code(CODE[name]).double()
     before = copy.deepcopy(module.state_dict())
-    captured = capture_by_recording(module, (torch.zeros(3, 6, dtype=torch.float64),), ())
+    captured = capture_by_recording(module, (torch.zeros(3, 6, dtype=torch.float64),), LayerChoice())
     assert not captured.leaf_reasons
     assert list(captured.layer_of_call.values()) == ["a", "b"]
     x = torch.randn(rows, 6, dtype=torch.float64)
@@ -136,7 +137,7 @@ def test_the_graph_computes_what_the_code_does(name: str, rows: int) -> None:
 
 
 def test_where_gradients_are_off() -> None:
-    graph = capture_by_recording(Code(_without_gradients), (torch.zeros(3, 6),), ()).module.graph
+    graph = capture_by_recording(Code(_without_gradients), (torch.zeros(3, 6),), LayerChoice()).module.graph
     assert [node.name for node in graph.nodes if node.meta.get(NO_GRAD)] == ["abs_1", "mean"]
 
 
@@ -152,7 +153,7 @@ class Nested(nn.Module):
 
 
 def _captured(between: Callable[[Any, Tensor], Any]) -> Captured:
-    return capture_by_recording(Nested(between), (torch.zeros(3, 6),), ())
+    return capture_by_recording(Nested(between), (torch.zeros(3, 6),), LayerChoice())
 
 
 def _writes_to_buffer(self: Any, x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class Drawing(Nested):
 
 def test_only_the_outermost_of_nested_leaves_has_a_reason() -> None:
     module = nn.Sequential(Drawing(lambda self, x: x if x.sum() > 0 else -x), nn.Linear(6, 6))
-    captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
+    captured = capture_by_recording(module, (torch.zeros(3, 6),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["0", "1"]
     assert list(captured.leaf_reasons) == ["0"]
     assert captured.leaf_reasons["0"].text == "it cannot be traced: its forward draws random numbers in Python"
@@ -257,7 +258,7 @@ def test_layers_that_need_values_get_those_of_the_examples(kind: type[nn.Module]
     module = WordsAndImages(kind())
     before = copy.deepcopy(module.state_dict())
     words, images = torch.tensor([[1, 7, 7, 0], [7, 2, 3, 7]]), torch.randn(2, 2, 6)
-    captured = capture_by_recording(module, (words, images), ())
+    captured = capture_by_recording(module, (words, images), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["merge", "last"]
     assert captured.sizes is not None
     shapes = {call: shape.dims for call, (shape, _) in captured.sizes.items() if call in captured.layer_of_call}
@@ -378,7 +379,7 @@ class DividesByTheBatch(nn.Module):
 
 
 def test_a_part_is_said_to_be_one_layer_because_of_the_code_around_it_that_cannot_be_recorded() -> None:
-    captured = capture(DividesByTheBatch(), (torch.zeros(3, 6),), (), called_leaves=True)
+    captured = capture(DividesByTheBatch(), (torch.zeros(3, 6),), LayerChoice(), called_leaves=True)
     assert list(captured.layer_of_call.values()) == ["part", "last"]
     reason = captured.leaf_reasons["part"].text
     assert reason.startswith("the code of the model around it cannot be traced: an argument is 0.2 or ")
@@ -403,7 +404,7 @@ class ReadsTypes(nn.Module):
 
 def test_the_examples_forward_has_the_autocast_of_the_recording() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        captured = capture_by_recording(ReadsTypes(), (torch.zeros(3, 6),), ())
+        captured = capture_by_recording(ReadsTypes(), (torch.zeros(3, 6),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["first", "second"]
 
 
@@ -460,7 +461,7 @@ def test_gradients_of_distributions_are_kept(kind: type[Distribution]) -> None:
 
 def test_code_outside_of_modules_that_cannot_be_recorded() -> None:
     with pytest.raises(TracingFailed) as error:
-        capture_by_recording(Code(lambda self, x: x if x.sum() > 0 else -x), (torch.zeros(3, 6),), ())
+        capture_by_recording(Code(lambda self, x: x if x.sum() > 0 else -x), (torch.zeros(3, 6),), LayerChoice())
     assert error.value.path == ""
 
 
@@ -488,7 +489,7 @@ class Returns(nn.Module):
 
 
 def test_returned_constants() -> None:
-    captured = capture_by_recording(Returns(), (torch.zeros(3, 6),), ())
+    captured = capture_by_recording(Returns(), (torch.zeros(3, 6),), LayerChoice())
     assert [leaf for leaf in captured.returned if not isinstance(leaf, torch.fx.Node)] == [None, 7]
     assert set(captured.layer_of_call.values()) == {"a", "b"}
 
@@ -556,7 +557,7 @@ def test_nests_of_a_layer_that_needs_values_are_traced_as_trained(
 def test_models_on_the_meta_device() -> None:
     with torch.device("meta"):
         module = Nested(lambda self, x: x * 2)
-    captured = capture_by_recording(module, (torch.zeros(3, 6),), ())
+    captured = capture_by_recording(module, (torch.zeros(3, 6),), LayerChoice())
     assert list(captured.layer_of_call.values()) == ["first", "inner.a", "inner.b", "last"]
     assert all(parameter.is_meta for parameter in captured.module.parameters())
 
