@@ -6,13 +6,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from bapipe.equivalence.outcome import Loss
-from bapipe.module_state.code_state import reached_by, states_of_code
-from bapipe.module_state.python_state import (
-    attributes_of,
-    copied,
-    plain_attributes,
-    set_attributes,
-)
+from bapipe.module_state.code_state import states_of_code
+from bapipe.module_state.python_state import PythonState, attributes_of, generator_states_of
 from bapipe.module_state.reached_state import KeptState
 
 
@@ -29,39 +24,33 @@ class OwnAttributes:
         kept = {id(one): one for one in (*root.modules(), *root.parameters(), *root.buffers())}
         self._stages, self._loss, self._of_model = stages, loss, tuple(kept.values())
         # What recomputes a stage or puts it under autocast is a module around it, and keeps its own state.
-        self._first = [[own for own in attributes_of(stage) if id(own[0]) in kept] for stage in stages]
-        self._first_reached = [self._reached_by(stage) for stage in range(len(stages))]
-        self._own = [
-            copied(attributes, kept | reached_by(reached))
-            for attributes, reached in zip(self._first, self._first_reached, strict=True)
+        attributes = [[own for own in attributes_of(stage) if id(own[0]) in kept] for stage in stages]
+        self._has_code = [bool(own) for own in attributes]
+        self._first = [
+            PythonState(attributes[s], generator_states_of(stage), self._code_of(s)) for s, stage in enumerate(stages)
         ]
-        self._own_reached = list(self._first_reached)
+        self._own = [first.copied(dict(kept)) for first in self._first]
 
-    def _reached_by(self, stage: int) -> list[KeptState]:
+    def _code_of(self, stage: int) -> list[KeptState]:
         """Returns what a stage may change outside of its modules, as it is now."""
         code = states_of_code(self._stages[stage])
-        reaches_loss = self._first[stage] or stage == len(self._stages) - 1
+        reaches_loss = self._has_code[stage] or stage == len(self._stages) - 1
         return [*code, KeptState(self._loss, known=self._of_model)] if reaches_loss else code
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """In this context the modules have the attributes of a stage; afterwards those from the beginning."""
-        set_attributes(self._own[stage])
-        for state in self._own_reached[stage]:
-            state.put_back()
+        self._own[stage].put_back()
         try:
             yield
         finally:
-            self._own_reached[stage] = self._reached_by(stage)
-            for state in self._first_reached[stage]:
-                state.put_back()
-            self._own[stage] = [(part, plain_attributes(part)) for part, _ in self._own[stage]]
-            set_attributes(self._first[stage])
+            self._own[stage] = self._first[stage].now(self._code_of(stage))
+            self._first[stage].put_back()
 
     def set_numbers(self) -> None:
         """Gives the modules the numbers that stages have changed."""
         for first, own in zip(self._first, self._own, strict=True):
-            for (part, before), (_, after) in zip(first, own, strict=True):
+            for (part, before), (_, after) in zip(first.attributes, own.attributes, strict=True):
                 for name, value in after.items():
                     if isinstance(value, int | float) and value != before.get(name):
                         vars(part)[name] = value

@@ -5,6 +5,7 @@ import random
 from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.left_outside import left_outside
-from bapipe.module_state.reached_state import put_value_back
+from bapipe.module_state.reached_state import KeptState, put_value_back
 from bapipe.module_state.whose_code import calls_other_code, own_classes
 from bapipe.torch_private.modules import is_scripted
 from bapipe.torch_private.tensors import FakeTensor, version
@@ -23,8 +24,68 @@ from bapipe.torch_private.tensors import FakeTensor, version
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
 
-GeneratorStates = list[tuple[torch.Generator | random.Random, Any]]
+Generator = torch.Generator | random.Random
+
+GeneratorStates = list[tuple[Generator, Any]]
 """Random generators with their states."""
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """What modules keep in Python at one moment, beside tensors.
+
+    Attributes:
+        attributes: those of modules.
+        generators: random generators among these, which stay the same objects.
+        code: what hooks and forwards keep outside of modules.
+    """
+
+    attributes: Attributes
+    generators: GeneratorStates
+    code: list[KeptState]
+
+    def copied(self, copies: dict[int, Any]) -> "PythonState":
+        """Returns the state with copies of attributes that are not immutable: one of each for all modules that have it.
+
+        An object that refuses to be copied stays as it is. So do generators and what code reaches, which `put_back`
+        gives their earlier states.
+
+        Args:
+            copies: what stands for an object, by its id: another one, or the object itself if it is not to be copied.
+                Each copy is added.
+        """
+        copies |= reached_by(self.code) | {id(one): one for one, _ in self.generators} | copies
+        attributes = []
+        for part, values in self.attributes:
+            own = dict(values)
+            for name, value in values.items():
+                made: dict[int, Any] = {}  # what is copied before another part refuses is not used
+                if not isinstance(value, _NO_STATE):
+                    with suppress(Exception):
+                        own[name] = copy.deepcopy(value, ChainMap(made, copies))  # type: ignore[arg-type]
+                        copies.update(made)
+            attributes.append((part, own))
+        return replace(self, attributes=attributes)
+
+    def now(self, code: list[KeptState]) -> "PythonState":
+        """Returns what the same modules and generators keep now; `code` is what their code does."""
+        attributes = [(part, plain_attributes(part)) for part, _ in self.attributes]
+        return PythonState(attributes, [(one, _state_of(one)) for one, _ in self.generators], code)
+
+    def set_attributes(self) -> None:
+        """Gives the modules these attributes, and no others."""
+        for part, values in self.attributes:
+            for name in plain_attributes(part).keys() - values.keys():
+                del vars(part)[name]
+            vars(part).update(values)
+
+    def put_back(self) -> None:
+        """Gives the modules these attributes, and generators and what code reaches their states."""
+        self.set_attributes()
+        for one, state in self.generators:
+            one.setstate(state) if isinstance(one, random.Random) else one.set_state(state)
+        for kept in self.code:
+            kept.put_back()
 
 
 @contextmanager
@@ -57,21 +118,21 @@ def state_restored(
     registries = [
         [(value, dict(value)) for value in map(vars(part).get, _REGISTRIES) if value is not None] for part in modules
     ]
-    generators = generator_states_of(module)
-    # What a graph module has beside tensors and generators is its graph and its code.
-    changing = [(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)]
-    code = states_of_code(module) if outside else states_of_hooks(module)
-    kept = (*modules, *own.values(), *hidden.values(), *(generator for generator, _ in generators))
-    reached = reached_by(code)
+    state = PythonState(
+        # What a graph module has beside tensors and generators is its graph and its code.
+        attributes=[(part, plain_attributes(part)) for part in modules if not isinstance(part, fx.GraphModule)],
+        generators=generator_states_of(module),
+        code=states_of_code(module) if outside else states_of_hooks(module),
+    )
+    copies: dict[int, Any] = {id(one): one for one in (*modules, *own.values(), *hidden.values())}
     try:
         with (
-            iterators_copied(reached.values()) as iterators,
+            iterators_copied(reached_by(state.code).values()) as iterators,
             class_numbers_restored(modules),
             left_outside(module) if outside else nullcontext(),
         ):
-            # They live as long as weak references to copies are needed.
-            copies: dict[int, Any] = {id(one): one for one in kept} | reached | iterators
-            set_attributes(copied(changing, copies))
+            copies |= iterators  # copies live as long as weak references to them are needed
+            state.copied(copies).set_attributes()
             yield {id(tensor): value for tensor, value, _ in values}
     finally:
         for part, before, own_registries in zip(modules, attributes, registries, strict=True):
@@ -80,9 +141,7 @@ def state_restored(
             for registry, entries in own_registries:
                 registry.clear()
                 registry.update(entries)
-        restore_generator_states(generators)
-        for state in code:
-            state.put_back()
+        state.put_back()
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
@@ -170,7 +229,7 @@ def _numbers_of(cls: type) -> dict[str, int | float]:
     return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
 
 
-def generators_kept(owner: object) -> dict[str, torch.Generator | random.Random]:
+def generators_kept(owner: object) -> dict[str, Generator]:
     """Returns the random generators that an object keeps as `numbers_kept`, by path."""
     return dict(_attributes_kept(owner, (torch.Generator, random.Random)))
 
@@ -191,24 +250,20 @@ def _attributes_kept(owner: object, types: tuple[type, ...]) -> Iterator[tuple[s
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def generator_state(generator: torch.Generator | random.Random) -> object:
+def generator_state(generator: Generator) -> object:
     """Returns the state of a random generator, which can be compared."""
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state().numpy().tobytes()
+    state = _state_of(generator)
+    return state.numpy().tobytes() if isinstance(state, Tensor) else state
+
+
+def _state_of(generator: Generator) -> Any:
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def generator_states_of(module: nn.Module) -> GeneratorStates:
     """Returns the random generators among the attributes of a module and its parts, with their states."""
     generators = {id(one): one for one in generators_kept(module).values()}.values()
-    return [(one, one.getstate() if isinstance(one, random.Random) else one.get_state()) for one in generators]
-
-
-def restore_generator_states(states: GeneratorStates) -> None:
-    """Sets generators to states that `generator_states_of` returned."""
-    for one, state in states:
-        if isinstance(one, random.Random):
-            one.setstate(state)
-        else:
-            one.set_state(state)
+    return [(one, _state_of(one)) for one in generators]
 
 
 def hidden_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -260,36 +315,6 @@ def attributes_of(module: nn.Module) -> Attributes:
 def plain_attributes(part: nn.Module) -> dict[str, object]:
     """Returns the attributes of a module beside its parameters, buffers, children and hooks."""
     return {name: value for name, value in vars(part).items() if name not in _REGISTRIES}
-
-
-def set_attributes(attributes: Attributes) -> None:
-    """Gives modules these attributes, and no others."""
-    for part, values in attributes:
-        for name in plain_attributes(part).keys() - values.keys():
-            del vars(part)[name]
-        vars(part).update(values)
-
-
-def copied(attributes: Attributes, copies: dict[int, Any]) -> Attributes:
-    """Returns attributes with copies of what is not immutable: one of each, however many modules have it.
-
-    An object that refuses to be copied stays as it is.
-
-    Args:
-        copies: what stands for an object, by its id: another one, or the object itself if it is not to be copied. Each
-            copy is added.
-    """
-    result = []
-    for part, values in attributes:
-        own = dict(values)
-        for name, value in values.items():
-            made: dict[int, Any] = {}  # what is copied before another part refuses is not used
-            if not isinstance(value, _NO_STATE):
-                with suppress(Exception):
-                    own[name] = copy.deepcopy(value, ChainMap(made, copies))  # type: ignore[arg-type]
-                    copies.update(made)
-        result.append((part, own))
-    return result
 
 
 _NO_STATE = (

@@ -10,19 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.errors import InvalidModel
-from bapipe.module_state.code_state import ForwardCode, reached_by
-from bapipe.module_state.python_state import (
-    Attributes,
-    GeneratorStates,
-    class_numbers,
-    copied,
-    one_of_each_class,
-    restore_generator_states,
-    same_tensor,
-    same_value,
-    set_attributes,
-)
-from bapipe.module_state.reached_state import KeptState
+from bapipe.module_state.code_state import ForwardCode
+from bapipe.module_state.python_state import PythonState, class_numbers, one_of_each_class, same_tensor, same_value
 from bapipe.runtime.changed_inputs import ChangedInputs
 from bapipe.runtime.state_owners import StateOwners
 from bapipe.runtime.tensor_changes import TensorWrites, replaced
@@ -40,19 +29,15 @@ class _StateBeforeForward:
 
     Attributes:
         cpu_rng, cuda_rng: states of torch's global generators.
-        generators: states of the generators in attributes of the modules.
         tensors: copies of buffers and frozen parameters, by name.
-        attributes: Python attributes of the modules.
-        code: the state that hooks and forwards of the modules kept outside of these.
+        python: what the modules, and their code, kept in Python.
         inputs: copies of the inputs that F changed in place, by position.
     """
 
     cpu_rng: Tensor
     cuda_rng: Tensor | None
-    generators: GeneratorStates
     tensors: dict[str, Tensor]
-    attributes: Attributes
-    code: list[KeptState]
+    python: PythonState
     inputs: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -164,24 +149,14 @@ class RecomputedStage(nn.Module):
 
         Both are by name. Tensors without such a copy stay as they are.
         """
-        generators, code = self._owners.generator_states(), self._states_of_code()
-        same = (*self.module.modules(), *(generator for generator, _ in generators))
-        copies = (
-            reached_by(code)
-            | {id(one): one for one in same}
-            | {id(t): before.get(name, t) for name, t in tensors.items()}
-        )
+        copies: dict[int, Any] = {id(one): one for one in self.module.modules()}
+        copies |= {id(t): before.get(name, t) for name, t in tensors.items()}
         return _StateBeforeForward(
             cpu_rng=torch.get_rng_state(),
             cuda_rng=torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
-            generators=generators,
             tensors=before,
-            attributes=copied(self._owners.attributes(), copies),
-            code=code,
+            python=self._owners.state(self._forward_code).copied(copies),
         )
-
-    def _states_of_code(self) -> list[KeptState]:
-        return [*self._owners.states_of_hooks(), *self._forward_code.states()]
 
     def _copied(self, weights: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns those buffers and frozen parameters that are copied before an F, by name."""
@@ -204,26 +179,18 @@ class RecomputedStage(nn.Module):
     @contextmanager
     def recomputing(self, microbatch: int) -> Iterator[None]:
         """In this context the module runs as in a micro-batch's first F; afterwards its state is what it was."""
-        state = self._before.pop(microbatch)
-        attributes, generators = self._owners.attributes(), self._owners.generator_states()
-        code = self._states_of_code()
+        state, now = self._before.pop(microbatch), self._owners.state(self._forward_code)
         with torch.random.fork_rng(devices=[self._device] if state.cuda_rng is not None else []):
             torch.set_rng_state(state.cpu_rng)
             if state.cuda_rng is not None:
                 torch.cuda.set_rng_state(state.cuda_rng, self._device)
-            restore_generator_states(state.generators)
-            set_attributes(state.attributes)
-            for kept in state.code:
-                kept.put_back()
+            state.python.put_back()
             self._again = state
             try:
                 yield
             finally:
                 self._again = None
-                set_attributes(attributes)
-                for kept in code:
-                    kept.put_back()
-                restore_generator_states(generators)
+                now.put_back()
 
 
 def _is_shared(hidden: Tensor) -> bool:

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
-from bapipe.module_state.code_state import states_of_hooks
+from bapipe.module_state.code_state import ForwardCode, states_of_hooks
 from bapipe.module_state.python_state import (
-    Attributes,
-    GeneratorStates,
+    PythonState,
     attributes_of,
     generator_states_of,
     generators_kept,
     hidden_tensors,
 )
-from bapipe.module_state.reached_state import KeptState
 from bapipe.module_state.whose_code import calls_other_code
 from bapipe.torch_private.modules import hooks_of
 
@@ -54,17 +52,13 @@ class StateOwners:
             if id(tensor) not in own
         }
 
-    def attributes(self) -> Attributes:
-        """Returns the attributes of the parts that run code from outside torch."""
-        return [one for _, part in self.parts for one in attributes_of(part)]
-
-    def generator_states(self) -> GeneratorStates:
-        """Returns the random generators in attributes, with their states."""
-        return [one for _, part in self.parts for one in generator_states_of(part)]
-
-    def states_of_hooks(self) -> list[KeptState]:
-        """Returns what hooks keep now outside of the module."""
-        return states_of_hooks(self.module) if self.has_hooks else []
+    def state(self, code: ForwardCode) -> PythonState:
+        """Returns what the parts, hooks, and the code of forwards keep now."""
+        return PythonState(
+            attributes=[one for _, part in self.parts for one in attributes_of(part)],
+            generators=[one for _, part in self.parts for one in generator_states_of(part)],
+            code=[*(states_of_hooks(self.module) if self.has_hooks else []), *code.states()],
+        )
 
 
 def _outermost(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:

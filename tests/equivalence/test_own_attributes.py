@@ -17,7 +17,7 @@ from bapipe.equivalence.check import (
 from bapipe.equivalence.choose_layers import trace_checked
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
-from bapipe.module_state.python_state import attributes_of, copied, set_attributes
+from bapipe.module_state.python_state import PythonState, attributes_of
 from bapipe.tracing.layers import trace
 from bapipe.tracing.stage_module import stage_module
 from bapipe.tracing.stages import cut_into_stages
@@ -181,8 +181,8 @@ def test_layers_whose_hooks_share_what_they_keep_must_be_in_one_stage(cut: str, 
 
 def test_copies_of_attributes_are_as_many_as_the_attributes() -> None:
     module = Talks()
-    kept = copied(attributes_of(module), {})
+    kept = PythonState(attributes_of(module), [], []).copied({})
     module.leaves.values["mean"] = 1.0
-    set_attributes(kept)
+    kept.put_back()
     assert module.leaves.values == {}
     assert module.leaves.values is module.reads.values

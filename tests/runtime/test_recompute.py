@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from bapipe.module_state.code_state import ForwardCode
 from bapipe.profiler.measure import measure_model
 from bapipe.profiler.options import ProfileOptions
 from bapipe.runtime.recompute import RecomputedStage
@@ -188,7 +189,7 @@ def test_only_parts_with_code_from_outside_torch_keep_state_beside_buffers() -> 
     assert owners.parts == (("1.0", noting),)
     assert owners.hidden_tensors(set()).keys() == {"1.0.seen"}
     assert not owners.hidden_tensors({id(noting.seen)})
-    assert [part for part, _ in owners.attributes()] == [noting]
+    assert [part for part, _ in owners.state(ForwardCode.of(noting)).attributes] == [noting]
     assert StateOwners.of(nn.Sequential(nn.Linear(3, 3), nn.Dropout())).parts == ()
     holding = nn.Sequential(nn.Linear(3, 3), nn.Sequential(noting))
     holding[0].table = torch.zeros(3)  # as code of other parts may, which then writes to it
