@@ -1,6 +1,7 @@
 """Whose code functions, classes and modules are: torch's, that of other libraries, or the user's."""
 
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -28,9 +29,9 @@ def is_of_the_user(code: object) -> bool:
 
     Those are in a folder of another name for Debian's Python.
     """
-    file = getattr(sys.modules.get(_module_name(code)), "__file__", None) or ""
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-    return not (is_of_a_library(code) or is_installed)
+    if is_of_a_library(code):
+        return False
+    return not _is_installed(getattr(sys.modules.get(_module_name(code)), "__file__", None) or "")
 
 
 def own_classes(kind: type) -> list[type]:
@@ -51,6 +52,11 @@ def is_of_torch(module: nn.Module) -> bool:
 def calls_other_code(module: nn.Module) -> bool:
     """Returns whether a call of a module runs code from outside torch.nn: its own, or that of a hook."""
     return not is_of_torch(module) or "forward" in vars(module) or bool(hooks_of(module))
+
+
+@cache  # taking a path apart takes ten times as long as all else here, and code asks for the same few files
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _module_name(code: object) -> str:
