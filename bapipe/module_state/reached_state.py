@@ -47,6 +47,9 @@ _NOT_USED = frozenset(
 )  # fmt: skip
 """Special methods that no operator runs."""
 
+_COMPUTE_NAMES = frozenset({"setattr", "delattr", "vars", "__dict__"})
+"""What code changes attributes by whose names it computes, as `setattr(kept, f"mean_{layer}", mean)` does."""
+
 
 class _Plain:
     """An object with nothing but attributes."""
@@ -225,8 +228,8 @@ class KeptState:
             self._meet(f"an object of type {type(one).__name__}, which cannot be looked at")
 
     def _note_attributes(self, one: object) -> None:
-        before = {name: value for name, value in vars(one).items() if self._is_named(one, name)}
-        self._restores.append(partial(_reset, one, before, partial(self._is_named, one)))
+        before = {name: value for name, value in vars(one).items() if self._may_change(one, name)}
+        self._restores.append(partial(_reset, one, before, partial(self._may_change, one)))
 
     def _named_of(self, one: object) -> list[object]:
         """Returns what code may reach of an object; what a class gives its objects in another form is left out."""
@@ -234,6 +237,11 @@ class KeptState:
         values = {name: value for name, value in own if not isinstance(one, type) or not hasattr(value, "__get__")}
         named = {**methods_of(one if isinstance(one, type) else type(one)), **values}
         return [value for name, value in named.items() if self._is_named(one, name)]
+
+    def _may_change(self, one: object, name: str) -> bool:
+        """Returns whether code may set or delete an attribute."""
+        is_of_object = not isinstance(one, type | ModuleType)
+        return self._is_named(one, name) or (is_of_object and not self._names.isdisjoint(_COMPUTE_NAMES))
 
     def _is_named(self, one: object, name: str) -> bool:
         """Returns whether code names an attribute, or it may use it by an operator or code of Python's own."""

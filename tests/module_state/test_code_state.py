@@ -42,6 +42,24 @@ def count_in_global() -> int:
     return num_calls
 
 
+class Kept:
+    def __init__(self) -> None:
+        self.calls_1 = 0
+
+
+KEPT = Kept()
+
+
+def count_by_a_computed_name(number: int = 1) -> int:
+    setattr(KEPT, f"calls_{number}", getattr(KEPT, f"calls_{number}") + 1)
+    return int(getattr(KEPT, f"calls_{number}"))
+
+
+def count_in_entries_of_an_object(number: int = 1) -> int:
+    vars(KEPT)[f"calls_{number}"] += 1
+    return int(getattr(KEPT, f"calls_{number}"))
+
+
 class InClass:
     seen: list[int] = []  # noqa: RUF012
 
@@ -90,7 +108,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("make", [*(make for make, _ in KINDS.values()), InClass])
+COMPUTED = [lambda: count_by_a_computed_name, lambda: count_in_entries_of_an_object]
+
+
+@pytest.mark.parametrize("make", [*(make for make, _ in KINDS.values()), InClass, *COMPUTED])
 def test_what_forwards_keep_outside_of_modules_is_put_back(make: Callable[[], Callable[[], int]]) -> None:
     module = nn.Sequential(Scaling(make()))
     for _ in range(2):
@@ -103,7 +124,7 @@ def test_what_forwards_keep_outside_of_modules_is_put_back(make: Callable[[], Ca
 @pytest.fixture(autouse=True)
 def _from_zero() -> None:
     global num_calls
-    num_calls, NUMBERS["calls"] = 0, 0
+    num_calls, NUMBERS["calls"], KEPT.calls_1 = 0, 0, 0
     (count_by_default.__defaults__ or ())[0].clear()
     InClass.seen.clear()
 
