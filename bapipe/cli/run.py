@@ -204,13 +204,13 @@ def train_with_bar(
         named_while_silent(starting) if is_first_rank() else nullcontext(lambda: None) as has_started,
     ):
         task = bar.add_task(starting, total=config.steps)
-        printed_s, first, evaluated = 0.0, None, ""
+        printed_s, first = 0.0, None
 
         def on_step(done: StepReport) -> None:
             nonlocal printed_s, first
             has_started()
             rate, now_s = plan.minibatch_size * 1e9 / (done.data_ns + done.step_ns), time.monotonic()
-            text = f"loss {done.loss:.4f}  {number(rate)} samples/s  bubble {done.bubble:.0%}{evaluated}"
+            text = f"loss {done.loss:.4f}  {number(rate)} samples/s  bubble {done.bubble:.0%}"
             first = first or (done.step, now_s)
             bar.update(task, completed=done.step + 1, description=text)
             if not err.is_terminal and (now_s - printed_s > 2 or done.step + 1 == config.steps):
@@ -218,13 +218,11 @@ def train_with_bar(
                 note(f"step {done.step + 1}/{config.steps}  {text}{time_left(done.step, config.steps, first, now_s)}")
 
         def on_evaluation(done: int, total: int, evaluation: Evaluation | None) -> None:
-            nonlocal evaluated
             if evaluation is None:
                 bar.update(task, description=f"evaluating: {done} of {total} samples")
             else:
-                evaluated = f"  {report.evaluation_words(evaluation)}"
-                duration = report.ms(evaluation.elapsed_ns)
-                note(f"step {evaluation.steps}/{config.steps}{evaluated}, {total} samples in {duration}")
+                words, duration = report.evaluation_words(evaluation), report.ms(evaluation.elapsed_ns)
+                note(f"step {evaluation.steps}/{config.steps}  {words}, {total} samples in {duration}")
 
         def on_replan(reason: str, new_plan: Plan) -> None:
             nonlocal plan

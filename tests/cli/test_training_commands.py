@@ -10,10 +10,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from bapipe.formats.profile import ModelProfile
 from bapipe.hardware import num_cores
 from bapipe.training.run import run
 from bapipe.training.train_config import TrainConfig
-from bapipe.training.train_result import StepReport
+from bapipe.training.train_result import Evaluation, OnEvaluation, OnStep, StepReport
 from tests import ROOT
 
 COMMAND = [sys.executable, "-c", "from bapipe.cli import main; main()"]
@@ -180,12 +181,10 @@ def test_the_reason_to_plan_again_names_flags(
     assert "plan with a smaller --microbatch-size; continuing with stages on cpu0, cpu1, " in capsys.readouterr().err
 
 
-def test_ranks_that_take_long_to_start_are_named_until_the_first_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    starting = "starting 2 stages: building the model, comparing its stages with it"
-    first = StepReport(
-        step=0,
+def step_report(step: int) -> StepReport:
+    """What is reported of a step of one nanosecond."""
+    return StepReport(
+        step=step,
         loss=1.0,
         step_ns=1,
         data_ns=0,
@@ -195,15 +194,46 @@ def test_ranks_that_take_long_to_start_are_named_until_the_first_step(
         devices=("cpu0", "cpu1"),
         peak_bytes=(None, None),
     )
+
+
+def test_a_score_is_on_the_line_of_its_evaluation_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = Evaluation(steps=2, num_samples=10, loss=0.5, metrics=(("top-1", 0.25),), elapsed_ns=1_000_000)
+
+    def run(*arguments: Any) -> None:
+        on_step: OnStep = arguments[-3]
+        on_evaluation: OnEvaluation = arguments[-2]
+        for step in range(5):
+            on_step(step_report(step))
+            if step == 1:
+                on_evaluation(0, 10, None)
+                on_evaluation(10, 10, score)
+
+    ticks = count(3, step=3)  # seconds: each step is told of
+    monkeypatch.setattr("bapipe.cli.run.time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr("bapipe.cli.run.run_configured", run)
+    train_with_bar(read(folder / "plan.json", Plan), TrainConfig(steps=5), ())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in lines] == ["1/5", "2/5", "2/5", "3/5", "4/5", "5/5"]
+    assert [line for line in lines if "held-out" in line] == [
+        "step 2/5  held-out loss 0.5000, top-1 25.0%, 10 samples in 1.00 ms"
+    ]
+
+
+def test_ranks_that_take_long_to_start_are_named_until_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starting = "starting 2 stages: building the model, comparing its stages with it"
     said: list[str] = []
 
     def slow(*arguments: Any) -> None:
-        on_step: Callable[[StepReport], None] = arguments[-3]
+        on_step: OnStep = arguments[-3]
         end_s = time.monotonic() + 30
         while "".join(said).count(starting) < 2 and time.monotonic() < end_s:
             time.sleep(0.01)
             said.append(capsys.readouterr().err)
-        on_step(first)
+        on_step(step_report(0))
         said.append(capsys.readouterr().err)
         time.sleep(0.2)
 
