@@ -63,7 +63,7 @@ class TrainConfig:
         checkpoint_every: steps between two checkpoints, with one after the last step too; by default 100.
         keep: number of checkpoints to keep, the newest ones; by default 3.
         resume: continue from the newest checkpoint, if there is one, whatever plan it was made under; options of
-            training that are not given are those that it was made with.
+            training, evaluation and checkpoints that are not given are those that it was made with.
         replan: if devices are lost, plan for the others and continue from the newest checkpoint. Lost are those in
             `without`, the last ones if the job has fewer processes or this machine fewer devices than the plan uses,
             and those of this machine's ranks that die or hang. The result covers the steps since the last plan.

@@ -51,9 +51,9 @@ class MinibatchSize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class KeptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of `TrainConfig` that determine the losses of a run, but not the number of steps.
+    """The options of `TrainConfig` that determine the losses of a run, and what is kept of it, but not how long it is.
 
-    Values that JSON cannot hold are left out.
+    Those of the machine that it runs on are not among them. Values that JSON cannot hold are left out.
     """
 
     data: str | msgspec.UnsetType = msgspec.UNSET
@@ -69,6 +69,8 @@ class KeptOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int | msgspec.UnsetType = msgspec.UNSET
     evaluate_every: int | msgspec.UnsetType | None = msgspec.UNSET
     evaluate_samples: int | msgspec.UnsetType | None = msgspec.UNSET
+    checkpoint_every: int | msgspec.UnsetType | None = msgspec.UNSET
+    keep: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

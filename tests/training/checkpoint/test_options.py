@@ -32,6 +32,21 @@ def test_options_that_are_not_given_are_those_of_the_checkpoint(folder: Path) ->
     assert (resumed.optimizer, resumed.steps, resumed.checkpoint) == ("adam", 4, folder)
 
 
+def test_checkpoints_come_as_often_as_before_and_as_many_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    go(tmp_path, 2, keep=7)  # with a checkpoint after every second step
+    resumed = resumed_options(TrainConfig(checkpoint=tmp_path, resume=True), {"checkpoint", "resume"}, tell=True)
+    assert (resumed.checkpoint_every, resumed.keep) == (2, 7)
+    assert not caplog.records
+    config = TrainConfig(checkpoint=tmp_path, resume=True, checkpoint_every=50)
+    given = resumed_options(config, {"checkpoint", "resume", "checkpoint_every"}, tell=True)
+    assert (given.checkpoint_every, given.keep) == (50, 7)
+    assert [record.getMessage() for record in caplog.records] == [
+        "`checkpoint_every` is now 50; it was 2 in the run of the checkpoint"
+    ]
+
+
 def test_given_options_are_taken_and_differences_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = TrainConfig(checkpoint=folder, resume=True, clip_norm=2.0, warmup_steps=1)
     with caplog.at_level(logging.WARNING):
