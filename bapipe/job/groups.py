@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,8 @@ from bapipe.errors import BapipeError, first_line
 from bapipe.job.peers import prove_peers
 from bapipe.job.sockets import open_sockets, refuse_newcomers
 from bapipe.torch_private.process_groups import forget_unfinished_groups, set_group_timeout
+
+T = TypeVar("T")
 
 PATIENCE = tuple(timedelta(seconds=seconds) for seconds in (5, 15, 60))
 """How long each attempt to connect and to prove a group may take, whose members are all there."""
@@ -124,6 +127,11 @@ def new_proven_group(ranks: Sequence[int] | None, timeout: timedelta, backend: s
     return _make_proven(job, make, timeout)
 
 
+def is_of_a_job() -> bool:
+    """Returns whether the default group was made here, for a job, in which ranks tell one another of errors."""
+    return dist.group.WORLD in _JOBS
+
+
 def wait(work: dist.Work | None, group: dist.ProcessGroup | None = None) -> None:
     """Waits for a send or a receive of a group, None for the default one, for as long as its operations may take.
 
@@ -144,6 +152,16 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     None is the default group.
     """
     dist.barrier(group, device_ids=[torch.cuda.current_device()] if dist.get_backend(group) == "nccl" else None)
+
+
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns what the processes of a group pass, in the order of their ranks; all of them call it together.
+
+    None is the default group. Values are pickled.
+    """
+    of_all = [value] * dist.get_world_size(group)
+    dist.all_gather_object(of_all, value, group=group)
+    return of_all
 
 
 def _make_proven(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bapipe.errors import RunFailed, one_line
 from bapipe.formats.cluster import AllReduce, Bandwidth, Cluster, Device, Link, Probe
-from bapipe.job.groups import barrier, init_proven_group, meet, wait
+from bapipe.job.groups import barrier, gathered, init_proven_group, meet, wait
 from bapipe.job.interfaces import check_interface, choose_interface
 from bapipe.job.lost_peer import is_lost_peer
 from bapipe.job.rendezvous import open_store, outer_address
@@ -127,10 +127,9 @@ def probe(kind: str, progress: PartsProgress) -> Cluster:
     sums_ns = _by_size(partial(_all_reduce_ns, kind)) if size > 1 else []
     reductions = [AllReduce(num_bytes=n, ns=ns) for n, ns in zip(MESSAGE_BYTES, sums_ns, strict=False)]
     progress(len(pairs) + 1, len(pairs) + 1, "done")
-    gathered: list[Any] = [None] * size  # (device, results) of each rank
-    dist.all_gather_object(gathered, (device, results))
-    by_pair = {pair: gathered[pair[0]][1][index] for index, pair in enumerate(pairs)}
-    return _cluster([device for device, _ in gathered], by_pair, reductions)
+    devices, results_of_all = zip(*gathered((device, results)), strict=True)
+    by_pair: dict[tuple[int, int], Any] = {pair: results_of_all[pair[0]][index] for index, pair in enumerate(pairs)}
+    return _cluster(devices, by_pair, reductions)
 
 
 def _device(kind: str) -> Device:

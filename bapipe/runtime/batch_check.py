@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError
 from bapipe.formats.settings import Settings
+from bapipe.job.groups import gathered
 from bapipe.runtime.tensor_changes import content
 from bapipe.torch_device import dtype_name
 from bapipe.torch_settings import in_memory_format
@@ -94,13 +95,11 @@ def check_same_batch(given: Mapping[str, Tensor], group: dist.ProcessGroup | Non
     Raises:
         BapipeError: two processes were given different samples of the same name.
     """
-    digests: list[dict[tuple[str, int], str]] = [{}] * dist.get_world_size(group)
     ends = {(name, end): tensor[end:][:1].detach().cpu() for name, tensor in given.items() for end in (0, -1)}
     # A sample of zeros is not compared: a process that does not need the samples may pass zeros for them.
     own = {place: hashlib.sha256(content(row)).hexdigest() for place, row in ends.items() if row.any()}
-    dist.all_gather_object(digests, own, group=group)
     first: dict[tuple[str, int], tuple[int, str]] = {}
-    for process, others in enumerate(digests):
+    for process, others in enumerate(gathered(own, group)):
         for (name, end), digest in others.items():
             earlier, expected = first.setdefault((name, end), (process, digest))
             if digest != expected:

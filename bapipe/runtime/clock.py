@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from bapipe.job.groups import wait
+from bapipe.job.groups import gathered, wait
 
 _NUM_ROUND_TRIPS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -97,8 +97,7 @@ def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> in
     of a few round trips, assuming that both directions take equally long; the error is at most half their difference
     (as in NTP, RFC 5905).
     """
-    hosts: list[object] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, _host(), group=group)
+    hosts = gathered(_host(), group)
     if all(host == hosts[0] for host in hosts):
         return 0
     if device.type == "cuda":

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from bapipe.formats.prediction import NO_MEMORY, Memory
+from bapipe.job.groups import gathered
 from bapipe.runtime.clock import Clock, clock_offset_ns
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.schedules.table import Action
@@ -46,20 +45,19 @@ def gather_timeline(layout: ProcessLayout, local: LocalTimeline, clock: Clock, d
     `device_names` are the devices of all ranks of the schedule, in order. An all-reduce begins when its last replica
     begins it and ends when the last replica sees its end.
     """
-    sent = _on_rank_0_clock(local, clock, clock_offset_ns(layout.device, layout.group))
-    gathered = [sent] * len(layout.ranks)
-    dist.all_gather_object(gathered, sent, group=layout.group)
-    origin_ns = min(one.start_ns for one in gathered)
-    memory = dict(zip(layout.ranks, (one.memory for one in gathered), strict=True))
+    own = _on_rank_0_clock(local, clock, clock_offset_ns(layout.device, layout.group))
+    of_all = gathered(own, layout.group)
+    origin_ns = min(one.start_ns for one in of_all)
+    memory = dict(zip(layout.ranks, (one.memory for one in of_all), strict=True))
     spans, updates = [], []
-    for rank, one in zip(layout.ranks, gathered, strict=True):
+    for rank, one in zip(layout.ranks, of_all, strict=True):
         spans += [Span(rank, Action(*action), start - origin_ns, end - origin_ns) for action, start, end in one.spans]
         updates += [Update(rank, s, start - origin_ns, end - origin_ns) for s, start, end in one.updates]
     return Timeline(
         devices=tuple(device_names),
         spans=tuple(spans),
         updates=tuple(updates),
-        syncs=tuple(_merge_syncs((sync for one in gathered for sync in one.syncs), origin_ns)),
+        syncs=tuple(_merge_syncs((sync for one in of_all for sync in one.syncs), origin_ns)),
         memory=tuple(memory.get(rank, NO_MEMORY) for rank in range(len(device_names))),
     )
 

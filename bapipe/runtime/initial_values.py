@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bapipe.job.groups import gathered
 from bapipe.runtime.tensor_changes import content
 from bapipe.tracing.model import persistent_state
 
@@ -21,10 +22,9 @@ def warn_of_unlike_values(module: nn.Module, group: dist.ProcessGroup | None) ->
 
     All processes of the group must call it together. Tensors on the meta device are left out.
     """
-    digests: list[dict[str, bytes]] = [{}] * dist.get_world_size(group)
     state = persistent_state(module).items()
     own = {name: _digest(tensor) for name, tensor in state if not tensor.is_meta and tensor.layout == torch.strided}
-    dist.all_gather_object(digests, own, group=group)
+    digests = gathered(own, group)
     unlike = sorted(name for name in own if len({each[name] for each in digests if name in each}) > 1)
     if unlike:
         _log.warning(

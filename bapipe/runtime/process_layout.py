@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from bapipe.errors import BapipeError
 from bapipe.formats.plan import Plan
+from bapipe.job.groups import gathered
 from bapipe.runtime.plan_digest import plan_digest
 from bapipe.runtime.runnable import check_runnable
 from bapipe.schedules.table import Schedule
@@ -65,8 +66,7 @@ def layout_of(plan: Plan, device: torch.device, group: dist.ProcessGroup | None)
             f"the plan runs on {len(ranks)} devices but this group has {num_processes} processes: start {len(ranks)}, "
             f"or plan for {num_processes} devices"
         )
-    digests = [""] * num_processes
-    dist.all_gather_object(digests, plan_digest(plan), group=group)
+    digests = gathered(plan_digest(plan), group)
     other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise BapipeError(

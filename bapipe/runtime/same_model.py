@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.job.groups import gathered
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
 from bapipe.module_state.whose_code import is_of_the_user, top_package, written_class
 from bapipe.tracing.model import TracedModel
@@ -46,8 +47,7 @@ def check_same_model(model: TracedModel, loss: Callable[..., object], group: dis
     docstrings and annotations. Different numbers and strings in attributes of the user's modules and of the loss, or in
     variables that a loss uses, are only a warning: they may belong to a process, such as its rank.
     """
-    size = dist.get_world_size(group)
-    if size == 1:
+    if dist.get_world_size(group) == 1:
         return
     code = _Code()
     own = (
@@ -57,9 +57,7 @@ def check_same_model(model: TracedModel, loss: Callable[..., object], group: dis
         {name: _digest(text) for name, text in _settings(model.root, loss)},
         code.named_by(model.root, loss),
     )
-    of_all = [own] * size
-    dist.all_gather_object(of_all, own, group=group)
-    versions, computed, code_of_all, settings, named = zip(*of_all, strict=True)
+    versions, computed, code_of_all, settings, named = zip(*gathered(own, group), strict=True)
     has_one_python = len({*versions}) == 1
     unlike = _first_unlike(computed)
     if unlike is None and has_one_python:

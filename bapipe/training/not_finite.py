@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.errors import RunFailed
+from bapipe.job.groups import gathered
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.training.data.loader import Batch
 
@@ -16,8 +16,7 @@ def loss_not_finite(pipeline: Pipeline, names: Sequence[str], batch: Batch, loss
 
     Every rank calls it together.
     """
-    everyone = [""] * len(names)
-    dist.all_gather_object(everyone, _broken_data(pipeline, batch))
+    everyone = gathered(_broken_data(pipeline, batch))
     if data := next((f"{words}, on rank {r} ({names[r]})" for r, words in enumerate(everyone) if words), ""):
         return RunFailed(f"the loss is {loss} at step {step}, because of the data: {data}")
     weights = _broken_parameters(pipeline, names)
@@ -55,7 +54,5 @@ def _own_samples(pipeline: Pipeline, tensor: Tensor) -> list[Tensor]:
 def _broken_parameters(pipeline: Pipeline, names: Sequence[str]) -> str:
     """Says which ranks have parameters that are not finite; empty if none has."""
     broken = [name for name, p in pipeline.named_parameters().items() if not bool(torch.isfinite(p).all())]
-    everyone: list[list[str]] = [[] for _ in names]
-    dist.all_gather_object(everyone, broken)
-    where = [f"rank {r} ({names[r]}) has {len(b)}, '{b[0]}' first" for r, b in enumerate(everyone) if b]
+    where = [f"rank {r} ({names[r]}) has {len(b)}, '{b[0]}' first" for r, b in enumerate(gathered(broken)) if b]
     return f"parameters that are not finite: {', '.join(where)}" if where else ""

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from bapipe.errors import Stopped
+from bapipe.job.groups import gathered
 from bapipe.module_state.modes import enter_training_mode
 from bapipe.printable import counted
 from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
-from bapipe.schedules.table import Action
 from bapipe.torch_settings import autocast_dtype
 from bapipe.training.checkpoint.folder import Checkpoint, set_damaged_aside
 from bapipe.training.checkpoint.manifest import Position
@@ -325,17 +325,13 @@ def _resume(pipeline: Pipeline, checkpoint: Checkpoint | None) -> Position:
 
 def _gather(run: _RankRun, history: _History) -> TrainResult:
     pipeline = run.pipeline
-    peaks: list[int | None] = [None] * run.rank.size
-    dist.all_gather_object(peaks, pipeline.peak_bytes())
-    orders: list[tuple[Action, ...]] = [()] * run.rank.size
-    dist.all_gather_object(orders, pipeline.order)
     return TrainResult(
         losses=tuple(history.losses),
         step_ns=tuple(history.step_ns),
         data_ns=tuple(history.data_ns),
         as_planned=tuple(map(bool, history.as_planned)),
         devices=run.job.devices,
-        peak_bytes=tuple(peaks),
+        peak_bytes=tuple(gathered(pipeline.peak_bytes())),
         timeline=pipeline.timeline(),
-        order=tuple(orders),
+        order=tuple(gathered(pipeline.order)),
     )

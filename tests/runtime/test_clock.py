@@ -54,12 +54,8 @@ def test_every_step_has_an_origin_of_its_own_on_the_given_device(monkeypatch: py
 
 def test_memory_is_freed_before_hosts_are_connected_to_compare_their_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-
-    def gathered(hosts: list[object], *_: object, **__: object) -> None:
-        hosts[:] = ["a", "b"]
-
-    group = SimpleNamespace(get_world_size=lambda _: 2, get_rank=lambda _: 0, all_gather_object=gathered)
-    monkeypatch.setattr(clock, "dist", group)
+    monkeypatch.setattr(clock, "dist", SimpleNamespace(get_rank=lambda _: 0))
+    monkeypatch.setattr(clock, "gathered", lambda host, _: ["a", "b"])
     monkeypatch.setattr(clock, "_answer_with_time", lambda *_: log.append("connected"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("freed"))
     assert clock.clock_offset_ns(CUDA, None) == 0

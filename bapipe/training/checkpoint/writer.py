@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bapipe.errors import BapipeError, RunFailed, one_line
 from bapipe.formats.files import write_bytes
-from bapipe.job.groups import new_proven_group
+from bapipe.job.groups import gathered, new_proven_group
 from bapipe.printable import counted
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
@@ -119,7 +119,7 @@ class CheckpointWriter:
         is_first = dist.get_rank() == 0
         made = [Path(mkdtemp(prefix=UNFINISHED, dir=self._folder)).name if is_first else ""]
         dist.broadcast_object_list(made, src=0, group=self._group)
-        everyone = self._gather((socket.gethostname(), (self._folder / made[0]).is_dir()))
+        everyone = gathered((socket.gethostname(), (self._folder / made[0]).is_dir()), self._group)
         if is_first:
             (self._folder / made[0]).rmdir()
         for rank, (host, sees) in enumerate(everyone):
@@ -149,7 +149,7 @@ class CheckpointWriter:
         named |= {OPTIMIZER + name: tensor for name, tensor in optimizer["tensors"].items()}
         buffers = {NON_PERSISTENT + name: tensor for name, tensor in non_persistent.items()}
         at_once = {MODEL + name for name in changed_by_forwards} | set(buffers)
-        specs: list[dict[str, TensorSpec]] = self._gather(tensor_specs(named | buffers))
+        specs = gathered(tensor_specs(named | buffers), self._group)
         owners = owners_of(specs)
         own = {name: tensor for name, tensor in (named | buffers).items() if owners[name] == dist.get_rank()}
         copy = copied_to_host(own, at_once, self._copy_stream)
@@ -187,8 +187,7 @@ class CheckpointWriter:
             if self._copy_stream is not None:  # a thread starts with GPU 0, on which waiting would make a context
                 torch.cuda.set_device(self._copy_stream.device)
             copy.wait()
-            all_numbers: list[dict[str, Number]] = self._gather(numbers)
-            manifest = _completed(manifest, specs, all_numbers)
+            manifest = _completed(manifest, specs, gathered(numbers, self._group))
             fault = self._fault_of_try(manifest, own)
             if fault is not None:
                 if dist.get_rank() == 0:
@@ -233,7 +232,7 @@ class CheckpointWriter:
         warn_s = time.monotonic() + _SLOW_S
         while True:
             doing.join(_MEET_S)
-            everyone = self._gather(tuple(own))
+            everyone = gathered(tuple(own), self._group)
             self._on_meeting()
             if all(everyone):
                 return [outcome for (outcome,) in everyone]
@@ -244,11 +243,6 @@ class CheckpointWriter:
 
     def _title(self, rank: int) -> str:
         return f"rank {rank} ({self._names[rank]})"
-
-    def _gather(self, value: object) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value, group=self._group)
-        return everyone
 
     def _write_own(self, path: Path, tensors: Mapping[str, Tensor]) -> FileDigest | None:
         """Returns the digest of this rank's file, None if it has no tensors."""
