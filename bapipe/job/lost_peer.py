@@ -11,7 +11,7 @@ from bapipe.errors import BapipeError, RunFailed, one_line
 COMMUNICATION = (str(Path(dist.__file__).parent), str(Path(__file__).parent))
 """Folders of code that waits for other ranks. A rank that waits elsewhere, as for data, is one that others wait for."""
 
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport", "pair closure")
 
 _OWN_FAULT = (
     *("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"),

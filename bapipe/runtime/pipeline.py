@@ -3,7 +3,8 @@
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError, InvalidModel
 from bapipe.formats.plan import Plan, check_plan
-from bapipe.job.lost_peer import lost_ranks_told
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.autocast import enter_any_autocast
 from bapipe.runtime.batch_check import GivenInput, by_name, check_same_batch
@@ -28,12 +28,30 @@ from bapipe.runtime.process_groups import OwnGroups
 from bapipe.runtime.rank_stages import make_rank_stages
 from bapipe.runtime.runnable import check_no_groups
 from bapipe.runtime.settings_check import check_autocast, check_optimizers
+from bapipe.runtime.told_errors import ToldErrors
 from bapipe.runtime.training_steps import PendingLoss, TrainingSteps
 from bapipe.schedules.table import Action
 from bapipe.simulator.timeline import Timeline
 from bapipe.torch_device import current_device
 from bapipe.torch_settings import tf32
 from bapipe.tracing.bound_inputs import Inputs
+
+Arguments = ParamSpec("Arguments")
+
+Result = TypeVar("Result")
+
+
+def _told(
+    call: Callable[Concatenate["Pipeline", Arguments], Result],
+) -> Callable[Concatenate["Pipeline", Arguments], Result]:
+    """Returns a method that runs `call`, of whose errors the processes of the pipeline tell one another."""
+
+    @wraps(call)
+    def calling(self: "Pipeline", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self._errors.told():
+            return call(self, *args, **kwargs)
+
+    return calling
 
 
 class Pipeline:
@@ -117,11 +135,12 @@ class Pipeline:
         self.stages = tuple(own.modules)
         self._clock, self._copy_stream = clock_for(self._device), copy_stream(self._device)
         self._connection: ConnectedStages | None
-        self._groups = OwnGroups(own.layout)
-        with self._groups.aborted_on_error():
-            self._connection = connect_stages(own, self._groups, loss, autocast, self._clock)
+        self._groups = groups = OwnGroups(own.layout)
+        with groups.aborted_on_error():
+            self._connection = connect_stages(own, groups, loss, autocast, self._clock)
             self._optimizers = StageOptimizers(own.modules, optimizer, self._clock, own.layout)
             check_optimizers(plan, self._optimizers.optimizers)
+            self._errors = ToldErrors(own.layout, lambda: groups.made)
         self._steps = TrainingSteps(
             own,
             self._optimizers,
@@ -150,6 +169,7 @@ class Pipeline:
         """
         if self._connection is not None:
             self._connection = None
+            self._errors.close()
             self._groups.destroy()
             gc.collect()  # a group ends when nothing refers to it, and torch's stages are in reference cycles
 
@@ -198,7 +218,7 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._steps.order(self._connected)
 
-    @lost_ranks_told()
+    @_told
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
@@ -215,7 +235,8 @@ class Pipeline:
                 example's shape and type; ranks were given different ones; there is no such bucket; a parameter requires
                 gradients that was frozen when this was made; or it is called inside `torch.autocast`.
             LayerFailed: the code of a layer, or its backward, raised an error.
-            RunFailed: another rank has ended or hangs, or the link to it is cut.
+            RunFailed: another process has failed, and is named with its reason; or has ended or hangs, or the link to
+                it is cut.
         """
         if not self._steps.have_run:
             named = by_name(inputs, self.input_names) | {"the target": target}
@@ -227,7 +248,7 @@ class Pipeline:
             return None
         return loss.read()
 
-    @lost_ranks_told()
+    @_told
     def start_step(
         self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
@@ -249,7 +270,7 @@ class Pipeline:
         *copies, own_target = (copied_ahead(x, self._device, self._copy_stream) for x in (*inputs, target))
         return tuple(copies), own_target
 
-    @lost_ranks_told()
+    @_told
     def evaluate(
         self,
         *inputs: GivenInput,

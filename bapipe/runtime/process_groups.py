@@ -60,6 +60,11 @@ class OwnGroups:
         self._made.append(group)
         return group
 
+    @property
+    def made(self) -> list[dist.ProcessGroup]:
+        """The groups that this process is in."""
+        return [group for group in self._made if isinstance(group, dist.ProcessGroup)]
+
     def before_end(self, forget: Callable[[], None]) -> None:
         """Adds what to call before these groups end, to remove what else would refer to them."""
         self._users.callback(forget)
@@ -70,8 +75,7 @@ class OwnGroups:
         if made:
             barrier(self._layout.group)
         for group in made:
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
     @contextmanager
     def aborted_on_error(self) -> Iterator[None]:
@@ -80,17 +84,16 @@ class OwnGroups:
             yield
         except BaseException:
             for group in self._taken():
-                if isinstance(group, dist.ProcessGroup):
-                    abort_group(group)
+                abort_group(group)
             raise
 
-    def _taken(self) -> list[object]:
+    def _taken(self) -> list[dist.ProcessGroup]:
         """Returns the groups, which nothing of this pipeline refers to any more.
 
         None are left if whoever made the default group has destroyed it, and so all groups.
         """
         self._users.close()
-        made, self._made = self._made, []
+        made, self._made = self.made, []
         return [] if dist.group.WORLD is None or dist.group.WORLD is not self._default() else made
 
 

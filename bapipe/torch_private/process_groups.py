@@ -1,5 +1,6 @@
 """Process groups: their time limits, and their backends."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,19 @@ def default_group_timeout(device: torch.device) -> Any:
     # Neither a group that is written in Python says it, nor torch's for tests.
     options = _backend(group, device).options if type(group) is dist.ProcessGroup else None
     return dist.distributed_c10d.default_pg_timeout if options is None else options._timeout
+
+
+def default_store() -> dist.Store:
+    """Returns the store through which the processes of the default group have found each other."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def ends_with_rank_0(store: dist.Store) -> bool:
+    """Returns whether a store is served by the process of rank 0, as torch does unless torchrun's agent serves it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def forget_unfinished_groups() -> None:

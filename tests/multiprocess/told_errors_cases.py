@@ -1,0 +1,122 @@
+"""The worker of test_told_errors.py: loops of a user's own, in each of which one process fails and does not end."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from bapipe.runtime.pipeline import Pipeline
+from bapipe.training.launch.worker import Rank
+from tests.multiprocess.runtime_cases import make_plan, random_order
+
+RANKS = (0, (1, 2), 3)
+"""The devices of the stages, of which the one in the middle has replicas."""
+
+
+def _raise(*_: Any) -> None:
+    raise ValueError("of a hook")
+
+
+def _broken(process: int, where: str, rank: int, pipeline: Pipeline) -> None:
+    """Lets the layers of a process raise an error, forward or backward."""
+    for module in pipeline.modules.values() if rank == process else ():
+        for part in module.modules():
+            if isinstance(part, nn.Linear):
+                part.register_forward_pre_hook(_raise) if where == "forward" else part.weight.register_hook(_raise)
+
+
+def _step(pipeline: Pipeline, num_samples: int = 4, num_targets: int = 4) -> float | None:
+    return pipeline.step(torch.ones(num_samples, 4), target=torch.zeros(num_targets, 4))
+
+
+def _refused_target(rank: int, pipeline: Pipeline) -> None:
+    _step(pipeline, num_targets=3)
+
+
+def _fails(process: int, where: str, rank: int, pipeline: Pipeline) -> None:
+    _broken(process, where, rank, pipeline)
+    _step(pipeline)
+
+
+def _refused_evaluation(rank: int, pipeline: Pipeline) -> None:
+    pipeline.evaluate(torch.ones(4 if rank else 3, 4), target=torch.zeros(4, 4))
+
+
+def _refused_by_all(rank: int, pipeline: Pipeline) -> None:
+    pipeline.start_step(torch.ones(4, 4), target=torch.zeros(4, 4), bucket=1)
+
+
+CASES: dict[str, Callable[[int, Pipeline], None]] = {
+    "a target that the last stage refuses": _refused_target,
+    "a forward of one replica": partial(_fails, 2, "forward"),
+    "a backward, while others wait to clip": partial(_fails, 0, "backward"),
+    "an evaluation that the first stage refuses": _refused_evaluation,
+    "a bucket that all refuse": _refused_by_all,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call has ended in a process: the type and the text of its error, empty without one."""
+
+    kind: str = ""
+    text: str = ""
+
+
+def own_loops(rank: Rank, folder: Path) -> dict[str, Ended]:
+    """Returns how the call of each case has ended in this process."""
+    dist.destroy_process_group()  # that of the job, which tells its ranks of errors itself
+    ended = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        ended[name] = _own_loop(rank.index, folder / str(number), case)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for who closes that of the job
+    return ended
+
+
+def _own_loop(rank: int, folder: Path, case: Callable[[int, Pipeline], None]) -> Ended:
+    meeting = dist.FileStore(f"{folder}-meeting", 4)
+    store = _served_store(rank, meeting)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    plan = make_plan(["0", "1", "2"], (1, 2), RANKS, random_order(0, RANKS, 2, 0.0), 2, 2)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    examples = (torch.zeros(4, 4),)
+    pipeline = Pipeline(module, plan, loss=mse_loss, inputs=examples, check=False, clip_norm=1.0, evaluates=True)
+    _step(pipeline)
+    ended = Ended()
+    try:
+        case(rank, pipeline)
+    except Exception as error:
+        ended = Ended(type(error).__name__, str(error))
+    if ended.kind and case is CASES["a bucket that all refuse"]:
+        _step(pipeline)  # they can go on
+    del pipeline
+    if rank == 0:
+        dist.destroy_process_group()  # the store ends with it
+        del store
+        gc.collect()
+    _meet(meeting, rank)
+    if rank != 0:
+        dist.destroy_process_group()
+    return ended
+
+
+def _served_store(rank: int, meeting: dist.Store) -> dist.Store:
+    """Returns a store that process 0 serves, as torch does."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
+
+
+def _meet(meeting: dist.Store, rank: int) -> None:
+    """Waits for all processes: none has ended its connections to the others before."""
+    meeting.set(f"here{rank}", "")
+    meeting.wait([f"here{other}" for other in range(4)])
