@@ -1,5 +1,6 @@
 """Writing the file that a command makes, without losing another one of the same name."""
 
+import filecmp
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +12,7 @@ from bapipe.cli.printing import note, print_to_stderr, show_json, show_parts, sh
 from bapipe.errors import BapipeError
 from bapipe.formats.cluster import Cluster
 from bapipe.formats.codec import encode_for
-from bapipe.formats.files import check_writable, copy_file, open_descriptor, write_bytes, written_file
+from bapipe.formats.files import check_writable, copy_file, open_descriptor, place_file, write_bytes, written_file
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import ModelProfile
 
@@ -61,13 +62,23 @@ def write_output(path: Path, value: ModelProfile | Cluster | Plan) -> None:
 
 def write_output_bytes(path: Path, content: bytes) -> None:
     """Writes a file of another kind, such as a page or a trace, as `write_output` does."""
+    _keep_older(path, lambda older: older.read_bytes() == content)
+    write_bytes(path, content)
+
+
+def write_output_file(path: Path, finished: Path) -> None:
+    """Moves a finished file of `temporary_for`, which may be larger than memory, to `path` as `write_output` does."""
+    _keep_older(path, lambda older: filecmp.cmp(older, finished, shallow=False))
+    place_file(path, finished)
+
+
+def _keep_older(path: Path, is_same: Callable[[Path], bool]) -> None:
     file = written_file(path)
-    if file is not None and file.is_file() and file.read_bytes() != content:
+    if file is not None and file.is_file() and not is_same(file):
         kept = _kept_copy(file)
         instead = ", in place of the older file of that name" if os.path.lexists(kept) else ""
         copy_file(file, kept)
         note(f"{path} was there already, with another content: it is kept as {kept}{instead}")
-    write_bytes(path, content)
 
 
 def write_and_show(

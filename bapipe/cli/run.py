@@ -15,7 +15,7 @@ from bapipe.cli.attribute_docs import attribute_docs
 from bapipe.cli.flags import with_flags
 from bapipe.cli.inputs import is_file, read_or_make_plan
 from bapipe.cli.options import Arguments, AsJson, ModelDevice, Output, key_values
-from bapipe.cli.outputs import check_output, write_output_bytes
+from bapipe.cli.outputs import check_output, write_output_bytes, write_output_file
 from bapipe.cli.printing import err, note, show_json, show_line, show_parts, show_timeline
 from bapipe.cli.progress import named_while_silent
 from bapipe.formats.codec import read
@@ -145,7 +145,7 @@ def export(
     Tensors have their names in the original module.
     """
     check_output(output)
-    num_tensors = export_checkpoint(checkpoint, output, write_output_bytes)
+    num_tensors = export_checkpoint(checkpoint, output, write_output_file)
     if as_json:
         show_json({"file": str(output), "num_tensors": num_tensors})
         return

@@ -5,10 +5,12 @@ Errors say what the system says, and name the path.
 
 import os
 import select
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -141,12 +143,44 @@ def write_bytes(path: Path, text: bytes) -> None:
     Raises:
         BapipeError: the folder does not exist, or cannot be written to, or nobody reads the pipe.
     """
+    if written_file(path) is None:
+        _write_in_place(path, BytesIO(text))
+        return
+    with temporary_for(path) as temporary:
+        temporary.write_bytes(text)
+        place_file(path, temporary)
+
+
+@contextmanager
+def temporary_for(path: Path) -> Iterator[Path]:
+    """Yields a new file for a writer that needs its name; `place_file` then moves it to `path`, else it is removed.
+
+    It is in the folder of the file that `path` names, or, for a device or a pipe, in the system's for such files.
+
+    Raises:
+        BapipeError: the system does not let us write the file.
+    """
+    target, temporary = written_file(path), None
     try:
-        target = written_file(path)
-        if target is None:
-            _write_in_place(path, text)
-        else:
-            _replace(target, text, _status(path))
+        handle, temporary = tempfile.mkstemp() if target is None else _temporary_beside(target)
+        os.close(handle)
+        yield Path(temporary)
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def place_file(path: Path, finished: Path) -> None:
+    """Moves a finished file of `temporary_for` to `path`, as `write_bytes` writes one; raises as that does."""
+    target = written_file(path)
+    if target is None:
+        with finished.open("rb") as source:
+            _write_in_place(path, source)
+        return
+    try:
+        _put(finished, target, _status(path))
     except OSError as error:
         raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -157,32 +191,27 @@ def copy_file(path: Path, copy: Path) -> None:
     Raises:
         BapipeError: the copy cannot be written.
     """
-    try:
-        _replace(copy, path.read_bytes(), path.stat())
-    except OSError as error:
-        raise BapipeError(f"{copy}: cannot be written: {error.strerror}") from None
+    with temporary_for(copy) as temporary:
+        shutil.copyfile(path, temporary)
+        _put(temporary, copy, path.stat())
 
 
-def _replace(path: Path, text: bytes, before: os.stat_result | None) -> None:
-    """Puts a new file in the place of what is at `path`; until it is complete only its owner can read it.
+def _put(finished: Path, path: Path, before: os.stat_result | None) -> None:
+    """Puts a finished file, which only its owner can read, in the place of what is at `path`.
 
     Args:
         before: the file that the new one is to be as accessible as; None for the access that new files have.
     """
-    handle, temporary = _temporary_beside(path)
+    handle = os.open(finished, os.O_RDONLY)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-            file.flush()
-            if before is None:
-                os.fchmod(handle, 0o666 & ~_umask())
-            else:
-                _keep_access(handle, before)
-            os.fsync(handle)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        if before is None:
+            os.fchmod(handle, 0o666 & ~_umask())
+        else:
+            _keep_access(handle, before)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(finished, path)
 
 
 def _temporary_beside(path: Path) -> tuple[int, str]:
@@ -211,9 +240,12 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _write_in_place(path: Path, text: bytes) -> None:
-    with os.fdopen(_opened_in_place(path), "wb") as file:
-        file.write(text)
+def _write_in_place(path: Path, source: BinaryIO) -> None:
+    try:
+        with os.fdopen(_opened_in_place(path), "wb") as file:
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        raise BapipeError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _opened_in_place(path: Path) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from bapipe._optional import require_torch
 from bapipe.errors import BapipeError
-from bapipe.formats.files import write_bytes
+from bapipe.formats.files import place_file
 from bapipe.formats.plan import Plan, check_plan
 from bapipe.formats.settings import Settings, check_same, check_same_optimizer
 from bapipe.job.refusal import refusals_told
@@ -233,13 +233,13 @@ def _check_optimizer(settings: Settings, config: TrainConfig) -> None:
     check_same_optimizer(settings, rule, f"leave {excess}, or ")
 
 
-def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:
+def export(checkpoint: Path, output: Path, place: Callable[[Path, Path], None] = place_file) -> int:
     """Writes the model's tensors of a checkpoint, or of the newest in a folder, as safetensors; returns how many.
 
     They have the names of the original module's `state_dict()`.
 
     Args:
-        write: writes bytes to a file.
+        place: moves a finished file, its second argument, to where the first one says.
 
     Raises:
         BapipeError: there is no checkpoint, it is damaged, or the file cannot be written.
@@ -247,7 +247,7 @@ def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] 
     require_torch()
     from bapipe.training.checkpoint.export import export as write_state
 
-    return write_state(checkpoint, output, write)
+    return write_state(checkpoint, output, place)
 
 
 def convert_checkpoint(folder: Path) -> tuple[Path, ...]:

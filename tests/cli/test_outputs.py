@@ -108,8 +108,9 @@ def test_the_copy_of_an_output_takes_no_place_of_an_input(tmp_path: Path) -> Non
 def test_exported_weights_keep_what_they_replace(
     tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exported(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None]) -> int:
-        write(output, b"new")
+    def exported(checkpoint: Path, output: Path, place: Callable[[Path, Path], None]) -> int:
+        (tmp_path / "finished").write_bytes(b"new")
+        place(output, tmp_path / "finished")
         return 1
 
     monkeypatch.setattr(run, "export_checkpoint", exported)

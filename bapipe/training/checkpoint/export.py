@@ -8,19 +8,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from bapipe.errors import BapipeError
-from bapipe.formats.files import write_bytes
+from bapipe.formats.files import place_file, temporary_for
 from bapipe.torch_device import CPU
 from bapipe.training.checkpoint.folder import Checkpoint, newest_checkpoint
 from bapipe.training.checkpoint.manifest import MANIFEST, read_manifest
-from bapipe.training.checkpoint.tensor_files import DTYPES, TensorSpec
+from bapipe.training.checkpoint.tensor_files import DTYPES, TensorSpec, save_tensors
 from bapipe.training.checkpoint.writer import full_state_dict
 
 
-def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] = write_bytes) -> int:
+def export(checkpoint: Path, output: Path, place: Callable[[Path, Path], None] = place_file) -> int:
     """Writes the model's tensors of a checkpoint, or of the newest whole one in a folder; returns how many.
 
     Args:
-        write: writes bytes to a file.
+        place: moves a finished file, its second argument, to where the first one says.
 
     Raises:
         BapipeError: there is no checkpoint, or a tensor has a dtype that safetensors cannot store.
@@ -31,7 +31,9 @@ def export(checkpoint: Path, output: Path, write: Callable[[Path, bytes], None] 
         raise BapipeError(f"{checkpoint}: no checkpoint here: give a folder in which a run has written checkpoints")
     _check_dtypes(found.manifest.tensors)  # before they are read: torch copies none of 4 bits
     state = full_state_dict(found.path, found.manifest)
-    write(output, save({name: tensor.contiguous() for name, tensor in state.items()}))
+    with temporary_for(output) as temporary:
+        save_tensors(temporary, state)
+        place(output, temporary)
     return len(state)
 
 

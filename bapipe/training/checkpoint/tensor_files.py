@@ -76,9 +76,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
         OSError: it cannot be written.
     """
     path.touch()
-    mode = path.stat().st_mode  # that of the user's other files; safetensors makes one that only the user can read
+    save_tensors(path, {name: _to_stored(tensor) for name, tensor in tensors.items()})
+    sync(path)
+    return file_digest(path)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes contiguous CPU tensors of dtypes that safetensors has to a file that is there, which keeps its mode.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    mode = path.stat().st_mode  # safetensors makes a file that only the user can read
     try:
-        save_file({name: _to_stored(tensor) for name, tensor in tensors.items()}, path)
+        save_file(dict(tensors), path)
     except SafetensorError as error:
         # For a full disk safetensors raises no other error than this one, with the system's error number in its text.
         number = re.search(r"\(os error (\d+)\)", str(error))
@@ -86,8 +97,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
     path.chmod(mode)
-    sync(path)
-    return file_digest(path)
 
 
 def sync(path: Path) -> None:

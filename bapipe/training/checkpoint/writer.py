@@ -25,7 +25,6 @@ from bapipe.job.groups import gathered, new_proven_group
 from bapipe.printable import counted
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
 from bapipe.runtime.optimizer import Number, OptimizerState
-from bapipe.torch_device import CPU
 from bapipe.training.checkpoint.folder import (
     UNFINISHED,
     checkpoint_folder,
@@ -45,7 +44,6 @@ from bapipe.training.checkpoint.manifest import (
     stored_tensors,
 )
 from bapipe.training.checkpoint.tensor_files import (
-    DTYPES,
     FileDigest,
     TensorSpec,
     read_tensors,
@@ -351,7 +349,10 @@ def _set(buffer: Tensor, value: Tensor) -> None:
 
 
 def full_state_dict(path: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """Returns the model's tensors of a checkpoint that has been verified, by their names in the original module."""
-    tensors = {n: torch.empty(s.shape, dtype=DTYPES[s.dtype], device=CPU) for n, s in manifest.tensors.items()}
-    load_tensors(path, manifest, tensors)
-    return tensors
+    """Returns the model's tensors of a checkpoint that has been verified, by their names in the original module.
+
+    They may be maps of the files, so that together they need no memory: nothing may be written to them.
+    """
+    specs = {MODEL + name: spec for name, spec in manifest.tensors.items()}
+    found = dict(read_tensors([path / name for name in manifest.files], specs))
+    return {name: found[MODEL + name] for name in manifest.tensors}

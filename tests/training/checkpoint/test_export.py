@@ -1,12 +1,21 @@
 """Exported weights: one safetensors file, of what such files can hold."""
 
+import os
+import stat
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bapipe.cli.outputs import write_output_file
 from bapipe.errors import BapipeError
 from bapipe.training.checkpoint.export import export
 from bapipe.training.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
@@ -57,6 +66,82 @@ def test_a_tensor_that_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
             "needs no place in them (register it with persistent=False); keep others in another dtype"
         )
         assert not output.exists()
+
+
+def large() -> Example:
+    return classifier(nn.Sequential(nn.Linear(4, 500_000), nn.Linear(500_000, 3)))
+
+
+def test_a_model_need_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(steps=1, checkpoint=tmp_path / "kept", optimizer="sgd")
+    with only_rank():
+        train(plan_of(large, (), (0,)), large, points(), config)
+    output = tmp_path / "model.safetensors"
+    output.write_bytes(bytes(20_000_000))  # another one that is there, which is kept
+    num_bytes = 4 * (4 * 500_000 + 500_000 + 3 * 500_000 + 3)
+    made: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        """Notes the bytes of tensors that torch makes, but for those on memory that is there, such as of a file."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.clone, torch.ops.aten._to_copy):
+                made.append(result.nbytes)
+            return result
+
+    monkeypatch.setattr("bapipe.training.checkpoint.manifest.MAX_MANIFEST_BYTES", 10**5)  # of the buffer to read it to
+    tracemalloc.start()
+    try:
+        with Counting():
+            assert export(tmp_path / "kept", output, write_output_file) == 4
+        of_python = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(made) < num_bytes / 10
+    assert of_python < num_bytes / 10
+    tensors = load_file(output)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == num_bytes
+    assert output.with_name("model.safetensors~").stat().st_size == 20_000_000
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a file that others may read", "a link"])
+def test_it_is_written_as_other_files_are(tmp_path: Path, kind: str) -> None:
+    config = TrainConfig(steps=1, checkpoint=tmp_path / "kept")
+    with only_rank():
+        train(plan_of(one_layer, (), (0,)), one_layer, points(), config)
+    output, read = tmp_path / "model.safetensors", b""
+    if kind == "a pipe":
+        os.mkfifo(output)
+        with ThreadPoolExecutor(1) as reader:
+            pending = reader.submit(output.read_bytes)
+            _export_when_read(tmp_path / "kept", output)
+            read = pending.result(timeout=60)
+    else:
+        target = tmp_path / "elsewhere" if kind == "a link" else output
+        target.write_bytes(b"older")
+        target.chmod(0o664)
+        if kind == "a link":
+            output.symlink_to(target)
+        export(tmp_path / "kept", output)
+        read = target.read_bytes()
+        assert output.is_symlink() is (kind == "a link")
+        assert stat.S_IMODE(target.stat().st_mode) == 0o664
+    assert {name: tuple(each.shape) for name, each in load(read).items()} == {"0.weight": (3, 4), "0.bias": (3,)}
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def _export_when_read(checkpoint: Path, pipe: Path) -> None:
+    """Exports to a pipe as soon as somebody has opened it for reading."""
+    end_s = time.monotonic() + 60
+    while True:
+        try:
+            export(checkpoint, pipe)
+            return
+        except BapipeError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize("name", ["kept", "kept/step-000000001"])
