@@ -97,7 +97,7 @@ def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> in
     of a few round trips, assuming that both directions take equally long; the error is at most half their difference
     (as in NTP, RFC 5905).
     """
-    hosts = gathered(_host(), group)
+    hosts = gathered(this_host(), group)
     if all(host == hosts[0] for host in hosts):
         return 0
     if device.type == "cuda":
@@ -111,7 +111,8 @@ def clock_offset_ns(device: torch.device, group: dist.ProcessGroup | None) -> in
     return offset_ns
 
 
-def _host() -> tuple[str, str]:
+def this_host() -> tuple[str, str]:
+    """Returns what tells this machine, since its last start, from others."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return platform.node(), boot
 

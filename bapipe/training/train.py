@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from torch.utils.data import Dataset
 
 from bapipe.device_types import type_of_kind
@@ -14,11 +13,9 @@ from bapipe.formats.cluster import Device
 from bapipe.formats.plan import Plan
 from bapipe.runtime.runnable import check_runnable, type_to_run
 from bapipe.torchrun import current_job, is_first_rank
-from bapipe.tracing.model import persistent_state
 from bapipe.training.checkpoint.folder import Checkpoint, list_checkpoints, newest_checkpoint, only_writer
-from bapipe.training.checkpoint.manifest import Position, check_model
+from bapipe.training.checkpoint.manifest import read_manifest, read_unhashed
 from bapipe.training.checkpoint.state_outside import check_no_extra_state
-from bapipe.training.checkpoint.tensor_files import tensor_specs
 from bapipe.training.data.loader import check_enough, warn_if_items_change
 from bapipe.training.data.samples_digest import samples_digest
 from bapipe.training.data.training_data import check_items
@@ -27,7 +24,7 @@ from bapipe.training.evaluate.evaluate import check_scores
 from bapipe.training.job_facts import job_facts
 from bapipe.training.launch.processes import launch
 from bapipe.training.train_config import TrainConfig
-from bapipe.training.train_job import TrainJob
+from bapipe.training.train_job import TrainJob, check_resumable
 from bapipe.training.train_rank import EvaluationProgress, evaluation_data, train_rank
 from bapipe.training.train_result import OnEvaluation, OnStep, StepReport, TrainResult
 from bapipe.zoo.data.dataset import as_pipeline_dataset
@@ -91,6 +88,7 @@ def train(
         optimizer=config.optimizer_for(plan.compute_settings),
         devices=tuple(device.name for device in devices),
         resume_from=None,
+        verifies_together=(joined := current_job()) is not None and joined.size > 1,
     )
     job.optimizer_factory()  # wrong arguments fail here, before the ranks start
 
@@ -142,37 +140,17 @@ def _memory_advice(plan: Plan, name: str) -> str:
 
 
 def _newest_checkpoint(job: TrainJob, example: Example, *, tell: bool) -> Checkpoint | None:
-    """Returns the checkpoint to continue from; `tell` logs a line if newer ones are damaged."""
+    """Returns the checkpoint to continue from; `tell` logs a line if newer ones are damaged.
+
+    In a job the ranks verify what its files hold when they have joined.
+    """
     folder = job.config.checkpoint
     if folder is None:
         return None
     existing = list_checkpoints(folder)
     if existing and not job.config.resume:
         raise BapipeError(f"{folder} holds a checkpoint, {existing[-1].name}: resume it, or name another folder")
-    newest = newest_checkpoint(folder, tell=tell)
+    newest = newest_checkpoint(folder, read=read_unhashed if job.verifies_together else read_manifest, tell=tell)
     if newest is not None:
-        _check_resumable(job, newest, example)
+        check_resumable(job, newest, example)
     return newest
-
-
-def _check_resumable(job: TrainJob, checkpoint: Checkpoint, example: Example) -> None:
-    path, there, here = checkpoint.path, checkpoint.manifest, job.manifest(Position())
-    stored, named = persistent_state(example.module), example.module.named_buffers(remove_duplicate=False)
-    check_model(there, path, tensor_specs(stored), {name for name, _ in named} - set(stored))
-    for what, old, new in (
-        ("optimizer", there.optimizer, here.optimizer),
-        ("seed", there.seed, here.seed),
-        ("number of samples", there.num_samples, here.num_samples),
-    ):
-        if old != new:
-            raise BapipeError(f"{path} was trained with another {what}: {old} there and {new} here")
-    if msgspec.UNSET not in (there.samples, here.samples) and there.samples != here.samples:
-        raise BapipeError(
-            f"{path} was trained on other data with as many samples: the digest of the first and the last one is "
-            f"{there.samples} there and {here.samples} here; a function for data must give the same items at each call"
-        )
-    if there.position.step >= job.config.steps:
-        raise BapipeError(
-            f"{path} is already at step {there.position.step}; with {job.config.steps} steps there is nothing left to "
-            "train"
-        )

@@ -19,8 +19,9 @@ from bapipe.runtime.peak_memory import check_free_memory
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.rng import seed_step
 from bapipe.torch_settings import autocast_dtype
-from bapipe.training.checkpoint.folder import Checkpoint, set_damaged_aside
+from bapipe.training.checkpoint.folder import Checkpoint, newest_checkpoint, set_damaged_aside
 from bapipe.training.checkpoint.manifest import Position
+from bapipe.training.checkpoint.read_together import read_together
 from bapipe.training.checkpoint.state_outside import StateOutside
 from bapipe.training.checkpoint.weights import load_weights
 from bapipe.training.checkpoint.writer import AGAIN_S, CheckpointWriter, load_tensors
@@ -31,7 +32,7 @@ from bapipe.training.evaluate.evaluate import EvaluationData, evaluate
 from bapipe.training.launch.worker import Rank
 from bapipe.training.not_finite import check_parameters
 from bapipe.training.step_reports import StepReports
-from bapipe.training.train_job import TrainJob
+from bapipe.training.train_job import TrainJob, check_resumable
 from bapipe.training.train_result import Evaluation, StepReport, TrainResult
 from bapipe.zoo.data.dataset import PipelineDataset
 from bapipe.zoo.example import Example
@@ -91,11 +92,22 @@ def train_rank(rank: Rank, job: TrainJob) -> TrainResult:
         torch.set_num_threads(settings.threads)
     check_free_memory(rank.device, rank.name, plan.prediction.peaks_bytes.get(rank.name, 0))
     example = job.build()
+    job = _verified(rank, job, example)
     enter_training_mode(example.module)
     if settings.channels_last:
         example.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with _pipeline(rank, job, example) as pipeline:
         return _train(rank, job, example, pipeline)
+
+
+def _verified(rank: Rank, job: TrainJob, example: Example) -> TrainJob:
+    """Returns the job with a checkpoint to continue from that is whole; all ranks of a job verify it together."""
+    if job.resume_from is None or not job.verifies_together:
+        return job
+    found = newest_checkpoint(job.resume_from.path.parent, read=read_together, tell=rank.index == 0)
+    assert found is not None
+    check_resumable(job, found, example)
+    return replace(job, resume_from=found)
 
 
 def _train(rank: Rank, job: TrainJob, example: Example, pipeline: Pipeline) -> TrainResult:

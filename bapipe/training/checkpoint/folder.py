@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was verified to be whole: nothing is missing or damaged."""
+    """A checkpoint that was verified: nothing is missing or damaged, as far as was looked at."""
 
     path: Path
     manifest: Manifest
@@ -53,10 +53,12 @@ def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f"{UNFINISHED}{step}"
 
 
-def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
+def newest_checkpoint(
+    folder: Path, *, read: Callable[[Path], Manifest] = read_manifest, tell: bool = True
+) -> Checkpoint | None:
     """Returns the newest checkpoint that is whole, None if the folder has no checkpoint.
 
-    If newer ones are damaged, `tell` logs a line that says so.
+    `read` returns the manifest of one that is whole. If newer ones are damaged, `tell` logs a line that says so.
 
     Raises:
         BapipeError: all are damaged, or one that is newer than any whole one cannot be read or is of an older version
@@ -65,7 +67,7 @@ def newest_checkpoint(folder: Path, *, tell: bool = True) -> Checkpoint | None:
     damages: list[DamagedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            found = Checkpoint(path, read_manifest(path))
+            found = Checkpoint(path, read(path))
         except DamagedCheckpoint as damage:
             damages.append(damage)
             continue

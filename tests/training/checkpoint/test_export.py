@@ -19,7 +19,7 @@ from bapipe.cli.outputs import write_output_file
 from bapipe.errors import BapipeError
 from bapipe.training.checkpoint.export import export
 from bapipe.training.checkpoint.manifest import MANIFEST, decode_manifest, encode_manifest
-from bapipe.training.checkpoint.tensor_files import TensorSpec
+from bapipe.training.checkpoint.tensor_files import FileDigest, TensorSpec, file_digest
 from bapipe.training.train import train
 from bapipe.training.train_config import TrainConfig
 from bapipe.zoo.example import Example
@@ -151,6 +151,11 @@ def test_each_file_is_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with only_rank():
         train(plan_of(one_layer, (), (0,)), one_layer, points(), config)
     verified: list[str] = []
-    monkeypatch.setattr("bapipe.training.checkpoint.manifest._check_file", lambda path, name, _: verified.append(name))
+
+    def digest(path: Path) -> FileDigest:
+        verified.append(path.name)
+        return file_digest(path)
+
+    monkeypatch.setattr("bapipe.training.checkpoint.manifest.file_digest", digest)
     assert export(tmp_path / name, tmp_path / "model.safetensors") == 2  # a weight and a bias
     assert verified == ["rank-0.safetensors"]
