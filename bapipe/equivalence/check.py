@@ -11,7 +11,7 @@ from bapipe.equivalence.cause import cause_in_loss, likely_cause, own_code
 from bapipe.equivalence.communication import ForwardCommunicates
 from bapipe.equivalence.compare import Mismatch, mismatches, perturbed, repeats
 from bapipe.equivalence.growing_collections import growing_collection
-from bapipe.equivalence.locate import Place, first_difference
+from bapipe.equivalence.locate import DifferenceAt, first_difference
 from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.outcome import (
     TRAINING,
@@ -143,7 +143,7 @@ def compare_split(
         seen = replace(model, changed=_changed(model.root, original))
         return run_finest_stages(seen, loss, microbatches)
 
-    return _compare(model, run, loss, microbatches)
+    return _compare(model, run, loss, microbatches, TRAINING)
 
 
 def compare_stages(
@@ -151,7 +151,7 @@ def compare_stages(
     stages: Sequence[Stage],
     loss: Loss,
     microbatches: Sequence[Microbatch],
-    conditions: Conditions = TRAINING,
+    conditions: Conditions,
 ) -> Equivalence | Unchecked | Difference:
     """Compares stages, each as it runs in a plan, with the model's own code, as `compare_split`."""
     if conditions == TRAINING:
@@ -177,7 +177,7 @@ def _compare(
     run: Callable[[Outcome], tuple[Sequence[Stage], Outcome]],
     loss: Loss,
     microbatches: Sequence[Microbatch],
-    conditions: Conditions = TRAINING,
+    conditions: Conditions,
 ) -> Equivalence | Unchecked | Difference:
     """Compares the original with stages that `run` returns of its outcome, with theirs."""
     try:
@@ -203,12 +203,12 @@ def _compare(
         if error.layer == LOSS:
             return Difference(path=LOSS, code="", what=what, cause=cause_in_loss(what))
         return _difference_at(model, microbatches, error.layer.partition("#")[0], what)
-    if not mismatches(original, split, conditions=conditions):
+    if not mismatches(original, split, conditions):
         return _equal(model, stages, original, microbatches[0])
     if not repeats(original, run_original(model.root, loss, microbatches, conditions)):
         return Unchecked(reason=_why_it_differs(model, loss))
     noise = perturbed(model.root, loss, microbatches, conditions)
-    found = mismatches(original, split, noise, conditions)
+    found = mismatches(original, split, conditions, noise)
     if not found:
         return _equal(model, stages, original, microbatches[0])
     return _difference(
@@ -262,7 +262,7 @@ def _difference(
     model: TracedModel,
     microbatches: Sequence[Microbatch],
     found: Sequence[Mismatch],
-    locate: Callable[[], Place | None],
+    locate: Callable[[], DifferenceAt | None],
     reads_outside: Callable[[], bool],
     sets_up: Callable[[], bool],
 ) -> Difference:

@@ -50,7 +50,7 @@ class Mismatch:
 
 
 def mismatches(
-    original: Outcome, split: Outcome, noise: Outcome | None = None, conditions: Conditions = TRAINING
+    original: Outcome, split: Outcome, conditions: Conditions, noise: Outcome | None = None
 ) -> list[Mismatch]:
     """Returns what differs by more than rounding.
 
@@ -76,12 +76,10 @@ def mismatches(
 def repeats(original: Outcome, again: Outcome) -> bool:
     """Returns whether two runs of the original have the same losses, up to what kernels that race may change."""
     pairs = zip(original.losses, again.losses, strict=True)
-    return all(_difference(a, b) <= max(1e-4, _rounding(a)) for a, b in pairs)
+    return all(_difference(a, b) <= max(1e-4, _rounding(a, TRAINING)) for a, b in pairs)
 
 
-def perturbed(
-    module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions = TRAINING
-) -> Outcome:
+def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions) -> Outcome:
     """Returns the outcome of the original with parameters and inputs changed by rounding units.
 
     It shows how far apart two correct computations may be: the order of sums, and of kernels, is free.
@@ -151,7 +149,7 @@ def comparable(tensor: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj()).double() if values.is_complex() else values.double()
 
 
-def _rounding(tensor: Tensor | None, conditions: Conditions = TRAINING) -> float:
+def _rounding(tensor: Tensor | None, conditions: Conditions) -> float:
     """Returns the relative difference that counts as rounding for a tensor."""
     unit = _unit(tensor, conditions)
     return unit * (_ROUNDING if unit < 1e-5 else _HALF_ROUNDING)

@@ -67,7 +67,7 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DifferenceAt:
     """Where the stages first differ from the original.
 
     Attributes:
@@ -87,7 +87,7 @@ def first_difference(
     loss: Loss,
     microbatches: Sequence[Microbatch],
     conditions: Conditions,
-) -> Place | None:
+) -> DifferenceAt | None:
     """Returns where the stages first differ.
 
     A result of a module of the original, or a gradient, that no operator of the stages computes, is a difference.
@@ -100,9 +100,9 @@ def first_difference(
     run_stages(model, stages, loss, microbatches, conditions, recording=(forward, backward))
     path = _in_forward(calls, forward)
     if path is not None:
-        return Place(path=path, phase="forward", between=_between(calls, path, forward))
+        return DifferenceAt(path=path, phase="forward", between=_between(calls, path, forward))
     path = _in_backward(calls, backward)
-    return None if path is None else Place(path=path, phase="backward")
+    return None if path is None else DifferenceAt(path=path, phase="backward")
 
 
 def _in_forward(calls: Sequence[ModuleCall], computed: ComputedValues) -> str | None:

@@ -22,7 +22,7 @@ from bapipe.runtime.model_errors import hint
 from bapipe.runtime.planned_stage import planned_stage
 from bapipe.runtime.replica_state import check_changes_of_replicas, with_replicas
 from bapipe.schedules.table import Phase
-from bapipe.torch_device import CPU, describe
+from bapipe.torch_device import describe
 from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.changing_state import is_read_by_next_forward, limited_embeddings
 from bapipe.tracing.model import layer_states, state_names
@@ -40,9 +40,9 @@ def check_stages_equal(
     plan: Plan,
     group: dist.ProcessGroup | None,
     *,
-    trains_on: torch.device = CPU,
-    trained: Split | None = None,
-    evaluated: Split | None = None,
+    trains_on: torch.device,
+    trained: Split | None,
+    evaluated: Split | None,
 ) -> str | None:
     """Raises InvalidModel unless the stages, also as replicas, give the gradients and changed buffers of the module.
 
@@ -57,8 +57,9 @@ def check_stages_equal(
     Args:
         parts: the stages, traced without autocast.
         trains_on: the device that the stages will train on.
-        trained: the stages as they will train; if they do so under autocast, they are compared as well.
-        evaluated: the stages in evaluation mode, of which the forward is compared.
+        trained: the stages as they will train; if they do so under autocast, they are compared as well. None if that
+            is as `parts`.
+        evaluated: the stages in evaluation mode, of which the forward is compared; None without.
     """
     faults: list[str | None] = [None, None]
     if dist.get_rank(group) == 0:

@@ -29,13 +29,13 @@ def test_a_gradient_that_is_rounding_alone_may_be_another_one(dtype: torch.dtype
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
     batches = [Microbatch(inputs=(torch.randn(7, 4, dtype=dtype),), target=torch.randn(7, 2, dtype=dtype))]
     original = run_original(module, nn.functional.mse_loss, batches)
-    noise = perturbed(module, nn.functional.mse_loss, batches)
+    noise = perturbed(module, nn.functional.mse_loss, batches, TRAINING)
     bias, weight = original.gradients["0.bias"], original.gradients["0.weight"]
     assert 0 < float(bias.abs().max()) < 1e-4 * float(weight.abs().max())
     other_bias = replace(original, gradients={**original.gradients, "0.bias": -bias})
-    assert mismatches(original, other_bias, noise) == []
+    assert mismatches(original, other_bias, TRAINING, noise) == []
     other_weight = replace(original, gradients={**original.gradients, "0.weight": -weight})
-    assert [found.name for found in mismatches(original, other_weight, noise)] == ["0.weight"]
+    assert [found.name for found in mismatches(original, other_weight, TRAINING, noise)] == ["0.weight"]
 
 
 def of_gradient(*values: complex, dtype: torch.dtype = torch.float64) -> Outcome:
@@ -45,22 +45,24 @@ def of_gradient(*values: complex, dtype: torch.dtype = torch.float64) -> Outcome
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_values_that_are_not_finite_in_one_model_only_differ(bad: float) -> None:
     other = of_gradient(bad, 1.0)
-    assert mismatches(other, of_gradient(bad, 1.0)) == []
+    assert mismatches(other, of_gradient(bad, 1.0), TRAINING) == []
     for value in {0.0, nan, inf, -inf} - {bad}:
         another = of_gradient(value, 1.0)
         for original, split in ((other, another), (another, other)):
-            assert [(found.name, found.size) for found in mismatches(original, split)] == [("w", inf)]
+            assert [(found.name, found.size) for found in mismatches(original, split, TRAINING)] == [("w", inf)]
 
 
 def test_imaginary_parts_are_compared() -> None:
     number, conjugate = (of_gradient(1 + sign * 2j, dtype=torch.complex128) for sign in (1, -1))
-    assert [(found.name, found.size) for found in mismatches(number, conjugate)] == [("w", 2.0)]  # |2 - -2| / 2
+    assert [(found.name, found.size) for found in mismatches(number, conjugate, TRAINING)] == [
+        ("w", 2.0)
+    ]  # |2 - -2| / 2
     lazily = replace(number, gradients={"w": conjugate.gradients["w"].conj()})
-    assert mismatches(number, lazily) == []
+    assert mismatches(number, lazily, TRAINING) == []
 
 
 def test_a_gradient_of_another_type_differs() -> None:
-    found = mismatches(of_gradient(1.0), of_gradient(1.0, dtype=torch.float32))
+    found = mismatches(of_gradient(1.0), of_gradient(1.0, dtype=torch.float32), TRAINING)
     assert [(one.name, one.size) for one in found] == [("w", inf)]
 
 

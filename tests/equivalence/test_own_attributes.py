@@ -15,6 +15,7 @@ from bapipe.equivalence.check import (
     example_microbatches,
 )
 from bapipe.equivalence.choose_layers import trace_checked
+from bapipe.equivalence.outcome import TRAINING
 from bapipe.equivalence.stage_pass import Stage
 from bapipe.errors import InvalidModel
 from bapipe.module_state.python_state import PythonState, attributes_of
@@ -73,7 +74,7 @@ def compared(
     parts = cut_into_stages(model, {name: int(names.index(name) >= names.index(cut)) for name in names}, [X], 2)
     stages = [Stage(tensors=tensors, module=stage_module(parts, s)) for s, tensors in enumerate(parts.stages)]
     microbatches = example_microbatches([X], TARGET, [2, 2], torch.device("cpu"))
-    return compare_stages(model, stages, loss, microbatches)
+    return compare_stages(model, stages, loss, microbatches, TRAINING)
 
 
 @pytest.mark.parametrize(("cut", "equal"), [("leaves", True), ("b", False), ("reads", False), ("head", True)])

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,10 @@ class Detaches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.b(self.a(x))
         return y
+
+
+check_equal = partial(stage_check.check_stages_equal, group=None, trains_on=CPU, trained=None, evaluated=None)
+"""Of stages that train in the precision in which they were traced, and do not evaluate."""
 
 
 def build(module: nn.Module, **options: Any) -> Pipeline:
@@ -89,7 +94,7 @@ def test_gpus_do_not_wait_long_for_the_cpu(
     plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
     parts = split(trace(module, [X]), plan, [X])
     with pytest.raises(InvalidModel, match="would not train as the module does") if refused else nullcontext():
-        stage_check.check_stages_equal(parts, [X], plan, None, trains_on=torch.device(kind))
+        check_equal(parts, [X], plan, trains_on=torch.device(kind))
     assert ("on this machine's CPU takes 9 s" in caplog.text) == (not refused)
 
 
@@ -117,9 +122,7 @@ def test_a_module_on_a_gpu_is_compared_however_long_its_first_pass_takes(monkeyp
     monkeypatch.setattr(stage_check, "_training_fault", lambda *_: "compared")
     plan, module = make_plan(["a", "b"], (1,), (0, 0), ORDER, 2, 1), Detaches()
     with pytest.raises(InvalidModel, match=r"^compared$"):
-        stage_check.check_stages_equal(
-            split(trace(module, [X]), plan, [X]), [X], plan, None, trains_on=torch.device("cuda")
-        )
+        check_equal(split(trace(module, [X]), plan, [X]), [X], plan, trains_on=torch.device("cuda"))
 
 
 @pytest.mark.usefixtures("alone")
@@ -138,7 +141,7 @@ def test_a_module_is_afterwards_as_it_was() -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     model = trace(module, [x])
     plan = make_plan([layer.name for layer in model.layers], (3,), (0, 0), ORDER, 2, 1)
-    stage_check.check_stages_equal(split(model, plan, [x]), [x], plan, None)
+    check_equal(split(model, plan, [x]), [x], plan)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -182,11 +185,11 @@ def test_replicas_of_a_stage_that_changes_other_state_than_running_statistics_ar
     stage_module(parts, 1)(stage_module(parts, 0)(X)[0])
     if not changes:
         replicas.finish()
-        stage_check.check_stages_equal(parts, [X], plan, None)
+        check_equal(parts, [X], plan)
         return
     said = rf"^'{changes}' in stage 1 changes in forwards, and the stage has replicas.*\(`replicas`\)$"
     with pytest.raises(InvalidModel, match=said):
-        stage_check.check_stages_equal(parts, [X], plan, None)
+        check_equal(parts, [X], plan)
     with pytest.raises(InvalidModel, match=said):  # if nothing was compared before training
         replicas.finish()
 
@@ -215,10 +218,10 @@ def test_replicas_of_a_layer_that_keeps_values_in_python_are_refused() -> None:
         plan = make_plan([layer.name for layer in model.layers], (1,), ranks, order, 2, 2 if ranks == (0, 0) else 1)
         parts = split(model, plan, [X])
         if not words:
-            stage_check.check_stages_equal(parts, [X], plan, None)
+            check_equal(parts, [X], plan)
             continue
         with pytest.raises(InvalidModel, match=rf"^layer '1' in stage 1 {words}"):
-            stage_check.check_stages_equal(parts, [X], plan, None)
+            check_equal(parts, [X], plan)
 
 
 class LimitedAndTied(nn.Module):
@@ -241,7 +244,7 @@ def test_a_parameter_of_two_stages_that_a_forward_changes_is_refused() -> None:
     with pytest.raises(
         InvalidModel, match=r"^'embed.weight' is used in stages 0, 1, and a forward of one .* changes it"
     ):
-        stage_check.check_stages_equal(split(model, plan, [X]), [X], plan, None)
+        check_equal(split(model, plan, [X]), [X], plan)
 
 
 @pytest.mark.usefixtures("alone")
@@ -256,9 +259,9 @@ def test_forwards_that_read_what_others_leave_run_in_the_order_of_the_whole_mode
         parts = split(model, plan, [X])
         if changes and forwards[0] == "0F1":
             with pytest.raises(InvalidModel, match=rf"^'{changes}' in stage 0 .* in the order \[1, 0\]"):
-                stage_check.check_stages_equal(parts, [X], plan, None)
+                check_equal(parts, [X], plan)
         else:
-            stage_check.check_stages_equal(parts, [X], plan, None)
+            check_equal(parts, [X], plan)
 
 
 def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +289,7 @@ def test_the_other_ranks_hear_of_the_difference(monkeypatch: pytest.MonkeyPatch)
     def check(index: int) -> None:
         rank.index = index
         with pytest.raises(InvalidModel) as error:
-            stage_check.check_stages_equal(parts, [X], plan, None)
+            check_equal(parts, [X], plan)
         errors[index] = str(error.value)
 
     threads = [threading.Thread(target=check, args=(index,)) for index in (1, 0)]
