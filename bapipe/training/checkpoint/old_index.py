@@ -14,7 +14,7 @@ from bapipe.training.checkpoint.tensor_files import DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TensorPlace:
     """Where a tensor is: the bytes of a file that begin at `offset`."""
 
     name: str
@@ -23,7 +23,7 @@ class Place:
     num_bytes: int
 
 
-def read_index(content: bytes) -> Iterator[Place]:
+def read_index(content: bytes) -> Iterator[TensorPlace]:
     """Yields the places of the tensors that an index lists.
 
     Raises:
@@ -32,7 +32,7 @@ def read_index(content: bytes) -> Iterator[Place]:
     """
     for key, value in _IndexReader(io.BytesIO(content)).load().state["storage_data"].items():
         name, place = key.state["fqn"], value.state
-        yield Place(
+        yield TensorPlace(
             name=name, file=str(place["relative_path"]), offset=int(place["offset"]), num_bytes=int(place["length"])
         )
 
