@@ -23,7 +23,7 @@ from bapipe.runtime.lowering import End, Lowered, Transfer, lower_for
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.rng import PerOperatorRng
 from bapipe.runtime.tensor_changes import TensorWrites
-from bapipe.runtime.transfers import Channels
+from bapipe.runtime.transfers import Channels, Transfers
 from bapipe.schedules.table import Action, Phase, Schedule
 from bapipe.tracing.changing_state import limited_embeddings, limited_embeddings_restored
 from bapipe.tracing.stages import Split, at_size
@@ -213,27 +213,29 @@ class ForwardExecutor:
         self, loaded: Mapping[str, Tensor], rows: Sequence[range], num_before: int
     ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Runs this rank's forwards and transfers; yields (micro-batch, output) of the last stage."""
-        width = len(self._schedule.order)
-        transfers = _StageTensors(self._parts, rows, self._examples, self._layout.device, self._channels, width)
-        for action in self._order(len(rows)):
+        order = self._order(len(rows))
+        transfers = Transfers(self._channels, limited_sends(order, len(self._schedule.order)))
+        tensors = _StageTensors(self._parts, rows, self._examples, self._layout.device)
+        for action in order:
             stage, m = action.stage, action.microbatch
             if isinstance(action, Transfer):
-                if action.end is End.SEND:
-                    transfers.send(stage, m, self._layout.process_of(stage + 1, m))
-                else:
-                    transfers.receive(stage, m, self._layout.process_of(stage - 1, m))
+                is_send = action.end is End.SEND
+                peer = self._layout.process_of(stage + 1 if is_send else stage - 1, m)
+                own = tensors.sent(stage, m) if is_send else tensors.receiving(stage, m)
+                transfers.post(action, [(tensor, peer) for tensor in own])
             else:
                 inputs = [loaded[name][rows[m].start : rows[m].stop] for name in self._parts.stages[stage].loaded]
                 self._rng.enter(action._replace(microbatch=num_before + m))
-                received = transfers.take_inputs(stage, m)
+                transfers.before(action)
+                received = tensors.inputs(stage, m)
                 checked = self._first_forwards.checked(stage, self._modules[stage])
                 with action_checked(self._layout, action), checked:
                     outputs = self._modules[stage](*received, *inputs)
                 if stage + 1 < self._schedule.num_stages:
-                    transfers.outputs[stage, m] = outputs
+                    tensors.outputs[stage, m] = outputs
                 else:
                     yield m, outputs
-        transfers.finish()
+        transfers.release_all()
 
     def _order(self, num_microbatches: int) -> Lowered:
         """Returns this rank's forwards and transfers; they are lowered once, as most batches have as many samples."""
@@ -260,66 +262,57 @@ def forwards_only(schedule: Schedule, num_microbatches: int) -> Schedule:
     )
 
 
+def limited_sends(order: Lowered, limit: int) -> dict[Action, tuple[Transfer, ...]]:
+    """Returns, by action of a rank, the send that is to be done before it, so that at most `limit` + 1 are unfinished.
+
+    Without backwards no action of a rank needs to come after its sends have been used. Waiting for a send never
+    deadlocks, see `finished_sends`.
+    """
+    finished, sends = dict[Action, tuple[Transfer, ...]](), deque[Transfer]()
+    for action in order:
+        if not isinstance(action, Transfer):
+            if len(sends) > limit:
+                finished[action] = (sends.popleft(),)
+        elif action.end is End.SEND:
+            sends.append(action)
+    return finished
+
+
 @dataclass(slots=True)
 class _StageTensors:
     """Tensors that are passed between stages; keys (stage, micro-batch) are those of the stage on this rank.
 
     Attributes:
         examples: meta tensors like those that are passed, by micro-batch size and name.
-        max_sends: the number of outputs whose sends may be unfinished.
         outputs: outputs of this rank's stages, until they are sent or the next stage on this rank uses them.
-        received: the (buffer, work) of each posted receive.
-        sent: the works of each output's posted sends, oldest first; a work keeps its tensor alive.
+        received: the buffers of receives.
     """
 
     parts: Split
     rows: Sequence[range]
     examples: dict[int, dict[str, Tensor]]
     device: torch.device
-    channels: Channels
-    max_sends: int
     outputs: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
-    received: dict[tuple[int, int], list[tuple[Tensor, Any]]] = field(default_factory=dict)
-    sent: deque[list[Any]] = field(default_factory=deque)
+    received: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def receive(self, stage: int, microbatch: int, source: int) -> None:
-        """Posts the receives of a stage's inputs."""
-        posted = []
-        for name in self.parts.stages[stage].received:
-            example = self._example(len(self.rows[microbatch]), name)
-            buffer = torch.empty(example.shape, dtype=example.dtype, device=self.device)
-            posted.append((buffer, self.channels.receive(buffer, source)))
-        self.received[stage, microbatch] = posted
+    def receiving(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns new buffers for a stage's inputs."""
+        examples = (self._example(len(self.rows[microbatch]), name) for name in self.parts.stages[stage].received)
+        buffers = tuple(torch.empty(each.shape, dtype=each.dtype, device=self.device) for each in examples)
+        self.received[stage, microbatch] = buffers
+        return buffers
 
-    def take_inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
-        """Waits for a stage's inputs from the stage before, and returns them."""
+    def inputs(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns, and forgets, a stage's inputs from the stage before."""
         if stage == 0:
             return ()
         if (stage, microbatch) not in self.received:
             return self.outputs.pop((stage - 1, microbatch))
-        received = self.received.pop((stage, microbatch))
-        for _, work in received:
-            self.channels.wait(work)
-        return tuple(buffer for buffer, _ in received)
+        return self.received.pop((stage, microbatch))
 
-    def send(self, stage: int, microbatch: int, destination: int) -> None:
-        """Posts the sends of a stage's outputs; waits for the oldest ones if there are more than `max_sends`.
-
-        Waiting for a send never deadlocks, see `finished_sends`.
-        """
-        tensors = self.outputs.pop((stage, microbatch))
-        self.sent.append([self.channels.send(tensor, destination) for tensor in tensors])
-        if len(self.sent) > self.max_sends:
-            self._wait_for_oldest()
-
-    def finish(self) -> None:
-        """Waits for all sends."""
-        while self.sent:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        for work in self.sent.popleft():
-            self.channels.wait(work)
+    def sent(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns, and forgets, a stage's outputs for the next one."""
+        return self.outputs.pop((stage, microbatch))
 
     def _example(self, size: int, name: str) -> Tensor:
         if size not in self.examples:

@@ -180,7 +180,9 @@ class ScheduleExecutor:
 
         def posted(microbatch: int) -> list[dist.P2POp]:
             torch_stage.stage_index_to_group_rank = self._process_of_stage(microbatch)
-            self._transfers.post(Transfer(stage, end, is_forward, microbatch), original(microbatch))
+            operations: list[Any] = original(microbatch)
+            tensors = [(operation.tensor, operation.group_peer) for operation in operations]
+            self._transfers.post(Transfer(stage, end, is_forward, microbatch), tensors)
             return []
 
         setattr(torch_stage, name, posted)

@@ -6,7 +6,6 @@ transfers in one process group, in which NCCL runs those between two ranks one a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -51,7 +50,7 @@ def _posted(work: dist.Work | None) -> dist.Work:
 
 
 class Transfers:
-    """The transfers of a step that have been posted, each until it is known to be done.
+    """The transfers of a step, or of an evaluation, that have been posted, each until it is known to be done.
 
     A send's work keeps its tensors alive. With gloo, waiting for a work returns when it is done. With NCCL only the
     current stream waits, not this process. The caching allocator reuses the memory of a sent tensor only when this
@@ -60,20 +59,17 @@ class Transfers:
     """
 
     def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[Transfer]]) -> None:
-        """`finished_before` are the sends that are certainly done before an action starts, see `finished_sends`."""
+        """`finished_before` are the sends that are to be done before an action starts, such as `finished_sends`."""
         self._channels, self._finished_before = channels, finished_before
         self._posted: dict[Transfer, Sequence[dist.Work]] = {}  # those not waited for yet
 
-    def post(self, transfer: Transfer, operations: Sequence[dist.P2POp]) -> None:
-        """Posts the operations of a transfer, one for each tensor."""
+    def post(self, transfer: Transfer, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Posts the sends or receives of a transfer: of tensors, each with the process at the other end."""
         post = self._channels.send if transfer.end is End.SEND else self._channels.receive
-        peers: list[Any] = [operation.group_peer for operation in operations]
-        self._posted[transfer] = [
-            post(operation.tensor, peer) for operation, peer in zip(operations, peers, strict=True)
-        ]
+        self._posted[transfer] = [post(tensor, peer) for tensor, peer in tensors]
 
     def before(self, action: Action) -> None:
-        """Waits for what an action receives; then waits for, and forgets, the sends that are done before it."""
+        """Waits for what an action receives; then waits for, and forgets, the sends to be done before it."""
         receives = () if action.phase is Phase.WEIGHT_GRAD else (receive_of(action),)
         for transfer in (*receives, *self._finished_before.get(action, ())):
             self._release(transfer)

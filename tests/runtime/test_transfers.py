@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers
 from torch import Tensor
 
+from bapipe.runtime.evaluation import forwards_only, limited_sends
 from bapipe.runtime.lowering import End, Transfer, finished_sends, lower_for, lower_schedule
 from bapipe.runtime.transfers import Transfers
 from bapipe.schedules import LOOPED, SCHEDULES
@@ -157,6 +158,23 @@ def test_a_stage_keeps_no_more_sends_than_micro_batches_in_flight() -> None:
     assert finished_as_text(schedule, 1) == {f"1F{m + 2}": [f"1SEND_B{m}"] for m in range(6)}
 
 
+@pytest.mark.parametrize("limit", [1, 3])
+def test_an_evaluation_has_few_unfinished_sends(limit: int) -> None:
+    """Nothing that a first stage runs depends on what the next one has done."""
+    schedule = forwards_only(SCHEDULES["1f1b"](2, 8), 20)
+    assert finished_sends(schedule, 0) == {}
+    order = lower_for(schedule, gloo=True)[0]
+    finished, posted = limited_sends(order, limit), list[Transfer]()
+    for action in order:
+        if isinstance(action, Transfer):
+            posted.append(action)
+            assert len(posted) <= limit + 1
+        for send in finished.get(action, ()) if isinstance(action, Action) else ():
+            posted.remove(send)
+    assert sum(map(len, finished.values())) == 20 - limit - 1
+    assert limited_sends(lower_for(schedule, gloo=True)[1], limit) == {}
+
+
 class Work:
     """A send that holds its tensor until it is forgotten."""
 
@@ -175,9 +193,8 @@ def test_tensors_are_forgotten_after_the_wait() -> None:
     for transfer in (first, second):
         tensor = torch.ones(3)
         alive.append(weakref.ref(tensor))
-        operation: Any = SimpleNamespace(tensor=tensor, group_peer=1)
-        at.post(transfer, [operation])
-        del tensor, operation
+        at.post(transfer, [(tensor, 1)])
+        del tensor
     at.before(Action(0, Phase.FORWARD, 1))
     assert [ref() is not None for ref in alive] == [True, True]
     at.before(Action(0, Phase.BACKWARD, 0))
