@@ -41,6 +41,17 @@ def shows_a_lost_rank(error: BaseException) -> bool:
 
 
 @contextmanager
+def waiting_for(who: str) -> Iterator[None]:
+    """Notes in errors of gloo or NCCL for whom this rank waited in this context, for `lost_ranks_told`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if shows_a_lost_rank(error):
+            error.add_note(who)
+        raise
+
+
+@contextmanager
 def lost_ranks_told() -> Iterator[None]:
     """Raises RunFailed in place of what gloo or NCCL raises in this context when another rank is lost."""
     try:
@@ -50,8 +61,9 @@ def lost_ranks_told() -> Iterator[None]:
     except RuntimeError as error:
         if not shows_a_lost_rank(error):
             raise
-        hangs = "another rank hangs, or the link to it is cut"
-        ended = "another rank has ended, as where it was killed or its own code failed, or the link to it is cut"
+        who = [*getattr(error, "__notes__", []), "another rank"][0]
+        hangs = f"{who} hangs, waits for one that does, or the link to it is cut"
+        ended = f"{who} has ended, as where it was killed or its own code failed, or the link to it is cut"
         what = hangs if has_waited_too_long(error) else ended
         raise RunFailed(f"{what}; this rank was waiting for it ({one_line(error)[:200]})") from error
 

@@ -177,11 +177,11 @@ def connect_channels(layout: ProcessLayout, own_groups: OwnGroups) -> Channels:
     sent, received = torch.zeros(1, device=layout.device), torch.zeros(1, device=layout.device)
     for low, high in pairs:
         if own == low:  # the ascending group first, on both sides
-            channels.wait(channels.send(sent, high))
-            channels.wait(channels.receive(received, high))
+            channels.wait(channels.send(sent, high), high)
+            channels.wait(channels.receive(received, high), high)
         elif own == high:
-            channels.wait(channels.receive(received, low))
-            channels.wait(channels.send(sent, low))
+            channels.wait(channels.receive(received, low), low)
+            channels.wait(channels.send(sent, low), low)
     return channels
 
 

@@ -27,10 +27,10 @@ from bapipe.torch_private.process_groups import default_store, ends_with_rank_0
 _LOOK_S = 0.5
 """Interval at which a process that may be waiting looks whether another one has failed."""
 
-_ANSWER_S = 3.0
+_ANSWER_S = 10.0
 """How long the store may take to answer: over a link that is cut it never does."""
 
-_STAY_S = 5.0
+_STAY_S = 10.0
 """How long the process that serves the store waits, when it has failed, until the others have read why."""
 
 _TAG = 2**30
@@ -85,7 +85,7 @@ class ToldErrors:
         except Exception as error:
             calls.end()
             is_symptom = calls.cause is not None or (isinstance(error, RunFailed) and error.__cause__ is not None)
-            own = f"{self._title()} has failed: {_reason(error)}"
+            own = f"{self._title()} has {'lost another one' if is_symptom else 'failed'}: {_reason(error)}"
             cause = calls.cause or _answer(lambda: calls.tell(own))
             self._stay_until_heard(calls)
             if is_symptom and cause not in (None, own):

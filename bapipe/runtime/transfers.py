@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapipe.job.groups import wait
+from bapipe.job.lost_peer import waiting_for
 from bapipe.runtime.lowering import End, Transfer, receive_of
 from bapipe.schedules.table import Action, Phase
 
@@ -32,16 +33,19 @@ class Channels:
     def send(self, tensor: Tensor, target: int) -> dist.Work:
         """Posts a send to a process."""
         group = self.ascending if target > self.process else self.descending
-        return _posted(dist.isend(tensor, group=group, group_dst=target))
+        with waiting_for(f"process {target}"):
+            return _posted(dist.isend(tensor, group=group, group_dst=target))
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Posts a receive from a process."""
         group = self.ascending if source < self.process else self.descending
-        return _posted(dist.irecv(tensor, group=group, group_src=source))
+        with waiting_for(f"process {source}"):
+            return _posted(dist.irecv(tensor, group=group, group_src=source))
 
-    def wait(self, work: dist.Work) -> None:
-        """Waits for a send or receive that was posted."""
-        wait(work, self.ascending)  # both groups have the same timeout
+    def wait(self, work: dist.Work, process: int) -> None:
+        """Waits for a send to a process, or a receive from it, that was posted."""
+        with waiting_for(f"process {process}"):
+            wait(work, self.ascending)  # both groups have the same timeout
 
 
 def _posted(work: dist.Work | None) -> dist.Work:
@@ -61,12 +65,12 @@ class Transfers:
     def __init__(self, channels: Channels, finished_before: Mapping[Action, Sequence[Transfer]]) -> None:
         """`finished_before` are the sends that are to be done before an action starts, such as `finished_sends`."""
         self._channels, self._finished_before = channels, finished_before
-        self._posted: dict[Transfer, Sequence[dist.Work]] = {}  # those not waited for yet
+        self._posted: dict[Transfer, Sequence[tuple[dist.Work, int]]] = {}  # those not waited for yet, with the process
 
     def post(self, transfer: Transfer, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Posts the sends or receives of a transfer: of tensors, each with the process at the other end."""
         post = self._channels.send if transfer.end is End.SEND else self._channels.receive
-        self._posted[transfer] = [post(tensor, peer) for tensor, peer in tensors]
+        self._posted[transfer] = [(post(tensor, process), process) for tensor, process in tensors]
 
     def before(self, action: Action) -> None:
         """Waits for what an action receives; then waits for, and forgets, the sends to be done before it."""
@@ -80,5 +84,5 @@ class Transfers:
             self._release(transfer)
 
     def _release(self, transfer: Transfer) -> None:
-        for work in self._posted.pop(transfer, ()):
-            self._channels.wait(work)
+        for work, process in self._posted.pop(transfer, ()):
+            self._channels.wait(work, process)

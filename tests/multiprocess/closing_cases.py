@@ -96,6 +96,7 @@ def left_by_another(rank: Rank) -> tuple[str, str]:
     pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     if rank.index == 1:
         dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for who closes that of the job
         return "", ""
     try:
         pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))

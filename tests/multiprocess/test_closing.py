@@ -30,4 +30,4 @@ def test_pipelines_that_cannot_be_made_leave_nothing() -> None:
 def test_a_lost_rank_is_no_fault_of_a_layer() -> None:
     (kind, said), _ = launch(left_by_another, ["cpu0", "cpu1"], timeout_s=60)
     assert kind == "RunFailed"
-    assert said.startswith("another rank has ended, as where it was killed or its own code failed, or the link to it")
+    assert said.startswith("process 1 has ended, as where it was killed or its own code failed, or the link to it is")

@@ -33,4 +33,11 @@ def test_all_processes_end_with_the_reason_if_one_fails(tmp_path: Path) -> None:
     (refused,) = {ended["a bucket that all refuse"] for ended in of_processes}
     assert refused.kind == "BapipeError"
     assert refused.text.startswith("`bucket` is 1: this pipeline was made with 0 `buckets`")
-    assert CASES.keys() == {*OWN, "a bucket that all refuse"}
+    *others, gone = (ended["the last process closes its connections"] for ended in of_processes)
+    assert gone == Ended()
+    for ended in others:
+        assert ended.kind == "RunFailed"
+        assert "process 3 has ended, as where it was killed or its own code failed" in ended.text
+    first = others[0].text.partition(": ")[0]
+    assert first in {f"process {process} (stage 1) has lost another one" for process in (1, 2)}
+    assert CASES.keys() == {*OWN, "a bucket that all refuse", "the last process closes its connections"}

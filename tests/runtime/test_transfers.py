@@ -186,7 +186,7 @@ class Work:
 
 
 def test_tensors_are_forgotten_after_the_wait() -> None:
-    channels: Any = SimpleNamespace(send=lambda tensor, target: Work(tensor), wait=lambda work: work.wait())
+    channels: Any = SimpleNamespace(send=lambda tensor, target: Work(tensor), wait=lambda work, process: work.wait())
     first, second = (Transfer(0, End.SEND, True, m) for m in range(2))
     at = Transfers(channels, {Action(0, Phase.BACKWARD, 0): (first,)})
     alive = []
