@@ -103,7 +103,7 @@ class ToldErrors:
 
     def _stay_until_heard(self, calls: "_Calls") -> None:
         """Waits until all know why the call has failed, if the store ends with this process."""
-        serves = dist.get_rank() == 0 and ends_with_rank_0(default_store())
+        serves = dist.is_initialized() and dist.get_rank() == 0 and ends_with_rank_0(default_store())
         end_s, num = time.monotonic() + _STAY_S, len(self._layout.ranks)
         while serves and time.monotonic() < end_s and (_answer(calls.num_heard) or 0) < num:
             time.sleep(_LOOK_S / 10)
