@@ -1,7 +1,6 @@
 """Finds modules whose forwards assign attributes, or may change tensors, from their code."""
 
 import dis
-import inspect
 from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -10,6 +9,7 @@ from torch import nn
 
 from bapipe.graph.reached import reached
 from bapipe.module_state.names_in_code import names_in
+from bapipe.module_state.reached_state import functions_of
 from bapipe.module_state.whose_code import is_of_torch, own_classes
 
 
@@ -23,15 +23,16 @@ def forward_functions(module: nn.Module) -> list[FunctionType]:
 
 
 def _defined(cls: type, name: str) -> list[FunctionType]:
-    """Returns what a class and its bases define by a name, without decorators, as far as it is a function."""
-    found = (_function(vars(base)[name]) for base in own_classes(cls) if name in vars(base))
+    """Returns the functions that a class and its bases define by a name: decorators', and those that these wrap."""
+    values = (vars(base)[name] for base in own_classes(cls) if name in vars(base))
+    found = (one for value in values for function in functions_of(value) or [value] for one in _with_wrapped(function))
     return [one for one in found if isinstance(one, FunctionType)]
 
 
-def _function(value: Any) -> Any:
-    if isinstance(value, property):
-        value = value.fget
-    return inspect.unwrap(value) if callable(value) else getattr(value, "__func__", value)
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:

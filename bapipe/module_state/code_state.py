@@ -128,7 +128,9 @@ def _functions_of_attribute(value: object, names: set[str]) -> Iterator[object]:
     yield from functions_of(value)
     if is_plain(value) and not isinstance(value, nn.Module):
         yield type(value)
-        yield from (one for name, one in methods_of(type(value)).items() if name in {"__call__", *names})
+        for name, functions in methods_of(type(value)).items():
+            if name in {"__call__", *names}:
+                yield from functions
 
 
 def counted(states: Iterable[KeptState]) -> dict[Variable, int | float | str]:

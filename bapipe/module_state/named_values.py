@@ -104,8 +104,8 @@ class _Search:
         num_known = -1
         while num_known != (num_known := len(self._functions) + len(self._kinds)):  # what it names may name more
             for kind in self._kinds:
-                for name, function in methods_of(kind).items():
-                    if name in self._names:
+                for name, functions in methods_of(kind).items():
+                    for function in functions if name in self._names else ():
                         self._follow(function)
             self._seen = set(map(id, self._modules.values()))
             found = [*self._in_modules(), *self._in_functions()]
@@ -113,9 +113,6 @@ class _Search:
 
     def _follow(self, function: object) -> None:
         """Notes what a function names, and follows the functions of the user's that it may call."""
-        if isinstance(function, tuple):  # of a property
-            for one in function:
-                self._follow(one)
         if not isinstance(function, FunctionType) or function in self._functions:
             return
         if len(self._functions) == _MAX_OBJECTS or is_of_a_library(function):

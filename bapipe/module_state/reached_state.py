@@ -8,7 +8,7 @@ from datetime import date, timedelta
 from decimal import Decimal
 from enum import Enum
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from logging import Logger
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -235,8 +235,9 @@ class KeptState:
         """Returns what code may reach of an object; what a class gives its objects in another form is left out."""
         own = vars(one).items()
         values = {name: value for name, value in own if not isinstance(one, type) or not hasattr(value, "__get__")}
-        named = {**methods_of(one if isinstance(one, type) else type(one)), **values}
-        return [value for name, value in named.items() if self._is_named(one, name)]
+        methods = methods_of(one if isinstance(one, type) else type(one))
+        reached = methods | {name: [value] for name, value in values.items()}
+        return [value for name, several in reached.items() if self._is_named(one, name) for value in several]
 
     def _may_change(self, one: object, name: str) -> bool:
         """Returns whether code may set or delete an attribute."""
@@ -275,7 +276,7 @@ class KeptState:
                 self._meet(f"a module of type {type(module).__name__}, which holds much")
         for part in own:
             self._follow(type(part))
-            self._follow_all(methods_of(type(part)).values())
+            self._follow_all(chain.from_iterable(methods_of(type(part)).values()))
 
     def _follow_cached(self, function: Any) -> None:
         self._meet(f"an object of type {type(function).__name__}")
@@ -343,11 +344,12 @@ def is_plain(one: object) -> bool:
     return hasattr(one, "__dict__") and type(one).__basicsize__ == _Plain.__basicsize__
 
 
-def methods_of(kind: type) -> dict[str, object]:
-    """Returns the functions of a class and its bases, but for those of libraries, by name."""
+def methods_of(kind: type) -> dict[str, list[FunctionType]]:
+    """Returns the functions of methods and properties of a class and its bases, but for those of libraries, by name."""
     classes = (one for one in reversed(kind.__mro__) if not is_of_a_library(one))
-    found = {name: value for one in classes for name, value in vars(one).items()}
-    return {name: function for name, value in found.items() if (function := _function_of(value)) is not None}
+    found = {name: functions_of(value) for one in classes for name, value in vars(one).items()}
+    methods = {name: [one for one in own if isinstance(one, FunctionType)] for name, own in found.items()}
+    return {name: own for name, own in methods.items() if own}
 
 
 def functions_of(value: object) -> list[object]:
@@ -356,14 +358,6 @@ def functions_of(value: object) -> list[object]:
         return [one for one in (value.fget, value.fset) if one is not None]
     function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
     return [function] if isinstance(function, FunctionType | MethodType | partial | CachedFunction) else []
-
-
-def _function_of(value: object) -> object:
-    """Returns the function that runs when an attribute of a class is used; None if it is none."""
-    if isinstance(value, property):
-        return value.fget, value.fset
-    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    return function if isinstance(function, FunctionType) else None
 
 
 def _holds_little(module: nn.Module) -> bool:

@@ -1,5 +1,8 @@
 """Which attributes forwards assign, by their code."""
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import nn
 
@@ -31,6 +34,22 @@ class Derived(Base):
     def helper(self, x: torch.Tensor) -> torch.Tensor:
         self.of_helper = x
         return self.helper(x) if len(x) > 3 else x  # calls itself, which must not go on for ever
+
+
+def noting(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(forward)
+    def call(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        module.of_decorator = x
+        return forward(module, x)
+
+    return call
+
+
+class Decorated(nn.Module):
+    @noting
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.of_forward = x
+        return x
 
 
 class Sets(nn.Module):
@@ -80,6 +99,10 @@ def test_attributes_are_found_in_the_methods_that_a_forward_may_call() -> None:
     assert assigned_names(Base()) == {"of_base", "of_property"}
     assert assigned_names(Derived()) == {"of_base", "of_property", "of_helper"}
     assert {"super", "helper", "scale", "of_base"} <= names_in_forward(Derived())
+
+
+def test_attributes_are_found_in_decorators_and_what_they_wrap() -> None:
+    assert assigned_names(Decorated()) == {"of_decorator", "of_forward"}
 
 
 def test_modules_without_children_of_ones_own_may_be_inlined_if_they_assign() -> None:

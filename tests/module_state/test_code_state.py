@@ -1,6 +1,7 @@
 """What forwards keep outside of their modules is found and put back: in closures, defaults, globals and classes."""
 
 from collections.abc import Callable
+from functools import wraps
 
 import pytest
 import torch
@@ -118,6 +119,31 @@ def test_what_forwards_keep_outside_of_modules_is_put_back(make: Callable[[], Ca
         with state_restored(module):
             assert module(X).sum().item() == 6
             assert module(X).sum().item() == 12
+    assert module(X).sum().item() == 6
+
+
+def counted(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(forward)
+    def call(module: "Decorated", x: Tensor) -> Tensor:
+        return forward(module, x) * module.count()
+
+    return call
+
+
+class Decorated(nn.Module):
+    def __init__(self, count: Callable[[], int]) -> None:
+        super().__init__()
+        self.count = count
+
+    @counted
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_a_decorator_of_a_forward_calls_is_put_back() -> None:
+    module = Decorated(counting_closure())
+    with state_restored(module):
+        module(X)
     assert module(X).sum().item() == 6
 
 
