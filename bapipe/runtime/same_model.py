@@ -5,7 +5,6 @@ import hashlib
 import inspect
 import logging
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bapipe.errors import BapipeError
+from bapipe.graph.reached import reached
 from bapipe.job.groups import gathered
+from bapipe.module_state.reached_state import functions_of
 from bapipe.module_state.variables import closure_of, defaults_of, globals_of
 from bapipe.module_state.whose_code import is_of_the_user, top_package, written_class
 from bapipe.tracing.model import TracedModel
@@ -205,19 +206,14 @@ class _Code:
 
 def _reached(start: Iterable[Any]) -> list[Any]:
     """Returns the user's functions and classes that the code of `start` uses, directly or through others, each once."""
-    known, left, found = {id(one) for one in start}, deque(filter(is_of_the_user, start)), []
-    while left:
-        for value in _used_by(left.popleft()):
-            if id(value) not in known:
-                known.add(id(value))
-                found.append(value)
-                left.append(value)
-    return found
+    known = {id(one) for one in start}
+    return [one for one in reached(filter(is_of_the_user, start), _used_by) if id(one) not in known]
 
 
 def _used_by(one: Any) -> Iterator[Any]:
-    """Yields the user's functions and classes that a function, or a method of a class, uses by name."""
-    for function in [one] if isinstance(one, FunctionType) else list(getattr(one, "__dict__", {}).values()):
+    """Yields the user's functions and classes that a function, or a method or property of a class, uses by name."""
+    own = [one] if isinstance(one, FunctionType) else list(getattr(one, "__dict__", {}).values())
+    for function in (function for value in own for function in functions_of(value)):
         values = _named(function).values() if isinstance(function, FunctionType) else ()
         yield from (each for each in values if isinstance(each, FunctionType | type) and is_of_the_user(each))
 

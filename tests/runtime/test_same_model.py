@@ -174,6 +174,14 @@ def test_other_settings_of_ones_own_are_told(
     assert message.startswith(f"process 1 has other numbers or strings in {part} than process 0: unless these belong")
 
 
+@pytest.mark.parametrize("kind", ["staticmethod", "classmethod", "property"])
+def test_code_that_methods_of_each_kind_use_is_compared(check: Any, kind: str) -> None:
+    forward = "    def forward(self, x):  # one layer"
+    source = SOURCE.replace(forward, f"    @{kind}\n    def soft(x):\n        return softened(x)\n\n{forward}")
+    with pytest.raises(BapipeError, match="process 1 has another version of 'softened', which the model"):
+        check(source, source.replace("x * 0.9", "x * 0.8"))
+
+
 def test_other_settings_of_a_parametrized_module_are_told(check: Any, caplog: pytest.LogCaptureFixture) -> None:
     own, register = "nn.Linear(4, 4), RATE", "nn.utils.parametrize.register_parametrization(self, 'scale', nn.ReLU())"
     source = SOURCE.replace(own, f"{own}; self.scale = nn.Parameter(torch.ones(4)); {register}")
