@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.module_state.backward_state import BackwardState
 from bapipe.module_state.code_state import states_of_code
 from bapipe.module_state.python_state import PythonState, attributes_of, generator_states_of
 from bapipe.module_state.reached_state import KeptState
@@ -30,6 +31,11 @@ class OwnAttributes:
             PythonState(attributes[s], generator_states_of(stage), self._code_of(s)) for s, stage in enumerate(stages)
         ]
         self._own = [first.copied(dict(kept)) for first in self._first]
+        self._backward_states = [
+            BackwardState([part for part in stage.modules() if id(part) in kept]) for stage in stages
+        ]
+        for state in self._backward_states:
+            state.begin_step()
 
     def _code_of(self, stage: int) -> list[KeptState]:
         """Returns what a stage may change outside of its modules, as it is now."""
@@ -46,6 +52,18 @@ class OwnAttributes:
         finally:
             self._own[stage] = self._first[stage].now(self._code_of(stage))
             self._first[stage].put_back()
+
+    @contextmanager
+    def of_forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """As `of`, for the forward of a micro-batch, whose backward finds what it leaves."""
+        with self.of(stage), self._backward_states[stage].forward(microbatch):
+            yield
+
+    @contextmanager
+    def of_backward(self, stage: int, microbatch: int, *, is_last: bool) -> Iterator[None]:
+        """As `of`, for a backward of a micro-batch; `is_last` if none of it is left to run afterwards."""
+        with self.of(stage), self._backward_states[stage].backward(microbatch, is_last=is_last):
+            yield
 
     def set_numbers(self) -> None:
         """Gives the modules the numbers that stages have changed."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -140,9 +141,9 @@ class StagesPass:
             try:
                 with self.own_attributes.of(index):
                     roots, grads = self._roots(index)
-                    if not roots:  # nothing up to this stage is trained
-                        break
-                    waiting += self._backward_of(index, roots, grads)
+                if not roots:  # nothing up to this stage is trained
+                    break
+                waiting += self._backward_of(index, roots, grads)
             except Exception as error:  # whatever a layer raises
                 raise StageFailed(self.stages[index].tensors.layers[-1], "backward", error) from error
         return waiting
@@ -177,14 +178,25 @@ class StagesPass:
     def _backward_of(self, index: int, roots: list[Tensor], grads: list[Tensor] | None) -> list[WeightGrads]:
         """Runs B, or I: of a stage that sends no gradient back that is nothing, and W the whole backward."""
         stage, inputs = self.stages[index], [tensor for tensor in self.received[index] if tensor.requires_grad]
+        of_backward = partial(self.own_attributes.of_backward, index, self.microbatch)
+
+        def whole() -> None:
+            with of_backward(is_last=True):
+                torch.autograd.backward(roots, grads)
+
+        def weights() -> None:
+            with of_backward(is_last=True):
+                stage_backward_weight(stage.module.parameters(), groups)
+
         if stage.can_split is not None and not inputs:
-            return [WeightGrads(stage=index, run=lambda: torch.autograd.backward(roots, grads))]
+            return [WeightGrads(stage=index, run=whole)]
         if stage.can_split is None or not stage.can_split(roots, inputs, stage.module.parameters()):
-            torch.autograd.backward(roots, grads)
+            whole()
             return []
         given = [torch.ones_like(roots[0])] if grads is None else grads
-        _, groups = stage_backward_input(roots, given, inputs, stage.module.parameters())
-        return [WeightGrads(stage=index, run=lambda: stage_backward_weight(stage.module.parameters(), groups))]
+        with of_backward(is_last=False):
+            _, groups = stage_backward_input(roots, given, inputs, stage.module.parameters())
+        return [WeightGrads(stage=index, run=weights)]
 
 
 def forward_of(
@@ -211,7 +223,7 @@ def forward_of(
         loaded = [given[name] for name in names.loaded]
         all_generators.append(global_generator_states())
         try:
-            with own_attributes.of(place):
+            with own_attributes.of_forward(place, index):
                 outputs = _first_forward(stage, received, loaded, index)
             if place + 1 < len(stages):
                 stage.check_gradients(outputs)

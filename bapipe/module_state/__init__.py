@@ -2,6 +2,7 @@
 
 Begin with `python_state`: `state_restored` undoes what forwards change in a module and in what it reaches.
 
+- `backward_state`: what a forward leaves in modules, for the backward of its micro-batch.
 - `code_state`: what hooks and forwards keep outside of a module, in closures, defaults and globals.
 - `iterators`: copies of iterators, which code may advance meanwhile.
 - `cached_functions`: forwards that call what `functools.lru_cache` caches without the caches.

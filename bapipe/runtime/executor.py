@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from bapipe.equivalence.outcome import check_scalar
 from bapipe.errors import BapipeError, LayerFailed, one_line
+from bapipe.module_state.backward_state import BackwardState
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.collectives_check import FirstForwards, action_checked
 from bapipe.runtime.local_stage import LocalStage, check_gradients_of_outputs, check_outputs
@@ -82,6 +83,7 @@ class ScheduleExecutor:
         self._whole: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I ran the whole backward
         self._deferred: dict[tuple[int, int], Callable[[], None]] = {}  # whole backwards, for W to run
         self._have_hooks: dict[int, bool] = {}  # by stage; asked once a step, as hooks may be added between steps
+        self._states = {stage.index: BackwardState([*stage.module.modules()]) for stage in stages}
         self._first_forwards = FirstForwards(layout.group)
         last = self._schedule.num_stages - 1
         self._recomputing_last = next((stage for stage in stages if stage.recompute and stage.index == last), None)
@@ -107,6 +109,8 @@ class ScheduleExecutor:
         self._whole.clear()
         self._deferred.clear()
         self._have_hooks.clear()
+        for state in self._states.values():
+            state.begin_step()
         self._arguments = {name: tensor.chunk(self._schedule.num_microbatches) for name, tensor in arguments.items()}
         if target is not None:
             self._weights.begin(target, self._schedule.num_microbatches)
@@ -241,7 +245,8 @@ class ScheduleExecutor:
             action = Action(stage.index, Phase.FORWARD, microbatch)
             call = partial(original, microbatch, args, loaded, **options)
             errors = model_errors(action, stage.module, recompute=stage.recompute)
-            with errors, self._first_forwards.checked(stage.index, stage.module):
+            kept = self._states[stage.index].forward(microbatch)
+            with errors, self._first_forwards.checked(stage.index, stage.module), kept:
                 output = self._timed(action, call)
             check_outputs(stage, output)
             return output
@@ -263,8 +268,9 @@ class ScheduleExecutor:
             outputs, inputs = torch_stage.fwd_cache[microbatch]
             return not can_split((loss,) if torch_stage.is_last else outputs, inputs, stage.module.parameters())
 
-        def run(microbatch: int, **options: Any) -> None:
-            original(microbatch, **options)
+        def run(microbatch: int, full_backward: bool = True, **options: Any) -> None:
+            with self._states[stage.index].backward(microbatch, is_last=full_backward):
+                original(microbatch, full_backward=full_backward, **options)
             self._drop_received(torch_stage, microbatch)
 
         def compute(microbatch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
@@ -344,7 +350,8 @@ class ScheduleExecutor:
             elif (stage.index, microbatch) in self._deferred:
                 self._deferred.pop((stage.index, microbatch))()
             else:
-                original(microbatch, last_backward=last_backward)
+                with self._states[stage.index].backward(microbatch, is_last=True):
+                    original(microbatch, last_backward=last_backward)
 
         def weight(microbatch: int, last_backward: bool = False) -> None:
             call = partial(compute, microbatch, last_backward)
