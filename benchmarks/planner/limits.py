@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-import msgspec
-
 import bapipe
 from bapipe.errors import BapipeError
 from bapipe.planner.compute.deadline import COMPILING
@@ -28,8 +26,8 @@ PART, SECONDS = 0.1, 0.3
 """A limit is kept if it is exceeded by no more than this part of it and these seconds, which loading takes."""
 
 
-def cases(num_cases: int, seed: int) -> Iterator[tuple[scale.Case, bool, float]]:
-    """Yields problems, whether their devices overlap transfers with compute, and their limits in seconds."""
+def cases(num_cases: int, seed: int) -> Iterator[tuple[scale.Case, float]]:
+    """Yields problems, and their limits in seconds."""
     random = Random(seed)
     for _ in range(num_cases):
         names = random.sample(list(ALL), random.choice([1, 1, 3]))
@@ -41,9 +39,10 @@ def cases(num_cases: int, seed: int) -> Iterator[tuple[scale.Case, bool, float]]
             replicas=random.random() < 0.5,
             per_host=8,
             is_unlike=random.random() < 0.5,
+            overlaps=random.random() < 0.5,
             output_bytes=2 * scale.MB,
         )
-        yield case, random.random() < 0.5, random.choice([1.0, 2.0, 5.0, 10.0, 20.0])
+        yield case, random.choice([1.0, 2.0, 5.0, 10.0, 20.0])
 
 
 def main() -> None:
@@ -53,10 +52,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(" layers devices micro-batches limit s beyond s   gap % schedules")
     num_kept, beyond_s = 0, []
-    for case, overlaps, limit_s in cases(arguments.cases, arguments.seed):
+    for case, limit_s in cases(arguments.cases, arguments.seed):
         profile, cluster, options = scale.problem_of(case, seed=0)
-        devices = (msgspec.structs.replace(each, overlaps_transfers=overlaps) for each in cluster.devices)
-        cluster = msgspec.structs.replace(cluster, devices=tuple(devices))
         began_s, compiled_s = time.monotonic(), COMPILING.of_all_s
         try:
             plan = bapipe.plan(profile, cluster, replace(options, time_limit_s=limit_s))

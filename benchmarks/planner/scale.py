@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.scale [--seed 0] [--only NAME ...] [--list]
 
-Every case is a random graph: F and B of a node lie within a factor of four, tensors are 1 to 16 MB, links carry
-12 GB/s. Objectives: the time of a step, along the profile's order of the nodes, and the largest load of a device, over
-cuts of the graph. Seconds are of compute; memory is the most that this process has had so far.
+Every case is a random graph: F and B of a node lie within a factor of four, or are those of all others; tensors are 1
+to 16 MB, links carry 12 GB/s. Objectives: the time of a step, along the profile's order of the nodes, and the largest
+load of a device, over cuts of the graph. Seconds are of compute; memory is the most that this process has had so far.
 """
 
 import resource
@@ -45,6 +45,8 @@ class Case:
         groups: numbers of members of groups that the devices are looked at as, besides single devices; layers are then
             split by their channels, and the devices of a host have links of 300 GB/s.
         is_unlike: whether speeds are between 0.6 and 1, the first device's 0.4.
+        overlaps: whether devices compute while they transfer.
+        are_equal: whether F, I and W of each layer take 0.5 ms.
         output_bytes: of each tensor; None for 1 to 16 MB.
     """
 
@@ -57,6 +59,8 @@ class Case:
     per_host: int = 10**6
     groups: tuple[int, ...] = ()
     is_unlike: bool = False
+    overlaps: bool = True
+    are_equal: bool = False
     param_bytes: int = MB
     output_bytes: int | None = None
     memory_bytes: int = 32 * GIB
@@ -120,16 +124,40 @@ CASES = {
         )
         for schedule in ("interleaved-1f1b", "dualpipe-v")
     },
+    **{
+        f"{schedule}, 64 alike devices": Case(
+            inputs=_chain_of(200),
+            num_devices=64,
+            minibatch_size=256,
+            schedules=(schedule,),
+            replicas=False,
+            per_host=8,
+            are_equal=True,
+            output_bytes=2 * MB,
+        )
+        for schedule in ("interleaved-1f1b", "zb-v")
+    },
+    "1f1b without overlap": Case(
+        inputs=_chain_of(100),
+        num_devices=40,
+        minibatch_size=256,
+        schedules=("1f1b",),
+        replicas=False,
+        per_host=8,
+        is_unlike=True,
+        overlaps=False,
+        output_bytes=2 * MB,
+    ),
 }
 
 
 def profile_of(
-    random: Random, inputs: Inputs, *, param_bytes: int = MB, output_bytes: int | None = None
+    random: Random, inputs: Inputs, *, param_bytes: int = MB, output_bytes: int | None = None, are_equal: bool = False
 ) -> ModelProfile:
     """Layers l0, l1, ... that use the given tensors."""
 
     def measured() -> LayerMeasurement:
-        forward = random.randrange(50_000, 200_000)
+        forward = 500_000 if are_equal else random.randrange(50_000, 200_000)
         return LayerMeasurement(
             forward_ns=forward,
             input_grad_ns=forward,
@@ -166,7 +194,14 @@ def cluster_of(random: Random, case: Case) -> Cluster:
     if case.is_unlike:
         speeds = [0.4, *(round(random.uniform(0.6, 1.0), 2) for _ in speeds[1:])]
     devices = tuple(
-        Device(name=f"d{i}", host=f"h{i // case.per_host}", kind="gpu", memory_bytes=case.memory_bytes, speed=speed)
+        Device(
+            name=f"d{i}",
+            host=f"h{i // case.per_host}",
+            kind="gpu",
+            memory_bytes=case.memory_bytes,
+            speed=speed,
+            overlaps_transfers=case.overlaps,
+        )
         for i, speed in enumerate(speeds)
     )
     within = Bandwidth(bytes_per_s=300 * 10**9, latency_ns=5_000) if case.groups else link
@@ -176,7 +211,13 @@ def cluster_of(random: Random, case: Case) -> Cluster:
 def problem_of(case: Case, seed: int) -> tuple[ModelProfile, Cluster, bapipe.PlanOptions]:
     """Returns the random graph of a case, its devices, and the options to plan with."""
     random = Random(seed)
-    profile = profile_of(random, case.inputs(), param_bytes=case.param_bytes, output_bytes=case.output_bytes)
+    profile = profile_of(
+        random,
+        case.inputs(),
+        param_bytes=case.param_bytes,
+        output_bytes=case.output_bytes,
+        are_equal=case.are_equal,
+    )
     cluster = cluster_of(random, case)
     options = bapipe.PlanOptions(
         minibatch_size=case.minibatch_size,
