@@ -214,25 +214,20 @@ def _any_order_counts(question: Question, cluster: Cluster) -> bool:
     """Returns whether plans may take devices in any order: they are alike, or few enough to try all orders."""
     from bapipe.planner.branch_and_bound.space import tries_all_orders  # these load numpy
     from bapipe.planner.throughput.load_search import is_homogeneous
+    from bapipe.planner.throughput.orders import searches_all_orders
 
     if is_homogeneous(cluster, question.options.limits(cluster)):
         return True
-    # Loads depend on the order of unlike devices, which is the cluster's; so do steps where orders are too many.
-    return question.options.objective == "step" and tries_all_orders(
-        by_kind(question.profiles), cluster, question.options
-    )
+    has_all = tries_all_orders if question.options.objective == "step" else searches_all_orders
+    return has_all(by_kind(question.profiles), cluster, question.options)
 
 
 def _covers_fewer(question: Question, clusters: Sequence[Cluster]) -> bool:
     """Returns whether what is searched for some devices has every plan that is searched for fewer of them.
 
-    Of many unlike devices stages take the first ones of some orders, of few any in any order. Loads are those of any
-    devices in the cluster's order where some may stay unused between others.
+    Of many unlike devices stages take those of some orders, of few any in any order: those of fewer may be others.
     """
-    from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS  # loads numpy
-
-    has_gaps = question.options.objective == "throughput" and len(clusters[0].devices) <= MAX_DEVICES_WITH_GAPS
-    return has_gaps or all(_any_order_counts(question, cluster) for cluster in clusters)
+    return all(_any_order_counts(question, cluster) for cluster in clusters)
 
 
 def fewest_with_plan(

@@ -15,6 +15,9 @@ from bapipe.schedules import LOOPED
 GIVEN_ORDER = "in the cluster's order"
 """How plans take devices where orders are too many to try all."""
 
+ANY_ORDER = "in any order"
+"""How plans take devices where all orders are tried."""
+
 ONLY_FIRST = "only the first"
 """Where not every choice of devices is tried."""
 
@@ -126,6 +129,7 @@ class ThroughputSpace:
         has_all_device_counts: whether a stage may have any number of devices, or powers of two only.
         has_gaps: whether devices between those of two stages may stay unused.
         counts_later: whether stages hold as many micro-batches as if all later devices had stages.
+        orders: in which orders stages take devices, in words.
         is_fastest_first: whether the replicas of a stage are not in the cluster's order.
         keeps_tied: whether there are layers that share parameters, which stay in one stage, with all between them.
         memory: what plans may use of each device's memory.
@@ -141,6 +145,7 @@ class ThroughputSpace:
     is_fastest_first: bool
     keeps_tied: bool
     microbatch_sizes: tuple[int, ...]
+    orders: tuple[str, ...] = (GIVEN_ORDER,)
     memory: MemoryLimit = ALL_MEMORY
 
 
@@ -330,11 +335,17 @@ def _throughput(space: ThroughputSpace) -> str:
     in_stage = FASTEST_FIRST if space.is_fastest_first else ""
     return (
         f"the largest load of a device, or the step of one stage if that is shorter, for {cuts} of {space.num_layers} "
-        f"layers{tied}; {counts} of {space.num_devices} devices for a stage{WITH_MICROBATCH}, next to one another in "
-        f"the cluster's order{'' if space.has_gaps else ', without gaps'}{in_stage}; micro-batches of "
+        f"layers{tied}; {counts} of {space.num_devices} devices for a stage{WITH_MICROBATCH}, "
+        f"{_order_of_devices(space)}{in_stage}; micro-batches of "
         f"{', '.join(map(str, space.microbatch_sizes))}; no recomputation{_memory(space.memory)}{held}"
         f"{_as_one_stage(space)}"
     )
+
+
+def _order_of_devices(space: ThroughputSpace) -> str:
+    if set(space.orders) == {ANY_ORDER}:
+        return ANY_ORDER
+    return f"next to one another {', or '.join(space.orders)}{'' if space.has_gaps else ', without gaps'}"
 
 
 def _as_one_stage(space: ThroughputSpace) -> str:

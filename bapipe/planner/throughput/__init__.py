@@ -15,7 +15,7 @@ Begin with `search.explore_throughput`. The algorithm:
    - devices all the same: for a limit on the load, a dynamic programme over boundaries finds the fewest devices that
      stay below it; bisection on the limit (`min_devices_dp`, with `homogeneous`);
    - devices that differ: Bellman's equation over (boundary, devices of a stage and of its two neighbours)
-     (`min_max_dp`, with `heterogeneous`).
+     (`min_max_dp`, with `heterogeneous`), for one order of the devices after another (`orders`, `order_search`).
    Both start with limits just above a lower bound and prove the optimum.
 4. If not all downsets were searched, raise the bound and improve the plan (`large_graph`): along all downsets if they
    can be listed (`downset_bound`, `downset_covers`), else by minimum cuts (`window_bound`, `cut_windows`). Then repeat

@@ -1,4 +1,4 @@
-"""Pipelines over devices that differ, in the cluster's order, as a `LoadProblem`.
+"""Pipelines over devices that differ, in one order, as a `LoadProblem`.
 
 The fastest device of a stage takes the first micro-batch: the first ones run one more than the others if they do not
 divide evenly. The bytes at a cut, too, are those of the stage's first device in this order.

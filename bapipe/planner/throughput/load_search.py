@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from bapipe.formats.cluster import Bandwidth, Cluster
 from bapipe.formats.profile import ProfilesByKind
@@ -46,6 +48,7 @@ class LoadSearch:
         limits: the bytes that each device may hold.
         has_all_downsets: whether the boundaries are all downsets, so that bounds are proofs.
         has_equal_replicas: whether stages of unlike devices are searched with equally many only.
+        below_ns: of unlike devices only plans with a smaller load are searched for.
     """
 
     profiles: ProfilesByKind
@@ -55,6 +58,12 @@ class LoadSearch:
     limits: tuple[int, ...]
     minibatch_size: int
     has_equal_replicas: bool = False
+    below_ns: float = inf
+
+    def in_order(self, ranks: Sequence[int]) -> "LoadSearch":
+        """Returns the search in which stages take the devices in an order of their ranks, and whose ranks are new."""
+        cluster = structs.replace(self.cluster, devices=tuple(self.cluster.devices[rank] for rank in ranks))
+        return replace(self, cluster=cluster, limits=tuple(self.limits[rank] for rank in ranks))
 
     @property
     def is_homogeneous(self) -> bool:
@@ -85,7 +94,7 @@ class LoadSearch:
             replicas = _consecutive_replicas(result)
         else:
             heterogeneous = self.heterogeneous(microbatch_size)
-            bound_ns, ceiling_ns = heterogeneous.bound_ns, heterogeneous.ceiling_ns
+            bound_ns, ceiling_ns = heterogeneous.bound_ns, min(heterogeneous.ceiling_ns, self.below_ns)
             result = min_max_load(
                 heterogeneous, bound=bound_ns, ceiling=ceiling_ns, dtype=int, progress=report, deadline=deadline
             )

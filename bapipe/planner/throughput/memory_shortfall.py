@@ -23,11 +23,20 @@ class Shortfall:
     solution: LoadSolution
 
 
-def least_shortfall(search: LoadSearch, microbatch_size: int, deadline: Deadline) -> Shortfall | None:
+def least_shortfall(
+    search: LoadSearch, microbatch_size: int, deadline: Deadline, known: Shortfall | None = None
+) -> Shortfall | None:
     """Returns the plan that lacks the least memory; None if the deadline passed before any was found.
 
     Whatever fits gives an upper bound of the shortfall, so that what is returned holds wherever the deadline passes.
+
+    Args:
+        known: a plan of another search, which is returned unless one of this search lacks clearly less.
     """
+    if known is not None:
+        less = known.num_bytes - max(1, known.num_bytes // SHORTFALL_DIVISOR)
+        found = _with_more(search, microbatch_size, max(0, less), deadline)
+        return known if found is None else _bisected(search, microbatch_size, found, deadline)
     more = max(1, *search.limits)
     while True:
         found = _with_more(search, microbatch_size, more, deadline)

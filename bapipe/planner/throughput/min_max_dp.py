@@ -44,11 +44,13 @@ def min_max_load(
 
     Args:
         bound: a lower bound on the largest load of every plan.
-        ceiling: an upper bound on the largest load of every plan.
+        ceiling: plans whose largest load is at least this are left out.
         dtype: int if loads are integers, else float.
     """
     # The additions make each limit strictly larger than the load of a plan that attains the bound.
     slack = 1e-9 * bound + (dtype is int)
+    if bound >= ceiling:
+        return MinMaxLoad(best=None, bound=ceiling)
     for limit in sorted({min(ceiling, bound * growth + slack) for growth in LIMIT_GROWTH} | {ceiling}):
         if progress:
             progress(inf, bound)

@@ -12,6 +12,7 @@ its step cannot beat, and those are simulated in which that is below the best.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -21,6 +22,7 @@ from bapipe.formats.plan import Alternative
 from bapipe.planner.compute.arrays import Ints
 from bapipe.planner.compute.deadline import Deadline
 from bapipe.planner.results.solution import sort_alternatives
+from bapipe.planner.stages.device_orders import DeviceOrder
 from bapipe.planner.throughput.heterogeneous import MAX_DEVICES_WITH_GAPS
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import simulate_solution
@@ -69,29 +71,38 @@ class NaivePlan:
 
 
 def best_naive_plans(
-    whole: LoadSearch, microbatch_sizes: Sequence[int], deadline: Deadline, work_ns: int
+    whole: LoadSearch,
+    orders: Sequence[DeviceOrder],
+    microbatch_sizes: Sequence[int],
+    deadline: Deadline,
+    work_ns: int,
 ) -> tuple[list[NaivePlan], float]:
     """Returns the best plan on one device, and the best on several, over some micro-batch sizes, and a bound.
 
     Args:
         whole: the search with two boundaries, the ends of the graph.
+        orders: those of the devices in which several ones follow each other.
         deadline: when it has passed, no more sizes are looked at after the first.
         work_ns: no step of any plan takes less.
 
     Returns:
         The bound is on the times with which plans of one stage count that fit, infinite if there are none.
     """
-    plans: list[NaivePlan] = []
+    plans: dict[tuple[int, tuple[int, ...]], NaivePlan] = {}
     bound_ns = inf
-    links = [slowest_links_from(whole.cluster, start) for start in _starts(whole)]
-    for size in microbatch_sizes:
+    in_orders = [(order.ranks, whole.in_order(order.ranks)) for order in orders]
+    links_of = [[slowest_links_from(own.cluster, start) for start in _starts(own)] for _, own in in_orders]
+    for ((in_order, own), links), size in product(zip(in_orders, links_of, strict=True), microbatch_sizes):
         if plans and deadline.is_over:
             bound_ns = work_ns
             break
-        plans += _plans_of_size(whole, size, links)
+        for plan in _plans_of_size(own, size, links):
+            ranks = tuple(in_order[rank] for rank in plan.ranks)
+            # Several orders have plans on the same devices.
+            plans.setdefault((size, ranks), replace(plan, ranks=ranks))
     best = []
     for name in (ONE_DEVICE, DATA_PARALLEL):
-        of_name = sorted((plan for plan in plans if plan.name == name), key=lambda plan: plan.sort_key)
+        of_name = sorted((plan for plan in plans.values() if plan.name == name), key=lambda plan: plan.sort_key)
         # Plans that do not fit sort last: if the first one does not, none does, and it is shown as the closest.
         if of_name and of_name[0].fits:
             fastest, of_name_ns = _fastest(whole, [plan for plan in of_name if plan.fits], deadline)
@@ -182,7 +193,7 @@ def slowest_links_from(cluster: Cluster, start: int) -> list[Links]:
 
 
 def _plans_of_size(whole: LoadSearch, size: int, links: Sequence[Sequence[Links]]) -> list[NaivePlan]:
-    """Returns the plans of one stage at a size.
+    """Returns the plans of one stage at a size, on devices that follow each other.
 
     Args:
         links: of `slowest_links_from`, for each device at which replicas begin.

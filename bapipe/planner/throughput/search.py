@@ -1,8 +1,9 @@
 """Plans for throughput: the smallest maximum load of a device once the pipeline is full."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import floor, inf
 
 from bapipe.errors import Infeasible
@@ -13,9 +14,10 @@ from bapipe.planner.compute.deadline import UNLIMITED, Deadline, OutOfTime
 from bapipe.planner.inputs.options import PlanOptions
 from bapipe.planner.inputs.validation import check_inputs, microbatch_sizes
 from bapipe.planner.results.no_plan import what_to_try
-from bapipe.planner.results.searched_space import ThroughputSpace
+from bapipe.planner.results.searched_space import ANY_ORDER, ThroughputSpace
 from bapipe.planner.results.solution import Solution
 from bapipe.planner.results.work_bound import work_bound_ns
+from bapipe.planner.stages.device_orders import DeviceOrder
 from bapipe.planner.throughput.contracted_graph import ContractedGraph, contracted_graph
 from bapipe.planner.throughput.heterogeneous import (
     MAX_DEVICES_WITH_ALL_COUNTS,
@@ -24,9 +26,9 @@ from bapipe.planner.throughput.heterogeneous import (
 from bapipe.planner.throughput.large_graph import MAX_LISTED, LargeGraph
 from bapipe.planner.throughput.load_search import LoadSearch, LoadSolution
 from bapipe.planner.throughput.load_solution import throughput_solution
-from bapipe.planner.throughput.loads import Boundaries
-from bapipe.planner.throughput.memory_shortfall import least_shortfall, reduced
 from bapipe.planner.throughput.naive_plans import best_naive_plans, naive_alternatives
+from bapipe.planner.throughput.order_search import FoundInOrder, OrderSearch, best_of
+from bapipe.planner.throughput.orders import given_order, orders_to_search
 from bapipe.progress import LoadProgress
 
 MAX_DOWNSETS = 3000
@@ -38,11 +40,8 @@ MAX_NEIGHBOURS = 800
 MAX_COARSE = 33
 """Boundaries of the search for a first plan when the time is over: so few take a few hundredths of a second."""
 
-MIN_IMPROVEMENT = 0.9998
-"""The neighbourhood search continues while it lowers the load below this share of the previous one."""
-
-Near = Callable[[LoadSolution], Boundaries]
-"""Returns the boundaries at the downsets next to the cuts of a plan."""
+Bounds = tuple[int, ...]
+"""On the plans in one order of the devices, in nanoseconds: the smallest holds for all of them."""
 
 
 def solve_throughput(
@@ -65,6 +64,7 @@ def solve_throughput(
         minibatch_size=options.minibatch_size,
         microbatch_sizes=microbatch_sizes(profiles, cluster, options),
         limits=options.limits(cluster),
+        orders=orders_to_search(profiles, cluster, options),
         deadline=deadline,
         progress=progress,
     )
@@ -79,6 +79,7 @@ def explore_throughput(
     minibatch_size: int,
     microbatch_sizes: Sequence[int],
     limits: Sequence[int],
+    orders: Sequence[DeviceOrder] = (),
     deadline: Deadline = UNLIMITED,
     progress: LoadProgress | None = None,
     max_downsets: int = MAX_DOWNSETS,
@@ -87,12 +88,14 @@ def explore_throughput(
     """Returns the solution with the smallest maximum load of a device in a step.
 
     The space: cuts of the graph of layers at any of its downsets, any number of devices for a stage (of many that
-    differ: a power of two, or any number for all layers), every micro-batch size given. Layers that share parameters
-    stay together, with all between them. The order is 1F1B with enough micro-batches in flight to keep devices busy.
+    differ: a power of two, or any number for all layers) that follow each other in an order, every micro-batch size
+    given. Layers that share parameters stay together, with all between them. The schedule is 1F1B with enough
+    micro-batches in flight to keep devices busy.
 
     Args:
         profiles: one for each kind of device in the cluster, all of one model.
         limits: the memory that each device may use, in bytes.
+        orders: in which stages take the devices; in the cluster's if there are none. Alike devices have one order.
         deadline: ends the search with the best solution so far.
         max_downsets: a graph with more downsets is cut along some linear orders, then near the best cuts.
         max_neighbours: boundaries of each neighbourhood search; 0 leaves it out.
@@ -117,38 +120,111 @@ def explore_throughput(
     # As the first plans: they cost little, are known to fit, and no result is worse.
     whole = replace(coarse, boundaries=graph.evenly_spaced(2))
     work_ns = work_bound_ns(profiles, cluster, minibatch_size)
-    naive, one_stage_ns = best_naive_plans(whole, microbatch_sizes, deadline, work_ns)
-    first = _best_solution([plan.solution(search.boundaries.num_layers) for plan in naive if plan.fits])
-    report = _Report(progress, first, one_stage_ns, work_ns, len(microbatch_sizes))
-    solutions = [search.solve(size, report.of(size), deadline) for size in microbatch_sizes]
-    near = None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours)
-    # The best plan of the searches is improved apart from the naive ones, whose cuts say nothing of where others are.
-    try:
-        found = _best_solution(_feasible(search, coarse, solutions, near, deadline, is_needed=first is None))
-    except Infeasible as error:
-        if not graph.has_merged_layers:
-            raise
-        raise Infeasible(
-            f"{error}. Layers that share parameters stay in one stage here, with all between them: the step as "
-            "`objective` may separate them",
-            is_proven=False,
-        ) from None
-    bounds_ns = [solution.bound_ns for solution in solutions]
-    if found is not None and near is not None and max_neighbours and not deadline.is_over:
-        large = LargeGraph(
-            graph=graph.graph,
-            layers_of_node=graph.layers_of_node,
-            profile=profile,
-            cluster=cluster,
-            listed=listed,
-            deadline=deadline,
+    orders = orders or (given_order(cluster),)
+    naive, one_stage_ns = best_naive_plans(whole, orders, microbatch_sizes, deadline, work_ns)
+    first = best_of([plan.solution(search.boundaries.num_layers) for plan in naive if plan.fits])
+    report = _Report(progress, first, one_stage_ns, work_ns, len(orders) * len(microbatch_sizes))
+    large = LargeGraph(
+        graph=graph.graph,
+        layers_of_node=graph.layers_of_node,
+        profile=profile,
+        cluster=cluster,
+        listed=listed,
+        deadline=deadline,
+    )
+    searches = [
+        OrderSearch(
+            ranks=order.ranks,
+            search=search.in_order(order.ranks),
+            coarse=coarse.in_order(order.ranks),
+            near=None if search.has_all_downsets else partial(graph.near, max_boundaries=max_neighbours),
+            large=large,
+            improves=max_neighbours > 0,
         )
-        found, bounds_ns = _improved(large, search, solutions, found, near, report)
-    best = _best_solution([solution for solution in (found, first) if solution is not None])
-    assert best is not None  # or `_feasible` would have raised
-    bound_ns = min(best.load_ns, max(work_ns, floor(min(one_stage_ns, *bounds_ns))))
-    space = _searched_space(search, graph, microbatch_sizes, max_downsets)
+        for order in orders
+    ]
+    best, bounds_ns = _best_in_orders(searches, microbatch_sizes, first, report, deadline)
+    if best is None:
+        deadline.check()
+        fitting = _fitting(searches, microbatch_sizes, bounds_ns, report, deadline, has_tied=graph.has_merged_layers)
+        best, bounds_ns = fitting
+    bound_ns = min(best.load_ns, max(work_ns, floor(min(one_stage_ns, *chain.from_iterable(bounds_ns)))))
+    space = _searched_space(searches, orders, graph, microbatch_sizes, max_downsets)
     return throughput_solution(coarse, best, bound_ns, space, naive_alternatives(whole, naive, best.load_ns))
+
+
+def _best_in_orders(
+    searches: Sequence[OrderSearch],
+    microbatch_sizes: Sequence[int],
+    first: LoadSolution | None,
+    report: "_Report",
+    deadline: Deadline,
+) -> tuple[LoadSolution | None, list[Bounds]]:
+    """Returns the best plan in any of some orders of the devices, and their bounds.
+
+    The first order has half of a time limit that the user chose; without one it ends as if there were no others.
+
+    Args:
+        first: a plan that is known, if there is one.
+    """
+    best, bounds_ns = first, list[Bounds]()
+    for number, each in enumerate(searches):
+        num_left = len(searches) - number
+        if number and best is not None and (deadline.is_over or best.load_ns <= report.work_ns):
+            return best, [*bounds_ns, (report.work_ns,)]
+        # The plans of the first order are improved whatever a naive one has: its cuts say nothing of where others are.
+        below_ns = best.load_ns if number and best is not None else inf
+        until = deadline.share_of_limit(num_left if number else min(num_left, 2))
+        found = each.solve(microbatch_sizes, below_ns, partial(report.of, number), until)
+        bounds_ns.append(found.bounds_ns)
+        best = best_of([plan for plan in (found.best, best) if plan is not None])
+    return best, bounds_ns
+
+
+def _fitting(
+    searches: Sequence[OrderSearch],
+    microbatch_sizes: Sequence[int],
+    bounds_ns: Sequence[Bounds],
+    report: "_Report",
+    deadline: Deadline,
+    *,
+    has_tied: bool,
+) -> tuple[LoadSolution, list[Bounds]]:
+    """Returns a plan that fits where the first searches have found none, and bounds.
+
+    Args:
+        bounds_ns: those of the first searches.
+        has_tied: whether layers that share parameters stay together.
+
+    Raises:
+        Infeasible: no plan was found; the message says how much memory the closest one lacks.
+    """
+    size, closest = microbatch_sizes[0], None
+    for number, each in enumerate(searches):
+        closest = each.closest(size, closest, deadline)
+        if closest is not None and not closest.num_bytes:
+            without_plan = [
+                LoadSolution(microbatch_size=of_size, load_ns=0, bound_ns=bound_ns, stages=())
+                for of_size, bound_ns in zip(microbatch_sizes, bounds_ns[number], strict=True)
+            ]
+            fits = FoundInOrder(best=closest.solution, bounds_ns=bounds_ns[number])
+            found = each.improved(fits, without_plan, partial(report.of, number), deadline)
+            assert found.best is not None
+            return found.best, [*bounds_ns[:number], found.bounds_ns, *bounds_ns[number + 1 :]]
+    search = searches[0].search
+    has_all = search.has_all_downsets
+    hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(search.limits)))}"
+    remedy = what_to_try(next(iter(search.profiles.values())).layers, search.limits, size)
+    none_fits = "no plan for throughput fits" if has_all else "no plan for throughput was found that fits"
+    lacks = f"; the closest, with micro-batches of {size}, lacks {closest.num_bytes:,} bytes on" if closest else " of"
+    tied = (
+        ". Layers that share parameters stay in one stage here, with all between them: the step as `objective` may "
+        "separate them"
+    )
+    raise Infeasible(
+        f"{none_fits} in {'' if closest else 'the '}memory{lacks} {hold}. {remedy}{tied if has_tied else ''}",
+        is_proven=has_all and search.is_homogeneous and not has_tied,
+    )
 
 
 class _Report:
@@ -160,39 +236,35 @@ class _Report:
         first: LoadSolution | None,
         one_stage_ns: float,
         work_ns: int,
-        num_sizes: int,
+        num_searches: int,
     ) -> None:
-        """`one_stage_ns` is a bound on plans of one stage, `work_ns` at every size, for those not searched yet."""
-        self._progress, self._work_ns, self._num_sizes = progress, work_ns, num_sizes
+        """`one_stage_ns` is a bound on plans of one stage, `work_ns` on all, for searches that have not begun."""
+        self._progress, self.work_ns, self._num_searches = progress, work_ns, num_searches
         self._one_stage_ns = one_stage_ns
         self._best_ns = inf if first is None else first.load_ns
-        self._bounds_ns: dict[int, float] = {}
+        self._bounds_ns: dict[tuple[int, int], float] = {}
         self._say()
 
-    def of(self, microbatch_size: int) -> LoadProgress:
-        """Returns the progress of a search at one size, which reports infinite loads as long as it has no plan."""
+    def of(self, order: int, microbatch_size: int) -> LoadProgress:
+        """Returns the progress of a search in one order of the devices and at one micro-batch size.
+
+        It reports infinite loads as long as it has no plan.
+        """
+        search = order, microbatch_size
 
         def report(load_ns: float, bound_ns: float) -> None:
             self._best_ns = min(self._best_ns, load_ns)
-            # Bounds of one size rise; that of all is the smallest of them.
-            self._bounds_ns[microbatch_size] = max(bound_ns, self._bounds_ns.get(microbatch_size, 0.0))
+            # Bounds of one search rise; that of all is the smallest of them.
+            self._bounds_ns[search] = max(bound_ns, self._bounds_ns.get(search, 0.0))
             self._say()
 
         return report
 
     def _say(self) -> None:
         if self._progress and self._best_ns < inf:
-            unknown = [self._work_ns] if len(self._bounds_ns) < self._num_sizes else []
-            known_ns = max(self._work_ns, min(self._one_stage_ns, *self._bounds_ns.values(), *unknown))
+            unknown = [self.work_ns] if len(self._bounds_ns) < self._num_searches else []
+            known_ns = max(self.work_ns, min(self._one_stage_ns, *self._bounds_ns.values(), *unknown))
             self._progress(self._best_ns, min(self._best_ns, known_ns))
-
-
-def _best_solution(solutions: Sequence[LoadSolution]) -> LoadSolution | None:
-    """Returns the solution with the smallest load, None of none.
-
-    Of equal loads the larger micro-batch wins: it has fewer transfers and a shorter order.
-    """
-    return min(solutions, key=lambda solution: (solution.load_ns, -solution.microbatch_size), default=None)
 
 
 def _search_of(
@@ -213,71 +285,18 @@ def _search_of(
     return listed, replace(coarse, boundaries=boundaries, has_all_downsets=has_all_downsets, has_equal_replicas=False)
 
 
-def _feasible(
-    search: LoadSearch,
-    coarse: LoadSearch,
-    solutions: Sequence[LoadSolution],
-    near: Near | None,
-    deadline: Deadline,
-    *,
-    is_needed: bool,
-) -> list[LoadSolution]:
-    """Returns the solutions that have stages; if none has, one of the coarse search, or with the least memory.
-
-    Args:
-        is_needed: whether no other plan is known.
-
-    Raises:
-        Infeasible: no plan was found that fits.
-        OutOfTime: the deadline has passed, and the coarse search has found none either.
-    """
-    feasible = [solution for solution in solutions if solution.stages]
-    sizes = [solution.microbatch_size for solution in solutions]
-    if not feasible and deadline.is_over:
-        feasible = [found for found in map(coarse.solve, dict.fromkeys((sizes[0], sizes[-1]))) if found.stages]
-    if feasible or not is_needed:
-        return feasible
-    deadline.check()
-    return [_fitting(search, sizes[0], near, deadline)]
-
-
-def _improved(
-    large: LargeGraph,
-    search: LoadSearch,
-    solutions: Sequence[LoadSolution],
-    best: LoadSolution,
-    near: Near,
-    report: _Report,
-) -> tuple[LoadSolution, list[int]]:
-    """Returns the best plan after more searches at its micro-batch size, then at the others; and a bound of each."""
-    best = large.improved(search, best)
-    if best.bound_ns < best.load_ns:
-        best = _local_optimum(search, best, near, report.of(best.microbatch_size), large.deadline)
-    bounds_ns, size = [best.bound_ns], best.microbatch_size
-    for solution in solutions:
-        if solution.microbatch_size != size:
-            other = large.below(search, solution, best.load_ns)
-            best = other if other.stages else best
-            bounds_ns.append(other.bound_ns)
-    return best, bounds_ns
-
-
-def _local_optimum(
-    search: LoadSearch, solution: LoadSolution, near: Near, progress: LoadProgress | None, deadline: Deadline
-) -> LoadSolution:
-    """Returns a local optimum: the exact search repeated among the downsets next to the best cuts so far."""
-    while not deadline.is_over:
-        better = replace(search, boundaries=near(solution)).solve(solution.microbatch_size, progress, deadline)
-        if better.load_ns >= MIN_IMPROVEMENT * solution.load_ns or not better.stages:
-            return solution
-        solution = replace(better, bound_ns=solution.bound_ns)
-    return solution
-
-
 def _searched_space(
-    search: LoadSearch, graph: ContractedGraph, microbatch_sizes: Sequence[int], max_downsets: int
+    searches: Sequence[OrderSearch],
+    orders: Sequence[DeviceOrder],
+    graph: ContractedGraph,
+    microbatch_sizes: Sequence[int],
+    max_downsets: int,
 ) -> ThroughputSpace:
+    search, words = searches[0].search, tuple(dict.fromkeys(order.words for order in orders))
+    # A plan in any order may have the devices that it leaves out before its first stage.
+    counts_later = not search.is_homogeneous and ANY_ORDER not in words
     num_devices, homogeneous = len(search.cluster.devices), search.is_homogeneous
+    given = tuple(range(num_devices))
     return ThroughputSpace(
         num_layers=search.boundaries.num_layers,
         num_devices=num_devices,
@@ -285,35 +304,9 @@ def _searched_space(
         max_downsets=max_downsets,
         has_all_device_counts=homogeneous or num_devices <= MAX_DEVICES_WITH_ALL_COUNTS,
         has_gaps=homogeneous or num_devices <= MAX_DEVICES_WITH_GAPS,
-        counts_later=not homogeneous,
-        is_fastest_first=not homogeneous and search.fastest_first != tuple(range(num_devices)),
+        counts_later=counts_later,
+        is_fastest_first=not homogeneous and any(each.search.fastest_first != given for each in searches),
         keeps_tied=graph.has_merged_layers,
         microbatch_sizes=tuple(microbatch_sizes),
-    )
-
-
-def _fitting(search: LoadSearch, microbatch_size: int, near: Near | None, deadline: Deadline) -> LoadSolution:
-    """Returns a plan that fits where the first search has found none.
-
-    Args:
-        near: None if all downsets have been searched.
-
-    Raises:
-        Infeasible: no plan was found; the message says how much memory the closest one lacks.
-    """
-    closest = least_shortfall(search, microbatch_size, deadline)
-    if closest is not None and near is not None:
-        closest = reduced(search, closest, near, deadline)
-    if closest is not None and not closest.num_bytes:
-        return closest.solution
-    hold = f"each device, which may hold {', '.join(f'{limit:,}' for limit in sorted(set(search.limits)))}"
-    remedy = what_to_try(next(iter(search.profiles.values())).layers, search.limits, microbatch_size)
-    is_proven = near is None and search.is_homogeneous
-    none_fits = "no plan for throughput fits" if near is None else "no plan for throughput was found that fits"
-    if closest is None:
-        raise Infeasible(f"{none_fits} in the memory of {hold}. {remedy}", is_proven=is_proven)
-    raise Infeasible(
-        f"{none_fits} in memory; the closest, with micro-batches of {microbatch_size}, lacks {closest.num_bytes:,} "
-        f"bytes on {hold}. {remedy}",
-        is_proven=is_proven,
+        orders=words,
     )

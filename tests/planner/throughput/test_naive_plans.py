@@ -21,7 +21,7 @@ from bapipe.planner.throughput.loads import slowest_of
 from bapipe.planner.throughput.naive_plans import slowest_links_from
 from bapipe.simulator.stage_cost import build_stages
 from tests.builders import MS, chain, devices
-from tests.property.test_throughput import fastest_first, largest_load, load_ns, minimal_load
+from tests.property.test_throughput import fastest_first, largest_load, load_ns, minimal_load, plan_of
 from tests.random_profiles import random_cluster, random_profile, same_devices
 
 
@@ -84,7 +84,7 @@ def test_a_number_of_replicas_that_is_no_power_of_two_is_a_naive_plan() -> None:
     )
     few = bapipe.plan(chain([1]), unlike(8), minibatch_size=18, objective="throughput")
     assert "or all layers" not in few.certificate.space
-    assert "; any number of 8 devices for a stage, each with a micro-batch, next to one" in few.certificate.space
+    assert "; any number of 8 devices for a stage, each with a micro-batch, in any order, " in few.certificate.space
 
 
 def test_replicas_count_with_their_step_where_the_all_reduce_overlaps_the_backward() -> None:
@@ -122,11 +122,8 @@ def test_all_plans_of_one_stage_count_with_their_steps() -> None:
         )
         is_alike = is_homogeneous(cluster, limits)
         want = minimal_load(profile, cluster, num_microbatches, 1, is_alike)
-        try:
-            plan = bapipe.plan(
-                profile, cluster, minibatch_size=num_microbatches, microbatch_size=1, objective="throughput"
-            )
-        except Infeasible:
+        plan = plan_of(profile, cluster, num_microbatches, 1)
+        if plan is None:
             assert want is None, seed
             continue
         assert (load_ns(plan), plan.certificate.lower_bound_ns) == (want, want), seed
