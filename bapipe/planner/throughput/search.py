@@ -40,6 +40,10 @@ MAX_NEIGHBOURS = 800
 MAX_COARSE = 33
 """Boundaries of the search for a first plan when the time is over: so few take a few hundredths of a second."""
 
+OTHERS_PART = 8
+"""The part of a time limit that the first of several orders of the devices leaves to the others: a first plan in each
+of them takes little, and the search in the first order should still be what it would be alone."""
+
 Bounds = tuple[int, ...]
 """On the plans in one order of the devices, in nanoseconds: the smallest holds for all of them."""
 
@@ -162,19 +166,22 @@ def _best_in_orders(
 ) -> tuple[LoadSolution | None, list[Bounds]]:
     """Returns the best plan in any of some orders of the devices, and their bounds.
 
-    The first order has half of a time limit that the user chose; without one it ends as if there were no others.
+    The first order leaves the others a part of a time limit that the user chose; without one it ends as if it were the
+    only one.
 
     Args:
         first: a plan that is known, if there is one.
     """
     best, bounds_ns = first, list[Bounds]()
     for number, each in enumerate(searches):
-        num_left = len(searches) - number
         if number and best is not None and (deadline.is_over or best.load_ns <= report.work_ns):
             return best, [*bounds_ns, (report.work_ns,)]
         # The plans of the first order are improved whatever a naive one has: its cuts say nothing of where others are.
         below_ns = best.load_ns if number and best is not None else inf
-        until = deadline.share_of_limit(num_left if number else min(num_left, 2))
+        num_parts: float = len(searches) - number
+        if number == 0 < len(searches) - 1:
+            num_parts = OTHERS_PART / (OTHERS_PART - 1)
+        until = deadline.share_of_limit(num_parts)
         found = each.solve(microbatch_sizes, below_ns, partial(report.of, number), until)
         bounds_ns.append(found.bounds_ns)
         best = best_of([plan for plan in (found.best, best) if plan is not None])
