@@ -22,6 +22,7 @@ from bapipe.formats.prediction import NOT_PREDICTED, Prediction
 from bapipe.formats.settings import Settings
 from bapipe.formats.stage_plan import StagePlan, check_stages
 from bapipe.printable import counted
+from bapipe.schedules import ALL
 from bapipe.schedules.placement import place_schedule
 from bapipe.schedules.table import Action, Schedule, parse_action, parse_actions
 from bapipe.tables import data_frame, rows_html
@@ -245,11 +246,13 @@ class Plan(
 
     @property
     def follows_its_schedule(self) -> bool:
-        """Whether `order` is that of the schedule that the plan names; also of a name that is no such schedule's."""
+        """Whether `order` is that of the named schedule; true of other names, and of more than `MAX_FORWARDS`."""
+        if self.schedule not in ALL or self.num_microbatches * len(self.stages) > MAX_FORWARDS:
+            return True
         try:
             return self._named_table().order == self.table.order
         except InvalidFile:
-            return True
+            return False  # it cannot have these stages
 
     @property
     def compute_settings(self) -> Settings:

@@ -66,6 +66,17 @@ def test_a_plan_whose_order_is_not_that_of_its_schedule_is_told(
     assert told == [False, False, True, True, False, False, False, False]
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "interleaved-1f1b"])
+def test_a_plan_whose_schedule_cannot_have_its_stages_is_told(
+    plan: Plan, schedule: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two stages on two devices, which these schedules have on one device."""
+    made = json.loads(encode(plan)) | {"schedule": schedule}
+    (tmp_path / "plan.json").write_text(json.dumps(made))
+    assert list(read(tmp_path / "plan.json", Plan).order) == list(plan.order)
+    assert f"its `order` is not that of the schedule '{schedule}'" in caplog.text
+
+
 def test_decode_reverses_encode(profile: ModelProfile, cluster: Cluster, plan: Plan) -> None:
     for value in (profile, cluster, plan):
         assert decode(encode(value)) == value
