@@ -4,7 +4,8 @@ Begin with `python_state`: `state_restored` undoes what forwards change in a mod
 
 - `backward_state`: what a forward leaves in modules, for the backward of its micro-batch.
 - `code_state`: what hooks and forwards keep outside of a module, in closures, defaults and globals.
-- `iterators`: copies of iterators, which code may advance meanwhile.
+- `copies`: deep copies of objects that hold what cannot be copied. `iterators`: copies of iterators, which code may
+  advance meanwhile.
 - `cached_functions`: forwards that call what `functools.lru_cache` caches without the caches.
 - `reached_state`: the objects that code reaches and may change, and numbers that it keeps. `left_outside`: tensors
   that forwards leave elsewhere, such as in a global list.

@@ -1,10 +1,9 @@
 """What a module's forward changes in the module itself, beside its results, and how to undo it."""
 
-import copy
 import random
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from bapipe.module_state.code_state import reached_by, states_of_code, states_of_hooks
+from bapipe.module_state.copies import deep_copy
 from bapipe.module_state.iterators import iterators_copied
 from bapipe.module_state.left_outside import left_outside
 from bapipe.module_state.reached_state import KeptState, put_value_back
@@ -47,7 +47,7 @@ class PythonState:
     def copied(self, copies: dict[int, Any]) -> "PythonState":
         """Returns the state with copies of attributes that are not immutable: one of each for all modules that have it.
 
-        An object that refuses to be copied stays as it is. So do generators and what code reaches, which `put_back`
+        What refuses to be copied stays as it is (`deep_copy`). So do generators and what code reaches, which `put_back`
         gives their earlier states.
 
         Args:
@@ -59,11 +59,8 @@ class PythonState:
         for part, values in self.attributes:
             own = dict(values)
             for name, value in values.items():
-                made: dict[int, Any] = {}  # what is copied before another part refuses is not used
                 if not isinstance(value, _NO_STATE):
-                    with suppress(Exception):
-                        own[name] = copy.deepcopy(value, ChainMap(made, copies))  # type: ignore[arg-type]
-                        copies.update(made)
+                    own[name] = deep_copy(value, copies)
             attributes.append((part, own))
         return replace(self, attributes=attributes)
 

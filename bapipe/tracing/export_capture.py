@@ -1,7 +1,6 @@
 """Captures a module with torch.export, which follows more Python than torch.fx, down to operators."""
 
 import contextlib
-import copy
 import io
 import logging
 import warnings
@@ -13,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.copies import deep_copy
 from bapipe.module_state.python_random import all_generators_restored, global_generator_states
 from bapipe.torch_private.tensors import tree_leaves
 from bapipe.tracing.captured import NO_GRAD, Captured, call_name, check_writes, drop_unused, output_node
@@ -109,7 +109,7 @@ def _copy_sharing_memory(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach()
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
 
 
 def _state(module: nn.Module, source: nn.Module, graph: fx.Graph) -> dict[str, Any]:

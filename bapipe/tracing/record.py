@@ -5,7 +5,6 @@ no values. Every function of torch that it calls, and every call of a layer's mo
 Numbers that come from shapes are recorded as they are at that batch size; `merge` compares recordings at several sizes.
 """
 
-import copy
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bapipe.module_state.copies import deep_copy
 from bapipe.module_state.python_random import (
     all_generators_restored,
     generators_restored,
@@ -147,7 +147,7 @@ def _holds_tensors(value: Any) -> bool:
 def _copy_without_values(module: nn.Module, device: torch.device, names: dict[int, str]) -> nn.Module:
     """Returns a copy whose parameters and buffers are fake, and puts their names into `names`, by `id`.
 
-    Tensors and random generators in other attributes stay the module's own.
+    Tensors and random generators in other attributes stay the module's own, and so does what cannot be copied.
     """
     memo: dict[int, Any] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -162,7 +162,10 @@ def _copy_without_values(module: nn.Module, device: torch.device, names: dict[in
     for generator in generators_kept(module).values():
         if isinstance(generator, torch.Generator):  # copies need tensors with values; `generators_watched` restores it
             memo[id(generator)] = generator
-    own = copy.deepcopy(module, memo)
+    own = deep_copy(module, memo)
+    for (path, part), copied in zip(module.named_modules(), own.modules(), strict=True):
+        if part is copied:
+            raise TracingFailed("", NotRecorded(Reason(f"'{path}' is a {type(part).__name__}, which cannot be copied")))
     for part in own.modules():
         for hooks in forward_hooks_of(part):
             hooks.update({number: _of_copy(hook, memo) for number, hook in hooks.items()})

@@ -1,6 +1,5 @@
 """What layers return whose code needs values: as in a forward on the examples, or else for made-up values."""
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from bapipe.module_state.copies import deep_copy
 from bapipe.module_state.python_state import state_restored
 from bapipe.torch_private.tensors import without_fake_tensors
 from bapipe.tracing.captured import autocast_as, autocast_modes
@@ -109,7 +109,7 @@ class ExampleForward:
     def _on_made_up_values(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
         try:
             with without_fake_tensors(), torch.no_grad():
-                result = copy.deepcopy(part)(*map_tensors(args, _with_values), **map_tensors(kwargs, _with_values))
+                result = deep_copy(part)(*map_tensors(args, _with_values), **map_tensors(kwargs, _with_values))
                 return map_tensors(result, _on_meta)
         except Exception as error:  # whatever its code raises
             if self._error is not None:

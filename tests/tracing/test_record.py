@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -659,3 +660,38 @@ def test_a_draw_that_decides_what_runs_is_named_as_such(*, depends: bool) -> Non
     assert f"line {line}" in advice
     assert ("a random number that it draws decides what it does" in advice) != depends
     assert ("draw in the forwards of these modules" in advice) != depends
+
+
+class HoldsWhatCannotBeCopied(nn.Module):
+    """Its forward must be recorded, for it asks how many samples there are."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held, self.calls = {"one": held}, 0
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.b(self.a(x).tanh() if len(x) > 0 else x)
+        return y
+
+
+class RefusesToBeCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("one is enough")
+
+
+@pytest.mark.parametrize("held", [functional, threading.Lock(), staticmethod(torch.relu)])
+def test_a_module_that_holds_what_cannot_be_copied_is_recorded(held: Any) -> None:
+    module = HoldsWhatCannotBeCopied(held)
+    traced = trace(module, (torch.zeros(2, 6),))
+    assert [layer.name for layer in traced.layers] == ["a", "b"]
+    assert module.held == {"one": held}
+    assert module.calls == 0
+
+
+def test_a_model_of_which_a_module_cannot_be_copied_is_refused_with_its_name() -> None:
+    module = HoldsWhatCannotBeCopied(None)
+    module.b = RefusesToBeCopied(6, 6)
+    with pytest.raises(InvalidModel, match="'b' is a RefusesToBeCopied, which cannot be copied"):
+        trace(module, (torch.zeros(2, 6),))
