@@ -37,6 +37,7 @@ from bapipe.tracing.kept_calls import (
     functions_intercepted,
     hook_operator,
 )  # fmt: skip
+from bapipe.tracing.layer_arguments import check_arguments
 from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.randomness import draws_random_numbers
 from bapipe.tracing.reasons import RETURN_VALUES, SETS_UP_AT_FIRST, Reason
@@ -69,7 +70,7 @@ class _Tracer(fx.Tracer):
         super().__init__(param_shapes_constant=True)
         self.choice = choice
         self._grad, self._autocast = torch.is_grad_enabled(), autocast_modes()
-        self.failed_in: str | None = None
+        self._failed: tuple[str, Exception] | None = None
         self.path_of_node: dict[fx.Node, str] = {}
         self._proxies: list[fx.Proxy] = []
         self.generator_fault: Callable[[object], Reason | None] = lambda value: None
@@ -80,16 +81,26 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         before, caller = global_generator_states(), self.path()
         try:
+            if self.is_leaf_module(m, self.path_of_module(m)):
+                check_arguments(m, args, kwargs)
             result = super().call_module(m, forward, args, kwargs)
             if global_generator_states() != before:
                 raise CannotKeep({self.path_of_module(m): DRAWS_IN_PYTHON})
             self._check_seeding(self.path_of_module(m))
             return result
-        except Exception:
-            if self.failed_in is None:  # a layer's forward does not run here: what fails is the call, in code around it
+        except Exception as error:
+            if self.failed_in(error) is None:
+                # A layer's forward does not run here: what fails is the call, in code around it.
                 path = self.path_of_module(m)
-                self.failed_in = caller if self.is_leaf_module(m, path) else path
+                self._failed = caller if self.is_leaf_module(m, path) else path, error
             raise
+
+    def failed_in(self, error: Exception) -> str | None:
+        """Returns the path of the module in whose forward an error was raised; None if that is not known.
+
+        Code around that module may have caught an earlier one.
+        """
+        return self._failed[0] if self._failed is not None and self._failed[1] is error else None
 
     def create_arg(self, a: Any) -> Any:
         if is_dataclass(a) or (isinstance(a, dict) and type(a) not in (dict, immutable_dict)):
@@ -257,7 +268,7 @@ def _trace(tracer: _Tracer, module: nn.Module, defaults: dict[str, Any]) -> fx.G
     except CannotKeep:
         raise
     except Exception as error:  # whatever the model's own code raises on symbolic values
-        raise TracingFailed(tracer.failed_in or "", error) from error
+        raise TracingFailed(tracer.failed_in(error) or "", error) from error
     for path, own in buffers.items():
         now = dict(vars(module.get_submodule(path))["_buffers"])
         assigned = [name for name in own if now.get(name) is not own[name]]

@@ -55,6 +55,7 @@ from bapipe.tracing.kept_calls import (
     is_looked_into,
     registers_hook,
 )
+from bapipe.tracing.layer_arguments import check_arguments
 from bapipe.tracing.layer_choice import LayerChoice
 from bapipe.tracing.nested_tensors import parts_of, register_dataclasses, tensors_in
 from bapipe.tracing.randomness import draws_random_numbers
@@ -435,6 +436,7 @@ class _Recorder(TorchFunctionMode):
             path = self._paths.get(id(module))
             if self._paused or path is None:
                 return call(module, *args, **kwargs)
+            check_arguments(module, args, kwargs)
             if path and (path in self._reasons or self._choice.is_layer(module, path)):
                 return self._call_layer(call, module, path, args, kwargs)
             return self._call_container(call, module, path, args, kwargs)

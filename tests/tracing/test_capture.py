@@ -284,3 +284,78 @@ def test_a_call_of_a_layer_that_a_graph_cannot_hold_fails_in_the_code_around_it(
         assert failed.value.path == around
     with pytest.raises(InvalidModel, match=r"^MakesACache cannot be traced: a Cache that holds tensors is an argument"):
         capture(module, (torch.zeros(1, 2),), LayerChoice())
+
+
+class TriesAnArgument(nn.Module):
+    """Gives each part an argument that not all of them take, as containers of several libraries do."""
+
+    def __init__(self, *, asks_size: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList((nn.Linear(2, 2), Scales(), Inside()))
+        self.asks_size = asks_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.asks_size and len(x) == 0:  # which torch.fx cannot tell
+            return x
+        for part in self.parts:
+            try:
+                x = part(x, scale=3.0)
+            except TypeError:
+                x = part(x)
+        return x
+
+
+class Scales(nn.Module):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("asks_size", [False, True])
+def test_a_layer_that_does_not_take_an_argument_raises_as_in_training(asks_size: bool) -> None:
+    module = TriesAnArgument(asks_size=asks_size)
+    x = torch.randn(2, 2)
+    captured = capture(module, (x,), LayerChoice())
+    assert list(captured.layer_of_call.values()) == ["parts.0", "parts.1", "parts.2.linear"]
+    expected = module.parts[2](3 * module.parts[0](x))
+    assert torch.equal(captured.module(x)[0], expected)
+
+
+class TriesThenFails(TriesAnArgument):
+    def __init__(self) -> None:
+        super().__init__(asks_size=False)
+        self.last = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(super().forward(x))
+        return y
+
+
+def test_what_fails_behind_a_call_that_was_caught_is_one_layer() -> None:
+    with pytest.raises(TracingFailed) as failed:
+        capture_with_fx(TriesThenFails(), 1, LayerChoice())
+    assert failed.value.path == "last"
+
+
+def test_a_call_with_an_argument_less_fails_as_python_says() -> None:
+    with pytest.raises(InvalidModel, match=r"Linear\.forward\(\) missing a required argument: 'input'"):
+        capture(Forgets(), (torch.zeros(2, 2),), LayerChoice())
+
+
+class Forgets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear()
+        return y
