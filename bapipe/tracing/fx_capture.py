@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from bapipe.module_state.code_state import CountedCode, Variable, reaches
 from bapipe.module_state.python_random import all_generators_restored, global_generator_states
 from bapipe.module_state.python_state import attributes_of, state_restored
+from bapipe.torch_private.autograd_functions import Function, apply_function
 from bapipe.torch_private.tensors import tree_flatten, tree_leaves, tree_map
 from bapipe.tracing.captured import (
     AUTOCAST,
@@ -30,8 +31,6 @@ from bapipe.tracing.kept_calls import (
     ASSIGNS_DATA,
     DRAWS_IN_PYTHON,
     CannotKeep,
-    Function,
-    apply_function,
     assigns_data,
     function_operator,
     functions_intercepted,

@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from bapipe.torch_private.autograd_functions import Function, applies_intercepted, apply_function
 from bapipe.tracing.reasons import Reason
 
 DRAWS_IN_PYTHON = Reason(
@@ -21,9 +21,6 @@ DRAWS_IN_PYTHON = Reason(
     "draw by torch, such as `torch.rand`, or put the draw into a module of its own",
 )
 """Why a graph cannot keep a forward that reads the generators of Python or numpy: what it drew is not in the graph."""
-
-Function = type[torch.autograd.Function]
-
 
 ASSIGNS_DATA = Reason(
     "its forward assigns `data` of a tensor, which no graph can hold: write to it in place, as by `copy_`", to_cut=""
@@ -58,16 +55,8 @@ def functions_intercepted(apply: Callable[[Function, tuple[Any, ...], dict[str, 
             return run(*arguments)
         return apply(cls, args, kwargs)
 
-    with patch.object(torch.autograd.Function, "apply", classmethod(intercepted)):
+    with applies_intercepted(intercepted):
         yield
-
-
-def apply_function(cls: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function as its own `apply` does, wherever that is intercepted."""
-    return _APPLY(cls, *args, **kwargs)
-
-
-_APPLY = torch.autograd.Function.__dict__["apply"].__func__
 
 
 @cache

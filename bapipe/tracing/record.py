@@ -28,6 +28,7 @@ from bapipe.module_state.python_random import (
 from bapipe.module_state.python_state import generators_kept
 from bapipe.module_state.variables import closure_of
 from bapipe.torch_device import CPU
+from bapipe.torch_private.autograd_functions import Function
 from bapipe.torch_private.modules import forward_hooks_of
 from bapipe.torch_private.tensors import (
     FakeTensor,
@@ -47,7 +48,6 @@ from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.kept_calls import (
     ASSIGNS_DATA,
     DRAWS_IN_PYTHON,
-    Function,
     assigns_data,
     function_operator,
     functions_intercepted,

@@ -52,6 +52,9 @@ class Scaled(torch.autograd.Function):
         return -ctx.scale * grads[0], None
 
 
+scaled = Scaled.apply  # as libraries do, at import
+
+
 def _by_batch(self: Any, x: Tensor) -> Tensor:
     rows, width = x.shape
     return x.view(rows * 2, width // 2).flip(1).reshape(rows, width) + torch.zeros(2 * rows + 1).size(0)
@@ -104,6 +107,7 @@ CODE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "operators": _operators,
     "number of numpy": lambda self, x: x.sin() / numpy.sqrt(6),
     "autograd function": lambda self, x: Scaled.apply(x.sin(), 3.0),
+    "autograd function, apply taken before": lambda self, x: scaled(x.sin(), 3.0),
     "checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
     "reentrant checkpoint": lambda self, x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
     "buffer and parameter": lambda self, x: (x - self.mean) @ self.a.weight.T,
