@@ -17,6 +17,7 @@ from bapipe.module_state.python_random import all_generators_restored, global_ge
 from bapipe.module_state.python_state import attributes_of, state_restored
 from bapipe.torch_private.autograd_functions import Function, apply_function
 from bapipe.torch_private.tensors import tree_flatten, tree_leaves, tree_map
+from bapipe.tracing.asked_class import UnknownValue
 from bapipe.tracing.captured import (
     AUTOCAST,
     NO_GRAD,
@@ -100,6 +101,9 @@ class _Tracer(fx.Tracer):
         Code around that module may have caught an earlier one.
         """
         return self._failed[0] if self._failed is not None and self._failed[1] is error else None
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return UnknownValue(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if is_dataclass(a) or (isinstance(a, dict) and type(a) not in (dict, immutable_dict)):

@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 import bapipe
@@ -359,3 +360,70 @@ class Forgets(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear()
         return y
+
+
+class AsksClasses(nn.Module):
+    """What it does depends on the classes of what its layers return."""
+
+    def __init__(self, is_a: Callable[[Any, Any], bool]) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(2, 2), ReturnsTwo(), nn.Linear(2, 2)
+        self.is_a = is_a
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        y = 3 * y if self.is_a(y, Tensor) else y
+        pair = self.two(y)
+        y = pair[1] if self.is_a(pair, tuple) else pair
+        z: Tensor = self.last(y if self.is_a(y, Sequence) else 2 * y)
+        return z
+
+
+class ReturnsTwo(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 5 * x
+
+
+@pytest.mark.parametrize("is_a", [isinstance, lambda value, cls: any(isinstance(one, cls) for one in [value])])
+def test_a_value_is_of_the_class_that_it_has_in_training(is_a: Callable[[Any, Any], bool]) -> None:
+    module, x = AsksClasses(is_a), torch.randn(2, 2)
+    captured = capture(module, (x,), LayerChoice())
+    assert list(dict.fromkeys(captured.layer_of_call.values())) == ["one", "two", "last"]
+    torch.testing.assert_close(captured.module(x)[0], module.last(30 * module.one(x)))
+    with pytest.raises(TracingFailed, match="it asks of which class a value is"):
+        capture_with_fx(module, 1, LayerChoice())
+
+
+class AsksByJit(nn.Module):
+    """What is scripted asks so, with types such as `list[Tensor]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.one(x)
+        z: Tensor = self.last(3 * y if torch.jit.isinstance(y, Tensor) else y)
+        return z
+
+
+def test_a_value_has_its_class_for_torch_jit() -> None:
+    module, x = AsksByJit(), torch.randn(2, 2)
+    captured = capture(module, (x,), LayerChoice())
+    torch.testing.assert_close(captured.module(x)[0], module.last(3 * module.one(x)))
+
+
+class CallsTorch(nn.Module):
+    """Functions of torch ask for classes themselves, which is no reason to record a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("ij,ij->ij", self.one(x), x)
+        return functional.dropout(functional.layer_norm(y, (2,)), 0.0) + torch.stack([y, y]).sum(0)
+
+
+def test_code_of_torch_that_asks_for_classes_is_traced_by_fx() -> None:
+    assert list(capture_with_fx(CallsTorch(), 1, LayerChoice()).layer_of_call.values()) == ["one"]
