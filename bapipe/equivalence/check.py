@@ -22,7 +22,7 @@ from bapipe.equivalence.outcome import (
     Outcome,
     reads_what_forwards_leave,
     run_original,
-    sets_up_at_first,
+    set_up_at_first,
 )
 from bapipe.equivalence.stage_pass import Stage, StageFailed
 from bapipe.equivalence.stages import run_finest_stages, run_stages
@@ -217,7 +217,7 @@ def _compare(
         found,
         locate=lambda: first_difference(model, stages, loss, microbatches, conditions),
         reads_outside=lambda: reads_what_forwards_leave(loss, model.root, microbatches[0], conditions),
-        sets_up=lambda: sets_up_at_first(model.root, microbatches[0]),
+        sets_up=lambda: bool(set_up_at_first(model.root, microbatches[0], microbatches[0])),
     )
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.equivalence.outcome import Microbatch, set_up_at_first, trial
 from bapipe.equivalence.sample_dims import sample_dim
 from bapipe.module_state.modes import evaluation_mode
+from bapipe.module_state.python_state import same_tensor
 from bapipe.torch_private.tensors import tree_tensors
 
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.1}
@@ -31,13 +32,37 @@ def outputs_over_parts(module: nn.Module, batch: Microbatch) -> str | None:
     """Returns that a batch's outputs are not those of its halves, and why; None if they are, or it cannot be told.
 
     The model is in evaluation mode, where batch norm and dropout are the same for each sample. The halves come one
-    after another, as micro-batches do, so state that a forward leaves for the next one counts as well.
+    after another, as micro-batches do, so state that a forward leaves for the next one counts as well. Whether the
+    first samples set values is tried in both modes.
     """
     if len(batch.target) % 2 or any(len(tensor) != len(batch.target) for tensor in batch.inputs):
         return None
+    one, other = _halves(batch)
+    if _sets_by_first(module, one, other, [module]) or _sets_by_first(module, one, other, []):
+        return _SET_UP_BY_FIRST
     if not _mixes(module, batch):
         return None
     return _MIXES if _mixes(module, batch, first=(batch.inputs,)) else _SET_UP_BY_FIRST
+
+
+def _halves(batch: Microbatch) -> tuple[Microbatch, Microbatch]:
+    pairs = [tensor.chunk(2) for tensor in (*batch.inputs, batch.target)]
+    one, other = (Microbatch(inputs=tensors[:-1], target=tensors[-1]) for tensors in zip(*pairs, strict=True))
+    return one, other
+
+
+def _sets_by_first(module: nn.Module, one: Microbatch, other: Microbatch, evaluated: Sequence[nn.Module]) -> bool:
+    """Returns whether a first forward sets a tensor by its samples, for good; False if it cannot be told.
+
+    In either order, the second of two different batches leaves the tensor alone, which so is no maximum of all samples.
+    A table that the first forward makes has the same values in either order.
+    """
+    try:
+        with evaluation_mode(evaluated):
+            by_one, by_other = set_up_at_first(module, one, other), set_up_at_first(module, other, one)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return any(not same_tensor(by_one[name], by_other[name]) for name in by_one.keys() & by_other.keys())
 
 
 def _mixes(module: nn.Module, batch: Microbatch, first: tuple[tuple[Tensor, ...], ...] = ()) -> bool:
@@ -46,7 +71,7 @@ def _mixes(module: nn.Module, batch: Microbatch, first: tuple[tuple[Tensor, ...]
     `first` are batches whose forwards come before.
     """
     num_rows = len(batch.target)
-    halves = tuple(zip(*(tensor.chunk(2) for tensor in batch.inputs), strict=True))
+    halves = tuple(half.inputs for half in _halves(batch))
     try:
         whole = _outputs(module, *first, batch.inputs)[-1]
         again = _outputs(module, *first, batch.inputs, microbatch=1)[-1]  # where it draws, with other random numbers

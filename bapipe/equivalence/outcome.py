@@ -198,21 +198,22 @@ def reads_what_forwards_leave(loss: Loss, module: nn.Module, batch: Microbatch, 
         return any(id(owner) in ids for owner in left())
 
 
-def sets_up_at_first(module: nn.Module, batch: Microbatch) -> bool:
-    """Returns whether a first forward changes, or makes, a tensor of the module's that the next ones leave alone."""
+def set_up_at_first(module: nn.Module, first: Microbatch, second: Microbatch) -> dict[str, Tensor]:
+    """Returns the tensors of the module's that a forward changes, or makes, and a second one leaves alone, by path."""
     with trial(module) as one, torch.no_grad():
         seen = [_copied(tensors_kept(module))]
-        for number in range(2):
+        for number, batch in enumerate((first, second)):
             one.begin_forward(number)
             module(*batch.copy().inputs)
             seen.append(_copied(tensors_kept(module)))
-    before, first, second = seen
-    return any(
-        not (name in before and same_tensor(before[name], value))
-        and name in second
-        and same_tensor(value, second[name])
-        for name, value in first.items()
-    )
+    before, set_up, after = seen
+    return {
+        name: value
+        for name, value in set_up.items()
+        if not (name in before and same_tensor(before[name], value))
+        and name in after
+        and same_tensor(value, after[name])
+    }
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

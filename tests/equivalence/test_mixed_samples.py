@@ -74,6 +74,49 @@ class SetByFirst(nn.Module):
         return x * self.scale
 
 
+class Codebook(nn.Module):
+    """Its entries are samples of the first batch, drawn by chance, as the means that k-means begins with."""
+
+    entries: Tensor
+    is_set: Tensor
+
+    def __init__(self, *, only_trained: bool) -> None:
+        super().__init__()
+        self.only_trained = only_trained
+        self.register_buffer("entries", torch.zeros(3, 6))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.detach().flatten(0, -2)
+        if not self.is_set and (self.training or not self.only_trained):
+            self.entries.copy_(rows[torch.randint(len(rows), (3,))])
+            self.is_set.fill_(True)
+        return x + self.entries[torch.cdist(rows, self.entries).argmin(1)].view_as(x)
+
+
+class KeepsLargest(nn.Module):
+    """What the first samples set, later ones may change: it is the same for micro-batches, one after another."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().max()))
+        return x * 2
+
+
+class MakesTable(nn.Module):
+    """A table that the first forward makes does not depend on the samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.table = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return x + self.table
+
+
 def fault(module: nn.Module, x: Tensor) -> str | None:
     return outputs_over_parts(module, Microbatch(inputs=(x,), target=torch.zeros(len(x))))
 
@@ -103,6 +146,8 @@ def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
         Weighs(),
         LengthFirst(meet=False),
         Draws(),  # of which nothing can be said
+        KeepsLargest(),
+        MakesTable(),
         nn.Flatten(0, 1),
     ],
     ids=str,
@@ -110,6 +155,15 @@ def test_samples_that_meet_are_noticed(module: nn.Module) -> None:
 def test_others_are_not(module: nn.Module) -> None:
     assert fault(module, sentences()) is None
     assert module.training
+
+
+@pytest.mark.parametrize("only_trained", [False, True])
+def test_a_codebook_of_the_first_samples_is_told_until_it_is_set(only_trained: bool) -> None:
+    module = Codebook(only_trained=only_trained)
+    assert (fault(module, sentences()) or "").startswith("the model's first forward does more than later ones")
+    assert not module.is_set
+    module(sentences())
+    assert fault(module, sentences()) is None
 
 
 def test_values_that_the_first_samples_set_are_told_until_they_are_set() -> None:
