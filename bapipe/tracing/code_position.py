@@ -1,6 +1,7 @@
 """Where in the model's own code something happens, for messages."""
 
 import linecache
+import sys
 from dataclasses import dataclass
 from types import FrameType
 
@@ -15,8 +16,26 @@ class CodeLine:
 
     def __str__(self) -> str:
         """Returns the line and its text, in brackets, with a space before."""
+        return f" ({self.in_words})"
+
+    @property
+    def in_words(self) -> str:
+        """The line and its text."""
         text = linecache.getline(self.file, self.number).strip()
-        return f" ({self.module}, line {self.number}{f': {text}' if text else ''})"
+        return f"{self.module}, line {self.number}{f': {text}' if text else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLine:
+    """A line of a forward of the model, and the one in a function that it calls where an error was raised, if any."""
+
+    forward: CodeLine
+    inside: CodeLine | None
+
+    def __str__(self) -> str:
+        """Returns the lines and their texts, in brackets, with a space before."""
+        inside = "" if self.inside is None else f", which comes to {self.inside.in_words}"
+        return f" ({self.forward.in_words}{inside})"
 
 
 def running_line(frame: FrameType | None) -> CodeLine | None:
@@ -28,15 +47,21 @@ def running_line(frame: FrameType | None) -> CodeLine | None:
     return None
 
 
-def failed_line(error: BaseException) -> CodeLine | None:
-    """Returns the line of the innermost forward that is not torch's in which an error was raised."""
-    line, caller = None, None
+def failed_line(error: BaseException) -> FailedLine | None:
+    """Returns the line of the innermost forward that is not torch's in which an error was raised.
+
+    And that of the innermost function which it calls, of any code but torch's, Python's and ours.
+    """
+    line, inside, caller = None, None, None
     trace = error.__traceback__
     while trace is not None:
-        if _is_forward(trace.tb_frame, caller):
-            line = _line(trace.tb_frame, trace.tb_lineno)
-        caller, trace = trace.tb_frame, trace.tb_next
-    return line
+        frame, number = trace.tb_frame, trace.tb_lineno
+        if _is_forward(frame, caller):
+            line, inside = _line(frame, number), None
+        elif line is not None and _is_others(frame):
+            inside = _line(frame, number)
+        caller, trace = frame, trace.tb_next
+    return None if line is None else FailedLine(line, inside)
 
 
 def _is_forward(frame: FrameType, caller: FrameType | None) -> bool:
@@ -44,6 +69,11 @@ def _is_forward(frame: FrameType, caller: FrameType | None) -> bool:
     is_called_as_one = caller is not None and _module(caller) in ("torch.nn.modules.module", "torch.fx._symbolic_trace")
     is_own = not _module(frame).startswith(("torch.", "bapipe.tracing."))
     return is_own and (is_called_as_one or frame.f_code.co_name == "forward")
+
+
+def _is_others(frame: FrameType) -> bool:
+    package = _module(frame).partition(".")[0]
+    return package not in ("torch", "bapipe") and package not in sys.stdlib_module_names
 
 
 def _line(frame: FrameType, number: int) -> CodeLine:
