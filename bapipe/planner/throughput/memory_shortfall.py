@@ -34,6 +34,7 @@ def least_shortfall(
         known: a plan of another search, which is returned unless one of this search lacks clearly less.
     """
     if known is not None:
+        # One search tells whether bisection can end below what is known.
         less = known.num_bytes - max(1, known.num_bytes // SHORTFALL_DIVISOR)
         found = _with_more(search, microbatch_size, max(0, less), deadline)
         return known if found is None else _bisected(search, microbatch_size, found, deadline)

@@ -66,6 +66,7 @@ class OrderSearch:
             below = replace(self.search, below_ns=below_ns)
             solutions.append(below.solve(size, progress_of(size), deadline))
         feasible = [solution for solution in solutions if solution.stages]
+        # A search that the deadline ends has no plan at all: it finds the best one at once, or none.
         if not feasible and deadline.is_over:
             below = replace(self.coarse, below_ns=below_ns)
             feasible = [found for found in map(below.solve, _ends(microbatch_sizes)) if found.stages]

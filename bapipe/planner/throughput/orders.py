@@ -34,6 +34,7 @@ def orders_to_search(profiles: ProfilesByKind, cluster: Cluster, options: PlanOp
     has_all = searches_all_orders(profiles, cluster, options)
     orders = [given, *device_orders(profiles, cluster, options)]
     if has_all:
+        # Those that are likely to have good plans come first: then the others need only be refuted.
         every = [*orders, *(DeviceOrder(words=ANY_ORDER, ranks=ranks) for ranks in _arrangements(class_of))]
         orders = [DeviceOrder(words=ANY_ORDER, ranks=order.ranks) for order in every]
     # Orders that exchange alike devices have plans of equal loads.
@@ -47,6 +48,7 @@ def searches_all_orders(profiles: ProfilesByKind, cluster: Cluster, options: Pla
         return True
     if len(cluster.devices) > MAX_DEVICES_WITH_GAPS:
         return False
+    # The multinomial coefficient: orders of n devices, of which those within a class are exchanged for nothing.
     class_of = _class_of(profiles, cluster, options)
     num_alike = prod(factorial(class_of.count(number)) for number in set(class_of))
     return factorial(len(class_of)) // num_alike <= MAX_ORDERS
