@@ -75,8 +75,8 @@ class BackwardState:
         changed = dict(_changed_attributes(attributes, self._parts))
         now = self._buffers_now()
         for name in buffers.keys() | now.keys():
-            before, after = buffers.get(name), now.get(name)
-            if before is None or after is None or before[:2] != after[:2]:
+            before = buffers.get(name)
+            if before is not now.get(name):
                 changed[name] = _ABSENT if before is None else before
         for name, value in changed.items():
             for earlier in self._kept.values():
@@ -107,8 +107,9 @@ class BackwardState:
                 if tensor is not None:
                     key, count = _Name(number, name, True), version(tensor)
                     last = self._buffers.get(key)
-                    if last is None or last.tensor is not tensor or last.version != count:
-                        is_copied = tensor.nbytes <= _SMALL_BYTES or key in self._changing or last is not None
+                    is_same = last is not None and last.tensor is tensor and last.version == count
+                    is_copied = tensor.nbytes <= _SMALL_BYTES or key in self._changing or not (is_same or last is None)
+                    if last is None or not is_same or (is_copied and last.copy is None):
                         last = _Buffer(tensor, count, tensor.detach().clone() if is_copied else None)
                     found[key] = last
         self._buffers = found

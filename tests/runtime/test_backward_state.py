@@ -70,13 +70,13 @@ class Projection(nn.Module):
         super().__init__()
         self.linear, self.is_replaced, self.num_calls = nn.Linear(4, 4), is_replaced, 0
         self.scale: Tensor
-        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("scale", torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.num_calls == NUM_MICROBATCHES + 2:
             if self.is_replaced:
-                self.scale = torch.full((1,), 3.0)
+                self.scale = torch.full((2,), 3.0)
             else:
                 self.scale.fill_(3.0)
         return ScaledTwice.apply(x, self)
