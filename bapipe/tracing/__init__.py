@@ -7,7 +7,8 @@ Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in 
    (`recorded_capture`), and torch.export (`export_capture`).
    A recording (`recording`) is made at three batch sizes by `record`, and `merge_recordings` makes one graph of them;
    `recorded_functions` writes calls as nodes, `nested_tensors` finds tensors in values, `constant_values` and
-   `run_with_values` know values that code branches on. `kept_calls` are kept as they are, `seeding` is noticed.
+   `run_with_values` know values that code branches on. `kept_calls` are kept as they are, `seeding` is noticed, as is
+   code that asks of which class a value is (`asked_class`), or calls a layer with other arguments (`layer_arguments`).
    Where all that fails a module is one layer: `reasons` say why and what to change, `code_position` where.
    `sparse_constants` refuses sparse tensors between layers; `control_flow` says what is wrong with `torch.cond`.
 2. `aliasing`: makes the order of in-place changes explicit in the graph. `randomness` says which operators are random,
