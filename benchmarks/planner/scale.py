@@ -10,7 +10,7 @@ load of a device, over cuts of the graph. Seconds are of compute; memory is the 
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from rich.box import SIMPLE_HEAD
@@ -87,6 +87,16 @@ def _chain_of(num_layers: int) -> Callable[[], Inputs]:
     return lambda: chain(num_layers)
 
 
+_UNLIKE_DEVICES = Case(
+    inputs=_chain_of(100),
+    num_devices=40,
+    minibatch_size=256,
+    replicas=False,
+    per_host=8,
+    is_unlike=True,
+    output_bytes=2 * MB,
+)
+
 CASES = {
     "chain": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32),
     "chain, throughput": Case(inputs=_chain_of(1000), num_devices=64, minibatch_size=32, objective="throughput"),
@@ -112,42 +122,21 @@ CASES = {
     ),
     "zb-v": Case(inputs=_chain_of(200), num_devices=8, minibatch_size=32, schedules=("zb-v",), replicas=False),
     **{
-        f"{schedule}, 40 unlike devices": Case(
-            inputs=_chain_of(100),
-            num_devices=40,
-            minibatch_size=256,
-            schedules=(schedule,),
-            replicas=False,
-            per_host=8,
-            is_unlike=True,
-            output_bytes=2 * MB,
-        )
+        f"{schedule}, 40 unlike devices": replace(_UNLIKE_DEVICES, schedules=(schedule,))
         for schedule in ("interleaved-1f1b", "dualpipe-v")
     },
     **{
-        f"{schedule}, 64 alike devices": Case(
+        f"{schedule}, 64 alike devices": replace(
+            _UNLIKE_DEVICES,
             inputs=_chain_of(200),
             num_devices=64,
-            minibatch_size=256,
             schedules=(schedule,),
-            replicas=False,
-            per_host=8,
+            is_unlike=False,
             are_equal=True,
-            output_bytes=2 * MB,
         )
         for schedule in ("interleaved-1f1b", "zb-v")
     },
-    "1f1b without overlap": Case(
-        inputs=_chain_of(100),
-        num_devices=40,
-        minibatch_size=256,
-        schedules=("1f1b",),
-        replicas=False,
-        per_host=8,
-        is_unlike=True,
-        overlaps=False,
-        output_bytes=2 * MB,
-    ),
+    "1f1b without overlap": replace(_UNLIKE_DEVICES, schedules=("1f1b",), overlaps=False),
 }
 
 
