@@ -20,8 +20,12 @@ def top_package(code: object) -> str:
 
 def is_of_a_library(code: object) -> bool:
     """Returns whether code is torch's, bapipe's or Python's own."""
-    top = top_package(code)
-    return top in ("torch", "bapipe") or top in sys.stdlib_module_names
+    return is_package_of_a_library(top_package(code))
+
+
+def is_package_of_a_library(package: str) -> bool:
+    """Returns whether a package, by its name, is torch, bapipe or Python's own."""
+    return package in ("torch", "bapipe") or package in sys.stdlib_module_names
 
 
 def is_of_the_user(code: object) -> bool:

@@ -1,9 +1,10 @@
 """Where in the model's own code something happens, for messages."""
 
 import linecache
-import sys
 from dataclasses import dataclass
 from types import FrameType
+
+from bapipe.module_state.whose_code import is_package_of_a_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def failed_line(error: BaseException) -> FailedLine | None:
         frame, number = trace.tb_frame, trace.tb_lineno
         if _is_forward(frame, caller):
             line, inside = _line(frame, number), None
-        elif line is not None and _is_others(frame):
+        elif line is not None and not is_package_of_a_library(_module(frame).partition(".")[0]):
             inside = _line(frame, number)
         caller, trace = frame, trace.tb_next
     return None if line is None else FailedLine(line, inside)
@@ -69,11 +70,6 @@ def _is_forward(frame: FrameType, caller: FrameType | None) -> bool:
     is_called_as_one = caller is not None and _module(caller) in ("torch.nn.modules.module", "torch.fx._symbolic_trace")
     is_own = not _module(frame).startswith(("torch.", "bapipe.tracing."))
     return is_own and (is_called_as_one or frame.f_code.co_name == "forward")
-
-
-def _is_others(frame: FrameType) -> bool:
-    package = _module(frame).partition(".")[0]
-    return package not in ("torch", "bapipe") and package not in sys.stdlib_module_names
 
 
 def _line(frame: FrameType, number: int) -> CodeLine:
