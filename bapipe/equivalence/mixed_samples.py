@@ -59,7 +59,8 @@ def _sets_by_first(module: nn.Module, one: Microbatch, other: Microbatch, evalua
     """
     try:
         with evaluation_mode(evaluated):
-            by_one, by_other = set_up_at_first(module, one, other), set_up_at_first(module, other, one)
+            by_one = set_up_at_first(module, one, other)
+            by_other = set_up_at_first(module, other, one) if by_one else {}
     except Exception:  # whatever the model's own code raises
         return False
     return any(not same_tensor(by_one[name], by_other[name]) for name in by_one.keys() & by_other.keys())

@@ -126,8 +126,7 @@ class BackwardState:
         registry: dict[str, object] = part._buffers if name.is_buffer else vars(part)  # type: ignore[assignment]
         now = registry.get(name.name, _ABSENT)
         if isinstance(value, _Buffer):
-            is_same = now is value.tensor and version(value.tensor) == value.version
-            value = value.tensor if is_same or version(value.tensor) == value.version else value.copy
+            value = value.tensor if version(value.tensor) == value.version else value.copy
             if value is None:  # a large buffer, written to for the first time: its value from before is lost
                 return None
         if value is now:

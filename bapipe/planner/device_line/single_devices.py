@@ -67,6 +67,7 @@ class SingleDevices:
         sums_of = {kind: _KindSums(profile, line, schedule, size) for kind, profile in line.profiles.items()}
         self._sums = [sums_of[device.kind] for device in devices[: most + 1]]
         self._speeds = [device.speed for device in devices[: most + 1]]
+        self._overlaps = [device.overlaps_transfers for device in devices]
         self._limits = [float(limit) for limit in line.limits[: most + 1]]
         # Transfers over each boundary from each device to the next one, and back; many share an array. [devices - 1]
         self._sent = [self._sums[k].transfers(line.cluster.link(k, k + 1), back=False) for k in range(most)]
@@ -218,7 +219,7 @@ class SingleDevices:
 
     def _stalls(self, stage: int) -> "_Stalls":
         """Returns the transfers during which the device of a stage does not compute."""
-        overlaps = [device.overlaps_transfers for device in self.line.cluster.devices]
+        overlaps = self._overlaps
         before, behind = self._over_cut(stage - 1), self._over_cut(stage)
         if overlaps[stage]:
             before = behind = np.zeros_like(before[0]), np.zeros_like(before[0])
