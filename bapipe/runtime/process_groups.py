@@ -71,10 +71,10 @@ class OwnGroups:
 
     def destroy(self) -> None:
         """Destroys these groups once all processes are here, so that none still waits for what another one sends."""
-        made = self._taken()
-        if made:
+        taken = self._taken()
+        if taken:  # also where this process is in none of them: all wait here for each other
             barrier(self._layout.group)
-        for group in made:
+        for group in _joined(taken):
             dist.destroy_process_group(group)
 
     @contextmanager
@@ -83,18 +83,23 @@ class OwnGroups:
         try:
             yield
         except BaseException:
-            for group in self._taken():
+            for group in _joined(self._taken()):
                 abort_group(group)
             raise
 
-    def _taken(self) -> list[dist.ProcessGroup]:
+    def _taken(self) -> list[object]:
         """Returns the groups, which nothing of this pipeline refers to any more.
 
         None are left if whoever made the default group has destroyed it, and so all groups.
         """
         self._users.close()
-        made, self._made = self.made, []
+        made, self._made = self._made, []
         return [] if dist.group.WORLD is None or dist.group.WORLD is not self._default() else made
+
+
+def _joined(made: Sequence[object]) -> list[dist.ProcessGroup]:
+    """Returns the groups that this process is in."""
+    return [group for group in made if isinstance(group, dist.ProcessGroup)]
 
 
 def connect_tied_weights(layout: ProcessLayout, own_groups: OwnGroups, parts: Split) -> TiedGradients:

@@ -14,7 +14,7 @@ from bapipe.errors import BapipeError
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.runtime.stage_executors import ExecutorFactory
 from bapipe.training.launch.worker import Rank
-from tests.multiprocess.runtime_cases import make_plan, named_order, random_order
+from tests.multiprocess.runtime_cases import make_plan, named_order, random_order, replicas
 
 NUM_PIPELINES = 20
 
@@ -86,6 +86,20 @@ def _step(module: nn.Module, **options: Any) -> Pipeline:
     with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False, **options) as pipeline:
         pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     return pipeline
+
+
+def replicas_on_some(rank: Rank) -> list[float]:
+    """Returns a sum over all ranks behind each pipeline; only ranks 1 and 2 have the replicas of a stage."""
+    sums = []
+    for ranks in ((0, (1, 2)), ((1, 2), 0)):
+        plan = make_plan(["0", "1"], (1,), ranks, random_order(0, replicas(ranks), 2, 0.0), 2, 2)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with Pipeline(module, plan, loss=mse_loss, inputs=(torch.zeros(4, 4),), check=False) as pipeline:
+            pipeline.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        total = torch.ones(())
+        dist.all_reduce(total)
+        sums.append(float(total))
+    return sums
 
 
 def left_by_another(rank: Rank) -> tuple[str, str]:
