@@ -15,7 +15,7 @@ From `bapipe.Pipeline` down:
 3. During the last backward of a stage `replicas` sums the gradients of replicas. After the step `tied_weights` sums the
    gradients of weights that several stages use, and `replica_state` gives the replicas equal running statistics.
    `update` completes them: `grad_scaler` (float16) and clipping use the gradients of all ranks; `optimizer` then
-   updates stage by stage.
+   updates stage by stage; `optimizer_state` is saved and restored by the names of parameters.
 4. After the step `gather_timeline` collects when everything ran (`clock`), and `peak_memory` how much memory it took.
    `evaluation` runs forwards alone, on held-out data.
 

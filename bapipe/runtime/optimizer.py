@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from reprlib import repr as shortened
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,13 @@ from bapipe.optimizers import MOMENTUM
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.collectives_check import optimizer_checked
 from bapipe.runtime.gradient_values import gradient_values
+from bapipe.runtime.optimizer_state import OptimizerState, load_state, state_of
 from bapipe.runtime.other_ranks import is_on_another_rank
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.torch_device import CPU
 from bapipe.torch_private.process_groups import num_collectives
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
-
-Number = bool | int | float
 
 TORCH_OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     name.lower(): kind
@@ -75,22 +74,6 @@ def check_optimizer_factory(make: object) -> None:
             f"`optimizer` is {given}; want a function that makes the optimizer of a stage's parameters, such as "
             "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
-
-
-class OptimizerState(TypedDict):
-    """The state of a rank's optimizers, by `name of the parameter:key`, in types that `torch.load` reads.
-
-    Attributes:
-        tensors, numbers: the state of each parameter, such as its momentum.
-        options: the options of each parameter's group, such as the learning rate that a scheduler has set; numbers and
-            tuples of them.
-        grad_scaler: `scale` and `growth_tracker` of loss scaling, the same on every rank.
-    """
-
-    tensors: Mapping[str, Tensor]
-    numbers: Mapping[str, Number]
-    options: NotRequired[Mapping[str, Number | tuple[Number, ...]]]
-    grad_scaler: NotRequired[Mapping[str, Any]]
 
 
 class StageOptimizers:
@@ -203,101 +186,17 @@ class StageOptimizers:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def state(self, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
-        """Returns the optimizers' state of named parameters, which are all that they may have.
-
-        Raises:
-            BapipeError: an optimizer has others, such as copies of them in float32.
-        """
-        self._check_named(parameters)
-        values = {
-            f"{name}:{key}": value
-            for name, parameter in parameters.items()
-            for optimizer in self._optimizers.values()
-            for key, value in optimizer.state.get(parameter, {}).items()
-        }
-        group_of = {id(parameter): group for group in self._groups for parameter in group["params"]}
-        return OptimizerState(
-            tensors={name: value for name, value in values.items() if isinstance(value, Tensor)},
-            numbers={name: value for name, value in values.items() if isinstance(value, Number)},
-            options={
-                f"{name}:{key}": value.item() if hasattr(value, "item") else value  # numbers of numpy, too
-                for name, parameter in parameters.items()
-                for key, value in group_of.get(id(parameter), {}).items()
-                if isinstance(value, Number | tuple | Tensor)
-            },
-        )
+        """Returns the optimizers' state, see `state_of`."""
+        return state_of(self.optimizers, parameters)
 
     def load_state(self, state: OptimizerState, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restores the state of these parameters from what `state` returned; that of other parameters is ignored.
-
-        An option is restored if it was the same for all parameters of a group.
-
-        Raises:
-            BapipeError: it is the state of another optimizer, or lacks some of these parameters, or is no such state;
-                or an optimizer has other parameters.
-        """
-        self._check_named(parameters)
-        if not isinstance(state, Mapping) or not {"tensors", "numbers"} <= state.keys():
-            found = f"a dictionary of {', '.join(map(repr, state))}" if isinstance(state, Mapping) else shortened(state)
-            raise BapipeError(f"`state` is {found}: want what `optimizer_state` of a Pipeline returned")
-        options = state.get("options", {})
-        name_of = {id(parameter): name for name, parameter in parameters.items()}
-        _check_covers(state, {name_of[id(p)] for group in self._groups for p in group["params"]})
-        by_parameter: dict[str, dict[str, Tensor | Number]] = {name: {} for name in parameters}
-        for full_name, value in (*state["tensors"].items(), *state["numbers"].items()):
-            name, _, key = full_name.rpartition(":")
-            if name in by_parameter:
-                by_parameter[name][key] = value
-        for optimizer in self._optimizers.values():
-            every = [p for group in optimizer.param_groups for p in group["params"]]
-            for group in optimizer.param_groups:
-                _check_keys(optimizer, group, [by_parameter[name_of[id(p)]] for p in group["params"]])
-            # torch numbers the parameters of an optimizer over all its groups.
-            by_index = {index: values for index, p in enumerate(every) if (values := by_parameter[name_of[id(p)]])}
-            optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
-            for index, values in by_index.items():
-                _restore_dtypes(optimizer.state[every[index]], values)
-            for group in optimizer.param_groups:
-                names = [name_of[id(p)] for p in group["params"]]
-                for key in {full_name.rpartition(":")[2] for full_name in options}:
-                    saved = {options.get(f"{name}:{key}") for name in names}
-                    if len(saved) == 1 and None not in saved:
-                        _set_option(group, key, saved.pop())
-
-    def _check_named(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises BapipeError if an optimizer has a parameter that is none of these, by whose names states are kept."""
-        named = {id(parameter) for parameter in parameters.values()}
-        for optimizer in self._optimizers.values():
-            own = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in named]
-            if own:
-                raise BapipeError(
-                    f"the optimizer {type(optimizer).__name__} has {len(own)} parameters that are none of the module, "
-                    f"such as one of shape {tuple(own[0].shape)} and {own[0].dtype}: states are saved and loaded by "
-                    "the names of the module's, and these have none. Let `optimizer` keep the optimizers that it "
-                    "makes, as in a list, and save and load their `state_dict()` and their parameters, under the same "
-                    "plan"
-                )
+        """Restores the optimizers' state, see `load_state`."""
+        load_state(self.optimizers, state, parameters)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         """The groups of parameters of all optimizers."""
         return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-
-
-def _check_covers(state: OptimizerState, own: set[str]) -> None:
-    """Raises BapipeError if a state lacks some of `own`, the names of the parameters of this rank's optimizers.
-
-    Without options, as in checkpoints, it is refused only if it lacks all of them: a parameter that has had no gradient
-    yet has no other state.
-    """
-    options = state.get("options", {})
-    saved = {name.rpartition(":")[0] for name in (*state["tensors"], *state["numbers"], *options)}
-    missing = own - saved
-    if saved and missing and (options or missing == own):
-        raise BapipeError(
-            f"the state is of '{min(saved)}' and others, and not of '{min(missing)}', which this rank has: give "
-            "each rank the states of all ranks together, or that of its own parameters"
-        )
 
 
 def _check_optimizer(optimizer: object) -> None:
@@ -323,58 +222,6 @@ def _check_own(optimizer: optim.Optimizer, given: Iterable[nn.Parameter], module
             f"{tuple(others[0].shape)}: each stage has an optimizer of its own, so use only the parameters that the "
             "function is called with; their names are in `{id(p): name for name, p in module.named_parameters()}`"
         )
-
-
-def _set_option(group: dict[str, Any], key: str, value: object) -> None:
-    if isinstance(group.get(key), Tensor):
-        group[key].fill_(value)
-    else:
-        group[key] = value
-
-
-def _check_keys(
-    optimizer: optim.Optimizer, group: Mapping[str, Any], states: Iterable[Mapping[str, Tensor | Number]]
-) -> None:
-    """Raises BapipeError if saved states of a group's parameters, in order, have other keys than the optimizer's."""
-    made: dict[int, frozenset[str] | None] = {}  # by the parameter's number of dimensions
-    for p, values in zip(group["params"], states, strict=True):
-        if p.dim() not in made:
-            made[p.dim()] = _keys_made(optimizer, group, p)
-        expected, found = made[p.dim()], frozenset(values)
-        if found and expected is not None and found != expected:
-            have, want = (", ".join(sorted(keys)) or "none" for keys in (found, expected))
-            raise BapipeError(f"the checkpoint has the state of another optimizer: {have}; this one makes {want}")
-
-
-def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Tensor | Number]) -> None:
-    """Restores the dtype of state tensors: torch has cast all but `step` to the parameter's dtype.
-
-    NAdam's product of momenta and ASGD's step size are in float32, also for parameters in bfloat16 or float64.
-    """
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and value.dtype != loaded[key].dtype:
-            loaded[key] = value.to(loaded[key].device)
-
-
-def _keys_made(like: optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> frozenset[str] | None:
-    """Returns the keys of an optimizer's state for a parameter, found by a step on one of a single element.
-
-    The step is made by a new optimizer of the same class, with the options of a group; the factory is not called, as it
-    may keep what it makes. None if the class is not torch's, as it may have options that are in no group, or if the
-    step fails, as with an optimizer for sparse gradients.
-    """
-    if not type(like).__module__.startswith("torch.optim"):
-        return None
-    shape = (1,) * parameter.dim()
-    tiny = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
-    tiny.grad = torch.zeros_like(tiny)
-    make: Callable[..., optim.Optimizer] = type(like)
-    try:
-        optimizer = make([{**group, "params": [tiny]}])
-        optimizer.step()
-    except Exception:  # whatever the optimizer of a user raises
-        return None
-    return frozenset(key for key, value in optimizer.state[tiny].items() if isinstance(value, Tensor | Number))
 
 
 def clip_grad_norm(

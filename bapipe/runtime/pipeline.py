@@ -23,7 +23,8 @@ from bapipe.runtime.connected_stages import ConnectedStages, connect_stages
 from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies
 from bapipe.runtime.evaluation import ForwardResult
 from bapipe.runtime.grad_scaler import GradScalerState
-from bapipe.runtime.optimizer import OptimizerFactory, OptimizerState, StageOptimizers, check_optimizer_factory, sgd
+from bapipe.runtime.optimizer import OptimizerFactory, StageOptimizers, check_optimizer_factory, sgd
+from bapipe.runtime.optimizer_state import OptimizerState, joined
 from bapipe.runtime.process_groups import OwnGroups
 from bapipe.runtime.rank_stages import make_rank_stages
 from bapipe.runtime.runnable import check_no_groups
@@ -390,12 +391,13 @@ class Pipeline:
         """Makes the next update wait, on the device, for the event `copied`, after which the state has been copied."""
         self._steps.kept_until = copied
 
-    def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Restores what `optimizer_state` returned, on this rank or on all ranks together, possibly under another plan.
+    def load_optimizer_state(self, *states: OptimizerState) -> None:
+        """Restores what `optimizer_state` returned: on this rank, or under another plan what it returned on each one.
 
         Raises:
             BapipeError: it is the state of another optimizer, lacks parameters of this rank, or is no such state.
         """
+        state = joined(states)
         self._optimizers.load_state(state, self.named_parameters())
         if self.grad_scaler is not None and "grad_scaler" in state:
             self._steps.grad_scaler = GradScalerState(**state["grad_scaler"])

@@ -21,7 +21,7 @@ from bapipe.errors import BapipeError
 from bapipe.job import groups
 from bapipe.job.groups import _JOBS, init_proven_group, new_proven_group
 from bapipe.job.sockets import open_sockets
-from bapipe.runtime.optimizer import OptimizerState
+from bapipe.runtime.optimizer_state import OptimizerState
 from bapipe.torch_private.process_groups import backend_name
 from bapipe.training.checkpoint import tensor_files, writer
 from bapipe.training.checkpoint.manifest import Manifest, MinibatchSize, position_after

@@ -12,7 +12,8 @@ from torch import nn, optim
 
 from bapipe.errors import BapipeError
 from bapipe.runtime.clock import CpuClock
-from bapipe.runtime.optimizer import TORCH_OPTIMIZERS, OptimizerState, StageOptimizers, optimizer_factory, sgd
+from bapipe.runtime.optimizer import TORCH_OPTIMIZERS, StageOptimizers, optimizer_factory, sgd
+from bapipe.runtime.optimizer_state import OptimizerState
 
 
 def make(name: str, **arguments: object) -> optim.Optimizer:

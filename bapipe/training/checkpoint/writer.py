@@ -24,7 +24,7 @@ from bapipe.formats.files import write_bytes
 from bapipe.job.groups import gathered, new_proven_group
 from bapipe.printable import counted
 from bapipe.runtime.copy_streams import HostCopy, copied_to_host, copy_stream
-from bapipe.runtime.optimizer import Number, OptimizerState
+from bapipe.runtime.optimizer_state import Number, OptimizerState
 from bapipe.training.checkpoint.folder import (
     UNFINISHED,
     checkpoint_folder,
