@@ -137,9 +137,11 @@ def _by_parameter(optimizer: optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
         BapipeError: it has more than that.
     """
     given = optimizer.state_dict()
+    if not isinstance(given, Mapping):
+        raise _cannot_be_named(optimizer, f"a {type(given).__name__} as its `state_dict()`")
     more = [key for key in given if key not in ("state", "param_groups")]
-    if more:
-        raise _cannot_be_named(optimizer, f"{', '.join(map(repr, more))} in its `state_dict()`")
+    if more or "state" not in given:
+        raise _cannot_be_named(optimizer, f"{', '.join(map(shortened, more)) or 'no state'} in its `state_dict()`")
     every = [p for group in optimizer.param_groups for p in group["params"]]
     others = [key for key in given["state"] if not (isinstance(key, int) and key < len(every))]
     if others:

@@ -94,9 +94,18 @@ def test_an_optimizer_around_another_one_goes_on_with_its_momentum() -> None:
     assert torch.equal(whole, second)
 
 
+class AroundWithList(Around):
+    """One whose state is the list of those of all that are inside it."""
+
+    def state_dict(self) -> Any:
+        return [self.inner.state_dict()]
+
+
 def test_one_with_a_state_of_its_own_is_refused() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     optimizer, named = AroundWithBoth([parameter]), {"weight": parameter}
+    with pytest.raises(BapipeError, match=r"AroundWithList keeps a list as its `state_dict\(\)`: only tensors"):
+        state_of([AroundWithList([parameter])], named)
     with pytest.raises(BapipeError, match=r"AroundWithBoth keeps 'inner' in its `state_dict\(\)`: only tensors"):
         state_of([optimizer], named)
     with pytest.raises(BapipeError, match="AroundWithBoth keeps 'inner'"):
