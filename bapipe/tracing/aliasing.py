@@ -204,9 +204,12 @@ def _written_by(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
             if isinstance(part, NormBase) or type(part).__name__ == "_SpectralNorm":
                 yield from part.buffers(recurse=False)
         return
-    for tensor in node.all_input_nodes if _is_batch_norm(node) else _written_inputs(module, node):
-        if tensor.op == "get_attr":
-            yield attribute(module, str(tensor.target))
+    if _is_batch_norm(node):
+        names = [str(tensor.target) for tensor in node.all_input_nodes if tensor.op == "get_attr"]
+    else:
+        names = [name for tensor in _written_inputs(module, node) for name in written_state(module, tensor)]
+    for name in names:
+        yield attribute(module, name)
 
 
 def _reached_by_other_code(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:

@@ -100,3 +100,45 @@ def test_buffers_that_torch_changes_bind_layers_whatever_was_seen() -> None:
     """Running statistics may have the values already that they get."""
     traced = replace(trace(Twice(nn.BatchNorm1d(8)), (torch.ones(3, 8),)), changed=frozenset())
     assert layers_in_one_stage(traced) == [("shared", "shared#2")]
+
+
+class Queue(nn.Module):
+    """Reads a buffer behind one layer, and writes to it behind the next one."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(8, 8), nn.Linear(8, 8), write
+        self.register_buffer("past", torch.ones(2, 8))
+        self.past: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x) * self.past.sum(0))
+        with torch.no_grad():
+            self.write(self.past, y.mean(0))
+        return y
+
+
+def _assign(past: Tensor, value: Tensor) -> None:
+    past[:1] = value
+
+
+def _assign_row(past: Tensor, value: Tensor) -> None:
+    past[0] = value
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _assign,
+        _assign_row,
+        lambda past, value: past.copy_(value),
+        lambda past, value: past[:, 1:].mul_(value[1:]),
+        lambda past, value: past.narrow(0, 1, 1).add_(value),
+        lambda past, value: past.view(4, 4)[1].copy_(value[:4]),
+    ],
+)
+def test_layers_share_a_stage_where_one_writes_to_a_part_of_a_buffer_that_the_other_reads(
+    write: Callable[[Tensor, Tensor], object],
+) -> None:
+    traced = trace(Queue(write), (torch.ones(3, 8),))
+    assert layers_in_one_stage(traced) == [("a", "b")]
