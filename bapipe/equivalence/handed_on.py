@@ -1,11 +1,11 @@
 """Values that layers hand on and that are no tensors: the modules that make and use one must be one layer together."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from bapipe.equivalence.outcome import Microbatch, trial
+from bapipe.equivalence.outcome import Microbatch, device_of, trial
+from bapipe.tracing.extract import extract
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason, not_handed_on
 
@@ -28,20 +28,12 @@ def modules_to_join(model: TracedModel, microbatch: Microbatch) -> dict[str, Rea
 def _values_handed_on(model: TracedModel, microbatch: Microbatch) -> Mapping[str, object]:
     """Returns what layers give other layers in a forward and is no tensor, by name."""
     used = {name for layer in model.layers for name in layer.inputs}
-    name_of = {model.node_of[name]: name for layer in model.layers for name in layer.outputs if name in used}
-    found: dict[str, object] = {}
-
-    class Noting(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            value = super().run_node(n)
-            if n in name_of and not isinstance(value, Tensor):
-                found[name_of[n]] = value
-            return value
-
+    names = [name for layer in model.layers for name in layer.outputs if name in used]
+    whole = extract(model, [layer.name for layer in model.layers], model.inputs, names, device=device_of(model.root))
     with trial(model.root) as one:
         one.begin_forward(0)
-        Noting(model.module).run(*microbatch.copy().inputs)
-    return found
+        values = whole.forward(*microbatch.copy().inputs)
+    return {name: value for name, value in zip(names, values, strict=True) if not isinstance(value, Tensor)}
 
 
 def innermost_around(root: nn.Module, layers: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from bapipe.module_state.left_outside import left_outside
 from bapipe.module_state.reached_state import KeptState, put_value_back
 from bapipe.module_state.whose_code import calls_other_code, own_classes
 from bapipe.torch_private.modules import is_scripted
-from bapipe.torch_private.tensors import FakeTensor, version
+from bapipe.torch_private.tensors import FakeTensor, is_view, version
 
 Attributes = list[tuple[nn.Module, dict[str, object]]]
 """Modules with attributes of theirs, by name."""
@@ -91,8 +91,9 @@ def state_restored(
 ) -> Iterator[dict[int, Tensor]]:
     """The module may run in this context; afterwards its attributes and buffers are what they were, with their values.
 
-    So are numbers of the classes of its parts, and what its hooks and forwards keep outside of it, in closures,
-    defaults and globals (`code_state`). Tensors that they leave elsewhere are removed (`left_outside`).
+    Its parameters and buffers are leaves again, and need gradients if they did. Numbers of the classes of its parts are
+    what they were, and so is what its hooks and forwards keep outside of it, in closures, defaults and globals
+    (`code_state`). Tensors that they leave elsewhere are removed (`left_outside`).
 
     Attributes that are not immutable are replaced by copies meanwhile. Yields copies of the values of tensors, by the
     tensor's id.
@@ -111,6 +112,7 @@ def state_restored(
         for tensor in (own | hidden).values()
         if _has_value(tensor) and (parameters or id(tensor) in hidden or not isinstance(tensor, nn.Parameter))
     ]
+    leaves = [(tensor, tensor.requires_grad) for tensor in (own | hidden).values() if tensor.is_leaf]
     attributes = [dict(vars(part)) for part in modules]
     registries = [
         [(value, dict(value)) for value in map(vars(part).get, _REGISTRIES) if value is not None] for part in modules
@@ -139,6 +141,8 @@ def state_restored(
                 registry.clear()
                 registry.update(entries)
         state.put_back()
+        for tensor, needs_gradient in leaves:
+            _make_leaf(tensor, needs_gradient)
         with torch.no_grad():
             for tensor, value, count in values:
                 if compares or version(tensor) != count:
@@ -155,6 +159,14 @@ def values_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
+
+
+def _make_leaf(tensor: Tensor, needs_gradient: bool) -> None:
+    """Takes a tensor out of the graph that a write to it, in place and with gradients, has made it a result of."""
+    if not tensor.is_leaf and not is_view(tensor):  # torch cannot take out a view alone
+        tensor.detach_()
+    if tensor.is_leaf and tensor.requires_grad != needs_gradient:
+        tensor.requires_grad_(needs_gradient)
 
 
 def _has_value(tensor: Tensor) -> bool:

@@ -69,6 +69,42 @@ def test_the_module_around_is_one_layer(inner: nn.Module) -> None:
     assert [layer.name for layer in planned.layers] == ["0", "1.0", "2"]
 
 
+class Contrast(nn.Module):
+    """Writes to a trained bias, a frozen teacher and a queue without gradients; its two layers share the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.ones(4, 3))
+        self.queue: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.student.bias.clamp_(-0.1, 0.1)
+        query = self.student(x)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+            key = self.teacher(x)
+        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
+        with torch.no_grad():
+            self.queue[:, :2] = key[:2].T
+        return scores
+
+
+def test_what_is_handed_on_is_found_in_the_modes_of_the_model() -> None:
+    """With gradients, torch would refuse to write to the bias, and the teacher would become a result of the student."""
+    module = Contrast()
+    before = [(one, one.detach().clone(), one.requires_grad) for one in module.parameters()]
+    microbatches = example_microbatches([X], X, (2, 2, 3), CPU)
+    model, result = trace_checked(module, [X], mse_loss, microbatches, max_size=3)
+    assert isinstance(result, Equivalence)
+    assert [layer.name for layer in model.layers] == ["student", "teacher"]
+    assert result.num_stages == 1  # what writes to the queue and what reads it
+    for one, value, needs_gradient in before:
+        assert (one.is_leaf, one.requires_grad) == (True, needs_gradient)
+        assert torch.equal(one, value)
+
+
 @pytest.mark.parametrize(
     ("value", "said", "advice"),
     [

@@ -157,6 +157,37 @@ def test_state_is_undone_after_an_error_too() -> None:
     assert module.mean.eq(0).all()
 
 
+class WritesWithGradients(nn.BatchNorm1d):
+    """Writes to a frozen parameter and to a buffer what has a gradient, and freezes the parameter that gives it."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        self.weight.mul_(2 * self.scale)
+        self.running_mean.add_(self.scale)
+        self.scale.requires_grad_(False)
+        assert (self.weight.is_leaf, self.running_mean.is_leaf) == (False, False)
+        return x @ self.weight
+
+
+def test_what_a_graph_has_changed_is_a_leaf_again() -> None:
+    module = WritesWithGradients()
+    assert module.running_mean is not None
+    with pytest.raises(RuntimeError, match="size mismatch"), state_restored(module, parameters=True):
+        module(torch.ones(2, 3))
+    assert {name: (one.is_leaf, one.requires_grad) for name, one in module.named_parameters()} == {
+        "weight": (True, False),
+        "bias": (True, False),
+        "scale": (True, True),
+    }
+    assert (module.running_mean.is_leaf, module.running_mean.requires_grad) == (True, False)
+    assert (module.weight.tolist(), module.running_mean.tolist()) == ([1, 1], [0, 0])
+
+
 def test_a_graph_that_has_saved_statistics_before_can_still_run_backward() -> None:
     """Batch norm writes to them without torch's counting it, and what is put back is what the graph has saved."""
     norm, x = nn.BatchNorm1d(2), torch.tensor([[1.0, 2.0], [3.0, 6.0]], requires_grad=True)
