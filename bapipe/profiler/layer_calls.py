@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from bapipe.formats.profile import LOSS, TARGET
+from bapipe.module_state.python_state import values_restored
 from bapipe.profiler.instrument import TensorInfo, TrainingPass, check_loss, layer_error, parameters_of
 from bapipe.torch_device import tensors_on
 from bapipe.torch_private.tensors import storage_key
@@ -72,7 +73,7 @@ def callable_layers(training_pass: TrainingPass) -> Iterator[CallableLayer]:
 def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> Iterator[LayerCall]:
     """Yields each layer as called in a forward without gradients; one layer at a time is on the device.
 
-    A tensor is freed after the last layer that uses it.
+    A tensor is freed after the last layer that uses it. Parameters that a layer changes get their values back after it.
 
     Raises:
         InvalidModel: a layer fails.
@@ -82,7 +83,8 @@ def run_layers(training_pass: TrainingPass, layers: Sequence[CallableLayer]) -> 
     alive[TARGET_OF_LOSS] = training_pass.target
     for index, layer in enumerate(layers):
         inputs = [alive[source] for source in layer.inputs]
-        with tensors_on(layer.module, training_pass.device):
+        parameters = layer.module.parameters() if isinstance(layer.module, nn.Module) else ()
+        with tensors_on(layer.module, training_pass.device), values_restored(parameters):
             try:
                 with training_pass.autocast_context():
                     outputs = _outputs(layer, inputs)

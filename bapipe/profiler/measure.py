@@ -8,6 +8,7 @@ import torch
 from msgspec import UNSET, structs
 from torch import Tensor, nn
 
+from bapipe.equivalence.loss_state import state_of_loss
 from bapipe.equivalence.losses import check_no_parameters
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import InvalidModel
@@ -55,7 +56,8 @@ def measure_model(
     """Returns the profile of a model in training, its last layer the loss.
 
     The model is measured on `data`, or else on the example inputs, repeated to each micro-batch size. The module's
-    parameters, buffers and mode are left as they were, its gradients as None, and so are torch's threads.
+    parameters, buffers, attributes and mode are left as they were, its gradients as None; so are what the loss keeps
+    and torch's threads.
 
     Args:
         data: makes samples like the examples; these are repeated all the same if the model fails on the samples, or is
@@ -85,6 +87,7 @@ def measure_model(
     with (
         prepared_cpu(settings.threads) if device.type == "cpu" else torch.cuda.device(device),
         prepared(module, device, settings, move=not layer_by_layer),
+        state_of_loss(loss, module).restored(),
         tensors_on(loss, device),  # weights of classes are the buffers of a loss that is a module
         only_tensor_inputs(module, inputs) as tensors,
     ):

@@ -16,7 +16,6 @@ from bapipe.module_state.unregistered import unregistered_parameters
 from bapipe.printable import shortened
 from bapipe.torch_device import describe
 from bapipe.torch_settings import tf32
-from bapipe.tracing.changing_state import limited_embeddings_restored
 from bapipe.tracing.sizes import repeat_to_batch
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,11 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> bool:
-    """Returns whether the device has memory for some copies of the parameters; 2 are parameters and their gradients."""
+    """Returns whether the device has memory for some copies of the parameters; 2 are parameters and their gradients.
+
+    A CPU has to have it for one more: the values that `prepared` puts back.
+    """
+    copies += device.type == "cpu"
     return copies * sum(parameter.nbytes for parameter in module.parameters()) < describe(device).memory_bytes
 
 
@@ -59,13 +62,13 @@ def fits_on_device(module: nn.Module, device: torch.device, copies: int = 2) -> 
 def prepared(module: nn.Module, device: torch.device, settings: Settings, *, move: bool = True) -> Iterator[None]:
     """Puts the module in training mode without gradients; restores its state, global generators and TF32 afterwards.
 
-    If `move`, it also is on the device meanwhile.
+    If `move`, it also is on the device meanwhile, and its parameters get their values back. Else whoever runs its
+    layers puts those back (`run_layers`): of a model that barely fits in memory there can be no copy.
     """
     home = next(module.parameters()).device
     strides = [(parameter, parameter.stride()) for parameter in module.parameters()]
     with (
-        state_restored(module),
-        limited_embeddings_restored(module),
+        state_restored(module, parameters=move),
         tf32(settings.tf32),
         all_generators_restored(),
     ):

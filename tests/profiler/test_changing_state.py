@@ -1,10 +1,15 @@
 """What a forward changes in a model restricts the plans of its profile."""
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bapipe
+from bapipe.profiler.measure import measure_model
+from bapipe.profiler.options import ProfileOptions
 from tests.models.small_modules import layers, profile
 
 
@@ -124,3 +129,60 @@ def test_a_shared_buffer_ties_layers_if_forwards_change_it(changes: bool) -> Non
             bapipe.make(made, 2, minibatch_size=4, microbatch_size=2, cuts=[2])
     else:
         assert bapipe.make(made, 2, minibatch_size=4, microbatch_size=2, cuts=[2])
+
+
+class Teacher(nn.Module):
+    """A frozen copy of a layer that each forward in training moves towards it; and a trained weight that it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 5), nn.Linear(6, 5).requires_grad_(False)
+        self.limited = nn.Embedding(3, 5, max_norm=0.1)
+        self.last = Unit()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x) + self.limited((x[:, 0] > 0).long())
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5).add_(self.student.weight, alpha=0.5)
+        scores: Tensor = self.last(y - self.teacher(x))
+        return scores
+
+
+class Unit(nn.Linear):
+    """Makes its weight one of norm 2, past torch's count of writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(2 / self.weight.data.norm())
+        return super().forward(x)
+
+
+class Centered(nn.Module):
+    """A loss that keeps the moving average of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(5))
+        self.center: Tensor
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(output.mean(0), alpha=0.1)
+        return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("options", [{}, {"check": False}, {"layer_by_layer": True}])
+def test_measuring_leaves_the_model_and_the_loss_as_they_were(options: dict[str, Any]) -> None:
+    module, loss = Teacher(), Centered()
+    before = copy.deepcopy(module.state_dict())
+    sizes = ProfileOptions(microbatch_sizes=(2,), seconds_per_size=0.0, **options)
+    measure_model(module, (torch.randn(2, 6),), torch.tensor([4, 1]), loss, sizes, name="teacher")
+    assert [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])] == []
+    assert loss.center.eq(0).all()
+    assert [name for name, one in module.named_parameters() if not one.requires_grad] == [
+        "teacher.weight",
+        "teacher.bias",
+    ]
+    assert all(one.is_leaf and one.grad is None for one in module.parameters())

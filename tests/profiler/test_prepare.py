@@ -126,12 +126,15 @@ def test_tensors_keep_their_memory_format(before: torch.memory_format) -> None:
     assert module.table is table
 
 
-def test_a_module_fits_if_memory_exceeds_parameters_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "num_bytes"), [("cpu", 3 * 64), ("cuda", 2 * 64)])
+def test_a_module_fits_if_memory_exceeds_parameters_gradients_and_on_a_cpu_the_values_to_put_back(
+    kind: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = nn.Linear(4, 4, bias=False)  # 64 bytes of parameters
-    for memory_bytes, fits in ((128, False), (129, True)):
-        device = DeviceKind(kind="cpu", name="small", memory_bytes=memory_bytes)
+    for memory_bytes, fits in ((num_bytes, False), (num_bytes + 1, True)):
+        device = DeviceKind(kind=kind, name="small", memory_bytes=memory_bytes)
         monkeypatch.setattr(prepare, "describe", lambda _, device=device: device)
-        assert prepare.fits_on_device(module, CPU) is fits
+        assert prepare.fits_on_device(module, torch.device(kind)) is fits
 
 
 def test_modules_on_the_meta_device_and_without_parameters_are_refused() -> None:

@@ -182,7 +182,7 @@ def test_layers_one_by_one_leave_no_gradients() -> None:
     assert set(looking.found) == {0}
 
 
-@pytest.mark.parametrize(("memory_bytes", "alone"), [(2 * 4 * 42 + 1, False), (2 * 4 * 42, True)])
+@pytest.mark.parametrize(("memory_bytes", "alone"), [(3 * 4 * 42 + 1, False), (3 * 4 * 42, True)])
 def test_a_model_that_does_not_fit_is_measured_layer_by_layer(
     memory_bytes: int, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
