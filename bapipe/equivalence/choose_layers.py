@@ -16,7 +16,8 @@ from bapipe.formats.profile import LOSS
 from bapipe.module_state.python_state import state_restored
 from bapipe.module_state.whose_code import is_of_torch
 from bapipe.printable import are_one_layer
-from bapipe.tracing.layers import matching_paths, trace
+from bapipe.tracing.layers import trace
+from bapipe.tracing.leaf_modules import matching_paths
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.reasons import Reason
 

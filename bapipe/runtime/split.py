@@ -1,6 +1,6 @@
 """Cuts a traced model into the stages of a plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from operator import attrgetter
@@ -10,8 +10,10 @@ from torch import Tensor, fx, nn
 from bapipe.errors import InvalidModel
 from bapipe.formats.plan import Plan
 from bapipe.formats.profile import LOSS
+from bapipe.printable import are_one_layer
 from bapipe.simulator.cuts import check_flow
 from bapipe.tracing.captured import Autocast
+from bapipe.tracing.leaf_modules import patterns_of
 from bapipe.tracing.model import TracedModel
 from bapipe.tracing.stage_parts import stage_parts
 from bapipe.tracing.stages import Split, cut_into_stages
@@ -34,9 +36,13 @@ def split(
     Raises:
         InvalidModel: the plan's layers are not the model's, a tensor would flow backwards, or as `cut_into_stages`.
     """
+    planned = {name for stage in plan.stages for name in stage.layers}
+    others = [layer.name for layer in model.layers if layer.name not in planned]
     if not may_lack_layers:
         _check_has_layers_of(plan, model)
-    _check_has_no_other_layers(model, plan)
+    elif others:
+        raise InvalidModel(_of_evaluation_only(model, planned, others))
+    _check_has_no_other_layers(plan, others)
     known = {LOSS, *(layer.name for layer in model.layers)}
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers if name in known}
     check_flow(model.layers, stage_of)
@@ -90,14 +96,34 @@ def _check_has_layers_of(plan: Plan, model: TracedModel) -> None:
             )
 
 
-def _check_has_no_other_layers(model: TracedModel, plan: Plan) -> None:
-    """Raises InvalidModel unless the model's layers are in the plan, with the loss on the last stage."""
-    planned = [name for stage in plan.stages for name in stage.layers]
-    for layer in model.layers:
-        if layer.name not in set(planned):
-            raise InvalidModel(
-                f"the model's layer '{layer.name}' is in no stage of the plan: "
-                "run the model that the plan was made for, or plan again"
-            )
+def _check_has_no_other_layers(plan: Plan, others: Sequence[str]) -> None:
+    """Raises InvalidModel unless the model has no layers that are in no stage, and the loss is on the last stage."""
+    for name in others:
+        raise InvalidModel(
+            f"the model's layer '{name}' is in no stage of the plan: run the model that the plan was made for, or plan "
+            "again"
+        )
     if LOSS not in plan.stages[-1].layers:
         raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
+
+
+def _of_evaluation_only(model: TracedModel, planned: Collection[str], others: Sequence[str]) -> str:
+    """Says which layers a model in evaluation mode has and a plan has not, why, and what to do.
+
+    A module may be one layer there, and several in training: where it does only in evaluation what a graph cannot hold.
+    """
+    paths = dict.fromkeys(name.partition("#")[0] for name in others)
+    whole = [path for path in paths if any(name.startswith(f"{path}.") for name in planned)]
+    if not whole:
+        return (
+            f"its layer '{others[0]}' runs in that mode only, so it is in no stage: let training call it too, or "
+            "evaluate with the module itself"
+        )
+    kind = type(model.root.get_submodule(whole[0]))
+    alike = [path for path in whole if type(model.root.get_submodule(path)) is kind]
+    reason = model.leaf_reasons.get(whole[0])
+    why = "" if reason is None or not reason.to_cut else f" ({reason})"  # not where its text is advice, too
+    return (
+        f"{are_one_layer(alike, kind.__name__)} in that mode{why}, and several in training: profile with "
+        f"`leaf_modules={patterns_of(model.root, whole)}`, with which they are one layer in both modes, and plan again"
+    )

@@ -3,8 +3,8 @@
 Begin with `layers`: its `trace` gives a `TracedModel`, the type in `model`, in four steps.
 
 1. `capture`: the operators of the module as one graph of torch.fx, a `Captured` (`captured`). Which calls of
-   modules are layers, a `layer_choice` says. Tried are torch.fx (`fx_capture`), recording what the module's code calls
-   (`recorded_capture`), and torch.export (`export_capture`).
+   modules are layers, a `layer_choice` says; `leaf_modules` are its patterns. Tried are torch.fx (`fx_capture`),
+   recording what the module's code calls (`recorded_capture`), and torch.export (`export_capture`).
    A recording (`recording`) is made at three batch sizes by `record`, and `merge_recordings` makes one graph of them;
    `recorded_functions` writes calls as nodes, `nested_tensors` finds tensors in values, `constant_values` and
    `run_with_values` know values that code branches on. `kept_calls` are kept as they are, `seeding` is noticed, as is

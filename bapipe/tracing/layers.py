@@ -1,6 +1,5 @@
 """Traces a module: assigns the operators of its graph to layers, and names the tensors between these."""
 
-import fnmatch
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from bapipe.tracing.capture import capture
 from bapipe.tracing.captured import Captured, autocast_of_training, output_node
 from bapipe.tracing.fx_capture import TracingFailed
 from bapipe.tracing.layer_choice import LayerChoice
+from bapipe.tracing.leaf_modules import matching_paths
 from bapipe.tracing.model import Hazard, TracedLayer, TracedModel, attribute, input_name, node_state
 from bapipe.tracing.randomness import is_random
 from bapipe.tracing.recorded_capture import capture_by_recording
@@ -161,18 +161,6 @@ def granularity(module: nn.Module, layers: Sequence[str]) -> tuple[list[str], li
     named = set(module_names)
     inlined = [path for path, part in paths.items() if path and path not in named and may_be_inlined(part)]
     return leaf_modules, inlined, any(name.startswith(OPERATOR) for name in module_names)
-
-
-def matching_paths(module: nn.Module, leaf_modules: Sequence[str]) -> list[str]:
-    """Returns the paths of the modules that patterns match; raises InvalidModel if one matches none."""
-    paths = [path for path, _ in module.named_modules() if path]
-    matches: list[str] = []
-    for pattern in leaf_modules:
-        matching = fnmatch.filter(paths, pattern)
-        if not matching:
-            raise InvalidModel(f"{type(module).__name__} has no module '{pattern}' to take as one layer")
-        matches += matching
-    return list(dict.fromkeys(matches))
 
 
 def _with_operators(captured: Captured, replicated: frozenset[fx.Node]) -> Captured:

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -82,9 +82,58 @@ def test_what_is_drawn_in_evaluation_depends_on_neither_ranks_nor_cuts() -> None
 @pytest.mark.usefixtures("alone")
 def test_a_model_that_differs_in_evaluation_mode_is_refused() -> None:
     assert refused() == (
-        "in evaluation mode the model cannot be cut as the plan says: the model's layer 'other' is in no stage of the "
-        "plan: run the model that the plan was made for, or plan again"
+        "in evaluation mode the model cannot be cut as the plan says: its layer 'other' runs in that mode only, so it is "
+        "in no stage: let training call it too, or evaluate with the module itself"
     )
+
+
+class Biased(nn.Module):
+    """Adds a row of a table, which it looks up once where it evaluates, as attention of LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after, self.table = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.randn(3, 6))
+        self.found: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> "Biased":
+        if mode:
+            self.found = {}
+        return super().train(mode)
+
+    def row(self) -> Tensor:
+        if self.training:
+            return self.table[1]
+        if "row" not in self.found:
+            self.found["row"] = self.table[1]
+        return self.found["row"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.after(self.before(x) + self.row())
+        return y
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_modules_are_one_layer_in_evaluation_only_the_advice_makes_a_plan_that_evaluates() -> None:
+    blocks = [nn.Sequential(OrderedDict({"relu": nn.ReLU(), "biased": Biased()})) for _ in range(2)]
+    module, x = nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 5)), torch.randn(6, 6)
+
+    def evaluated(leaf_modules: list[str], cut: int) -> Tensor:
+        layers = [layer.name for layer in trace(module, [x], leaf_modules=leaf_modules).layers]
+        plan = make_plan(layers, (cut,), (0, 0), [["0F0", "1F0", "1B0", "0B0"]], 6, 1)
+        pipeline = Pipeline(copy.deepcopy(module), plan, loss=loss, inputs=[x], evaluates=True)
+        found = pipeline.evaluate(x)
+        assert found is not None
+        output: Tensor = found.outputs[0]
+        return output
+
+    with pytest.raises(InvalidModel) as caught:
+        evaluated([], 4)
+    assert str(caught.value) == (
+        "in evaluation mode the model cannot be cut as the plan says: '1.biased' and 1 more of class Biased are one layer "
+        "each in that mode, and several in training: profile with `leaf_modules=['*.biased']`, with which they are "
+        "one layer in both modes, and plan again"
+    )
+    assert torch.equal(evaluated(["*.biased"], 3), copy.deepcopy(module).eval()(x))
 
 
 class Auxiliary(nn.Module):
