@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from bapipe.equivalence.outcome import TRAINING, Conditions, Loss, Microbatch, Outcome, run_original
 from bapipe.module_state.python_state import values_restored
 from bapipe.torch_device import CPU
+from bapipe.torch_private.tensors import DispatchMode
 
 _ROUNDING = 64
 """Differences of this many rounding units of a tensor's largest value are rounding, in any model."""
@@ -80,7 +82,7 @@ def repeats(original: Outcome, again: Outcome) -> bool:
 
 
 def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch], conditions: Conditions) -> Outcome:
-    """Returns the outcome of the original with parameters and inputs changed by rounding units.
+    """Returns the outcome of the original with parameters, inputs and casts to float32 changed by rounding units.
 
     It shows how far apart two correct computations may be: the order of sums, and of kernels, is free.
     """
@@ -93,7 +95,29 @@ def perturbed(module: nn.Module, loss: Loss, microbatches: Sequence[Microbatch],
             Microbatch(inputs=tuple(_shaken(tensor, generator, conditions) for tensor in one.inputs), target=one.target)
             for one in microbatches
         ]
-        return run_original(module, loss, shaken, conditions)
+        with _CastsShaken(generator):
+            return run_original(module, loss, shaken, conditions)
+
+
+class _CastsShaken(DispatchMode):  # type: ignore[no-untyped-call]
+    """Changes what is cast from float64 to float32, forward and backward, by rounding units of float32.
+
+    What rounding units of float64 change in a part that computes in float32 is mostly lost in the cast to it, while
+    that part rounds as any in float32. Parts in 16 bits need no such change: torch sums these in float32, so that the
+    order of a sum hardly shows.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ != "_to_copy" or result.layout is not torch.strided:
+            return result
+        if (args[0].dtype, result.dtype) == (torch.float64, torch.float32):
+            result.copy_(_shaken(result, self._generator, TRAINING))
+        return result
 
 
 def _shaken(tensor: Tensor, generator: torch.Generator, conditions: Conditions) -> Tensor:

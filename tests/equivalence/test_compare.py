@@ -38,6 +38,61 @@ def test_a_gradient_that_is_rounding_alone_may_be_another_one(dtype: torch.dtype
     assert [found.name for found in mismatches(original, other_weight, TRAINING, noise)] == ["0.weight"]
 
 
+class Single(nn.Module):
+    """Norms in float32, as models in float64 may do that are written for lower types."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True))).to(x.dtype)
+
+
+class InMemoryOrder(nn.Module):
+    """Norms what is not contiguous, so that its sums have another order in a stage, which receives contiguous values."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), norm, nn.Linear(8, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).transpose(1, 2).contiguous().transpose(1, 2)
+        z: Tensor = self.b(self.norm(y).mean(1))
+        return z
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_part_in_float32_of_a_model_in_float64_rounds_as_float32_does(seed: int) -> None:
+    torch.manual_seed(seed)
+    module, inputs = InMemoryOrder(Single()).double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    microbatches = example_microbatches([inputs], torch.zeros(2, dtype=torch.long), (2, 2, 3), torch.device("cpu"))
+    found = compare_split(trace(module, [inputs]), nn.functional.cross_entropy, microbatches)
+    assert isinstance(found, Equivalence)
+
+
+class Branches(nn.Module):
+    """Two layers that have nothing in common; one computes from float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.double_ = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+        self.norm = Single()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.single(self.norm(x)), self.double_(x)], 1)
+
+
+def test_only_gradients_that_come_through_float32_may_differ_by_its_rounding() -> None:
+    torch.manual_seed(0)
+    module, x, target = Branches(), *(torch.randn(5, n, dtype=torch.float64) for n in (8, 16))
+    batches = [Microbatch(inputs=(x,), target=target)]
+    original = run_original(module, nn.functional.mse_loss, batches)
+    noise = perturbed(module, nn.functional.mse_loss, batches, TRAINING)
+    single, double = "single.weight", "double_.weight"
+    for size, names in ((1e-15, []), (1e-8, [double]), (1e-3, [single, double])):
+        other = {name: value * (1 + size) for name, value in original.gradients.items() if name in (single, double)}
+        split = replace(original, gradients={**original.gradients, **other})
+        assert [one.name for one in mismatches(original, split, TRAINING, noise)] == names
+
+
 def of_gradient(*values: complex, dtype: torch.dtype = torch.float64) -> Outcome:
     return Outcome(losses=(), gradients={"w": torch.tensor(values, dtype=dtype)}, state={})
 
