@@ -88,6 +88,8 @@ def profile(
 ) -> ModelProfile:
     """Returns the profile of a module: times and bytes of its layers, measured while it trains on this machine.
 
+    The module is left as it was, its gradients as None, and so is what the loss keeps.
+
     Args:
         module: or a factory, alone: a function that returns an `Example`, or a name as on the command line.
         inputs: examples of the inputs, by position or, as a mapping, by name: tensors, batch first, of any batch size;
