@@ -10,7 +10,7 @@ from bapipe.tracing.stages import Split, changing_buffer_in_words, shared_buffer
 
 
 class SharedBuffers:
-    """The buffers that this rank's stages share with others, and that code other than torch's may change.
+    """The buffers that this rank's stages share with others, and that may be changed.
 
     If the stages were compared with the model, it did not change them on the example inputs; it may do so later.
     """

@@ -187,9 +187,13 @@ def written_buffers(model: TracedModel) -> dict[int, Tensor]:
     return _buffers_of(model, _written_by)
 
 
-def buffers_of_other_code(model: TracedModel) -> dict[int, Tensor]:
-    """Returns the buffers that code from outside torch may change: those of the modules that it belongs to, by id."""
-    return _buffers_of(model, _reached_by_other_code)
+def maybe_written_buffers(model: TracedModel) -> dict[int, Tensor]:
+    """Returns the buffers that may be changed besides, by id.
+
+    These are those of the modules that code from outside torch belongs to, and those of which an operator changes what
+    may be a view: `to` and others give the buffer itself, or a copy.
+    """
+    return _buffers_of(model, _maybe_written_by)
 
 
 def _buffers_of(model: TracedModel, found: Callable[[fx.GraphModule, fx.Node], Iterator[object]]) -> dict[int, Tensor]:
@@ -204,19 +208,19 @@ def _written_by(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
             if isinstance(part, NormBase) or type(part).__name__ == "_SpectralNorm":
                 yield from part.buffers(recurse=False)
         return
-    if _is_batch_norm(node):
-        names = [str(tensor.target) for tensor in node.all_input_nodes if tensor.op == "get_attr"]
-    else:
-        names = [name for tensor in _written_inputs(module, node) for name in written_state(module, tensor)]
-    for name in names:
-        yield attribute(module, name)
+    for tensor in node.all_input_nodes if _is_batch_norm(node) else _written_inputs(module, node):
+        if tensor.op == "get_attr":
+            yield attribute(module, str(tensor.target))
 
 
-def _reached_by_other_code(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
+def _maybe_written_by(module: fx.GraphModule, node: fx.Node) -> Iterator[object]:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         if any(map(calls_other_code, called.modules())):
             yield from called.buffers()
+        return
+    for tensor in _written_inputs(module, node):
+        yield from (attribute(module, name) for name in written_state(module, tensor))
 
 
 def _is_batch_norm(node: fx.Node) -> bool:

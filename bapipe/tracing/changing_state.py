@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bapipe.module_state.python_state import generators_kept, values_restored
-from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
+from bapipe.tracing.aliasing import maybe_written_buffers, written_buffers
 from bapipe.tracing.model import TracedModel, attribute, layer_states, state_names
 
 _RUNNING_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
@@ -61,13 +61,13 @@ def layers_in_one_stage(model: TracedModel) -> list[tuple[str, ...]]:
 def shared_changing_buffers(model: TracedModel) -> dict[str, tuple[str, ...]]:
     """Returns the layers of each buffer that several use and that training changes, by the buffer's name.
 
-    Of the buffers that code from outside torch may change these are the ones that it was seen to change, if it was run
-    for that; else all.
+    Of the buffers that may be changed besides those of operators of torch (`maybe_written_buffers`), these are the ones
+    that a forward was seen to change, if it was run for that; else all.
     """
     names = state_names(model.root)
     changing = written_buffers(model).keys() | {
         number
-        for number in buffers_of_other_code(model)
+        for number in maybe_written_buffers(model)
         if model.changed is None or not model.changed.isdisjoint(names.get(number, ()))
     }
     users: dict[int, tuple[str, list[str]]] = {}
@@ -81,7 +81,7 @@ def changing_buffers(model: TracedModel) -> frozenset[str]:
     """Returns all names of the buffers that training may change."""
     names = state_names(model.root)
     return frozenset(
-        name for number in written_buffers(model) | buffers_of_other_code(model) for name in names.get(number, ())
+        name for number in written_buffers(model) | maybe_written_buffers(model) for name in names.get(number, ())
     )
 
 

@@ -13,7 +13,7 @@ from bapipe.module_state.python_random import all_generators_restored
 from bapipe.module_state.python_state import state_restored
 from bapipe.torch_device import CPU
 from bapipe.torch_private.tensors import FakeTensorMode, quiet_fake_tensors
-from bapipe.tracing.aliasing import buffers_of_other_code, written_buffers
+from bapipe.tracing.aliasing import maybe_written_buffers, written_buffers
 from bapipe.tracing.captured import AUTOCAST, Autocast, autocast_of_training
 from bapipe.tracing.control_flow import control_flow_in_words
 from bapipe.tracing.extract import extract
@@ -155,15 +155,15 @@ def changing_buffer_in_words(name: str, stages: Sequence[int]) -> str:
 
 
 def shared_buffers(parts: Split) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Returns the module's buffers that several stages use, and that code from outside torch may change, by name.
+    """Returns the module's buffers that several stages use, and that may be changed (`maybe_written_buffers`), by name.
 
     Each comes with these stages. They are taken for constants, such as the tables of one rotary embedding that all
     blocks call.
     """
     stage_of = {layer: s for s, stage in enumerate(parts.stages) for layer in stage.layers}
-    names, of_other_code = state_names(parts.model.root), buffers_of_other_code(parts.model)
+    names, maybe_written = state_names(parts.model.root), maybe_written_buffers(parts.model)
     shared = _shared_state(parts.model, stage_of)
-    return {names[id(t)][0]: (t, stages) for _, t, stages in shared if id(t) in names and id(t) in of_other_code}
+    return {names[id(t)][0]: (t, stages) for _, t, stages in shared if id(t) in names and id(t) in maybe_written}
 
 
 def _shared_state(model: TracedModel, stage_of: Mapping[str, int]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from bapipe.tracing.aliasing import written_buffers
 from bapipe.tracing.changing_state import changing_buffers, layers_in_one_stage, shared_changing_buffers
 from bapipe.tracing.layers import trace
+from bapipe.tracing.stages import cut_into_stages, shared_buffers
 
 
 class Counted(nn.Linear):
@@ -142,3 +143,17 @@ def test_layers_share_a_stage_where_one_writes_to_a_part_of_a_buffer_that_the_ot
 ) -> None:
     traced = trace(Queue(write), (torch.ones(3, 8),))
     assert layers_in_one_stage(traced) == [("a", "b")]
+    assert layers_in_one_stage(replace(traced, changed=frozenset({"past"}))) == [("a", "b")]
+
+
+def test_a_buffer_of_which_a_stage_writes_to_a_part_is_known_to_be_shared() -> None:
+    """Between processes, the other stage would not see what is written."""
+    x = torch.ones(3, 8)
+    parts = cut_into_stages(trace(Queue(_assign), (x,)), {"a": 0, "b": 1}, [x], 3)
+    assert {name: stages for name, (_, stages) in shared_buffers(parts).items()} == {"past": (0, 1)}
+
+
+def test_layers_that_write_to_a_copy_of_a_buffer_do_not_share_a_stage() -> None:
+    """That it is a copy is not known from the graph, but from what a forward has changed."""
+    traced = trace(Queue(lambda past, value: past.to(torch.float64).add_(value)), (torch.ones(3, 8),))
+    assert layers_in_one_stage(replace(traced, changed=frozenset())) == []
