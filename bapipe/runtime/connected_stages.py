@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from bapipe.equivalence.outcome import Loss
+from bapipe.runtime.call_order import CallOrder
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.evaluation import ForwardExecutor
 from bapipe.runtime.executor import ScheduleExecutor
@@ -34,11 +35,17 @@ class ConnectedStages:
 
 
 def connect_stages(
-    own: RankStages, groups: OwnGroups, loss: Loss, autocast: torch.dtype | None, clock: Clock
+    own: RankStages,
+    groups: OwnGroups,
+    loss: Loss,
+    autocast: torch.dtype | None,
+    clock: Clock,
+    calls: CallOrder,
 ) -> ConnectedStages:
     """Connects a rank's stages with those of other ranks; all processes of the layout's group call it together.
 
     Process groups are made in `groups`. `autocast` is the dtype of autocast for forwards and the loss; None without.
+    `calls` are those of the pipeline.
 
     Raises:
         BapipeError: a group of some of the processes is needed, and the layout's group is not the default one.
@@ -51,7 +58,7 @@ def connect_stages(
         layout=layout,
         modules=own.modules,
         replicas=replicas,
-        channels=connect_channels(layout, groups),
+        channels=connect_channels(layout, groups, calls),
         loss=loss,
         sample_dims=own.sample_dims,
         autocast=autocast,

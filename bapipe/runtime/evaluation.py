@@ -173,6 +173,7 @@ class ForwardExecutor:
         Raises:
             InvalidModel: a forward changes a parameter.
         """
+        self._channels.begin()
         device, self._rng.step = self._layout.device, step
         rows = [range(start, min(start + self._size, num_samples)) for start in range(0, num_samples, self._size)]
         sums = torch.zeros(len(LossSums._fields), dtype=torch.float64, device=device)

@@ -90,6 +90,7 @@ class ScheduleExecutor:
         self._loss = loss if self._recomputing_last is None else RecomputedStage(loss, layout.device)
         own_order = self._schedule.order[layout.rank]
         self._final_backward = _final_backwards(own_order)
+        self._channels = channels
         self._transfers = Transfers(channels, finished_sends(self._schedule, layout.rank))
         torch_stages = [self._torch_stage(stage) for stage in stages]
         self._runtime = pipeline_runtime(torch_stages, self._schedule.num_microbatches, self._scaled_loss)
@@ -104,6 +105,7 @@ class ScheduleExecutor:
         `loaded` are the inputs of the first stage, `arguments` those that later stages take by name. Returns this
         rank's part of the mean loss, multiplied by `loss_scale`, on ranks of the last stage, None elsewhere.
         """
+        self._channels.begin()
         self._ran.clear()
         self._losses.clear()
         self._whole.clear()

@@ -18,6 +18,7 @@ from bapipe.formats.plan import Plan, check_plan
 from bapipe.optimizers import check_clip_norm
 from bapipe.runtime.autocast import enter_any_autocast
 from bapipe.runtime.batch_check import GivenInput, by_name, check_same_batch
+from bapipe.runtime.call_order import CallOrder
 from bapipe.runtime.clock import clock_for
 from bapipe.runtime.connected_stages import ConnectedStages, connect_stages
 from bapipe.runtime.copy_streams import copied_ahead, copy_stream, copying_beside, wait_for_copies
@@ -42,17 +43,37 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _told(
-    call: Callable[Concatenate["Pipeline", Arguments], Result],
-) -> Callable[Concatenate["Pipeline", Arguments], Result]:
-    """Returns a method that runs `call`, of whose errors the processes of the pipeline tell one another."""
+def _together(
+    what: Callable[["Pipeline", Mapping[str, Any]], str],
+) -> Callable[
+    [Callable[Concatenate["Pipeline", Arguments], Result]], Callable[Concatenate["Pipeline", Arguments], Result]
+]:
+    """Returns a decorator of methods that all processes call together, of whose errors they tell one another.
 
-    @wraps(call)
-    def calling(self: "Pipeline", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self._errors.told():
-            return call(self, *args, **kwargs)
+    `what` returns what is called, from the pipeline and the arguments that are given by name.
+    """
 
-    return calling
+    def decorator(
+        call: Callable[Concatenate["Pipeline", Arguments], Result],
+    ) -> Callable[Concatenate["Pipeline", Arguments], Result]:
+        @wraps(call)
+        def calling(self: "Pipeline", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            with self._errors.told(what(self, kwargs)):
+                return call(self, *args, **kwargs)
+
+        return calling
+
+    return decorator
+
+
+def _stepping(_: "Pipeline", given: Mapping[str, Any]) -> str:
+    bucket = given.get("bucket")
+    return "`step`" if bucket is None else f"`step` with bucket {bucket}"
+
+
+def _evaluating(pipeline: "Pipeline", given: Mapping[str, Any]) -> str:
+    num_samples = given.get("num_samples")
+    return f"`evaluate` of {pipeline._plan.minibatch_size if num_samples is None else num_samples} samples"
 
 
 class Pipeline:
@@ -136,12 +157,13 @@ class Pipeline:
         self.stages = tuple(own.modules)
         self._clock, self._copy_stream = clock_for(self._device), copy_stream(self._device)
         self._connection: ConnectedStages | None
-        self._groups = groups = OwnGroups(own.layout)
+        self._groups, calls = OwnGroups(own.layout), CallOrder()
+        groups = self._groups
         with groups.aborted_on_error():
-            self._connection = connect_stages(own, groups, loss, autocast, self._clock)
+            self._connection = connect_stages(own, groups, loss, autocast, self._clock, calls)
             self._optimizers = StageOptimizers(own.modules, optimizer, self._clock, own.layout)
             check_optimizers(plan, self._optimizers.optimizers)
-            self._errors = ToldErrors(own.layout, lambda: groups.made)
+            self._errors = ToldErrors(own.layout, lambda: groups.made, calls)
         self._steps = TrainingSteps(
             own,
             self._optimizers,
@@ -219,7 +241,7 @@ class Pipeline:
         """The actions of the last step on this rank, in the order in which they ran."""
         return self._steps.order(self._connected)
 
-    @_told
+    @_together(_stepping)
     def step(self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None) -> float | None:
         """Trains on one mini-batch; returns its mean loss on the last stage's ranks, None elsewhere.
 
@@ -234,10 +256,11 @@ class Pipeline:
         Raises:
             BapipeError: a tensor that this rank needs is missing, or not of the plan's mini-batch size and the
                 example's shape and type; ranks were given different ones; there is no such bucket; a parameter requires
-                gradients that was frozen when this was made; or it is called inside `torch.autocast`.
+                gradients that was frozen when this was made; it is called inside `torch.autocast`; or an earlier call
+                has failed while several processes ran it.
             LayerFailed: the code of a layer, or its backward, raised an error.
-            RunFailed: another process has failed, and is named with its reason; or has ended or hangs, or the link to
-                it is cut.
+            RunFailed: another process has failed, and is named with its reason; or has called something else; or has
+                ended or hangs, or the link to it is cut.
         """
         if not self._steps.have_run:
             named = by_name(inputs, self.input_names) | {"the target": target}
@@ -249,7 +272,7 @@ class Pipeline:
             return None
         return loss.read()
 
-    @_told
+    @_together(_stepping)
     def start_step(
         self, *inputs: GivenInput, target: Tensor | None = None, bucket: int | None = None
     ) -> PendingLoss | None:
@@ -271,7 +294,7 @@ class Pipeline:
         *copies, own_target = (copied_ahead(x, self._device, self._copy_stream) for x in (*inputs, target))
         return tuple(copies), own_target
 
-    @_told
+    @_together(_evaluating)
     def evaluate(
         self,
         *inputs: GivenInput,

@@ -16,6 +16,7 @@ from torch import nn
 from bapipe.equivalence.outcome import Loss
 from bapipe.errors import BapipeError
 from bapipe.job.groups import barrier, new_proven_group
+from bapipe.runtime.call_order import CallOrder
 from bapipe.runtime.clock import Clock
 from bapipe.runtime.process_layout import ProcessLayout
 from bapipe.runtime.replicas import Replicas, broadcast
@@ -168,7 +169,7 @@ def connect_replicas(
     return replicas
 
 
-def connect_channels(layout: ProcessLayout, own_groups: OwnGroups) -> Channels:
+def connect_channels(layout: ProcessLayout, own_groups: OwnGroups, calls: CallOrder) -> Channels:
     """Returns the groups that carry tensors between stages; every process of the layout's group calls it together.
 
     With gloo it is that group itself. NCCL runs all transfers of a group between two processes in one queue, so each
@@ -177,8 +178,8 @@ def connect_channels(layout: ProcessLayout, own_groups: OwnGroups) -> Channels:
     """
     own, pairs = dist.get_rank(layout.group), _neighbours(layout)
     if layout.uses_gloo or not pairs:
-        return Channels(process=own, ascending=layout.group, descending=layout.group)
-    channels = Channels(process=own, ascending=own_groups.of_all(), descending=own_groups.of_all())
+        return Channels(process=own, ascending=layout.group, descending=layout.group, calls=calls)
+    channels = Channels(process=own, ascending=own_groups.of_all(), descending=own_groups.of_all(), calls=calls)
     sent, received = torch.zeros(1, device=layout.device), torch.zeros(1, device=layout.device)
     for low, high in pairs:
         if own == low:  # the ascending group first, on both sides

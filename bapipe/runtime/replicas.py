@@ -261,3 +261,13 @@ class Replicas:
         """Returns a tensor, summed over the replicas in place."""
         dist.all_reduce(part, group=self._group)
         return part
+
+    def total_of_evaluation(self, part: Tensor) -> Tensor:
+        """Returns a tensor, summed over the replicas, which all evaluate.
+
+        No step gathers tensors of one group of replicas, and gloo takes no collective for one of another kind: where
+        one replica evaluates while another one steps, both wait, until that is told.
+        """
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(parts, part, group=self._group)
+        return torch.stack(parts).sum(dim=0)

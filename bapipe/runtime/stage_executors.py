@@ -105,7 +105,7 @@ class ExecutorFactory:
             channels=self.channels,
             microbatch_size=self.plan.microbatch_size,
             loss=self._loss_of_stage_outputs(parts.model),
-            sum_over_replicas=last.total if last is not None else lambda part: part,
+            sum_over_replicas=last.total_of_evaluation if last is not None else lambda part: part,
             rng=rng,
         )
 

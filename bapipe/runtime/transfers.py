@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bapipe.job.groups import wait
 from bapipe.job.lost_peer import waiting_for
+from bapipe.runtime.call_order import CallOrder
 from bapipe.runtime.lowering import End, Transfer, receive_of
 from bapipe.schedules.table import Action, Phase
 
@@ -24,23 +25,29 @@ class Channels:
         process: the rank of this process in the layout's group.
         ascending: the group of transfers to a process with a higher rank.
         descending: the group of all other transfers.
+        calls: the pipeline's, of which the last one exchanges the tensors.
     """
 
     process: int
     ascending: dist.ProcessGroup | None
     descending: dist.ProcessGroup | None
+    calls: CallOrder
+
+    def begin(self) -> None:
+        """Notes that from here on a call exchanges tensors."""
+        self.calls.is_under_way = True
 
     def send(self, tensor: Tensor, target: int) -> dist.Work:
         """Posts a send to a process."""
         group = self.ascending if target > self.process else self.descending
         with waiting_for(f"process {target}"):
-            return _posted(dist.isend(tensor, group=group, group_dst=target))
+            return _posted(dist.isend(tensor, group=group, group_dst=target, tag=self.calls.tag))
 
     def receive(self, tensor: Tensor, source: int) -> dist.Work:
         """Posts a receive from a process."""
         group = self.ascending if source < self.process else self.descending
         with waiting_for(f"process {source}"):
-            return _posted(dist.irecv(tensor, group=group, group_src=source))
+            return _posted(dist.irecv(tensor, group=group, group_src=source, tag=self.calls.tag))
 
     def wait(self, work: dist.Work, process: int) -> None:
         """Waits for a send to a process, or a receive from it, that was posted."""

@@ -1,8 +1,8 @@
-"""The worker of test_told_errors.py: loops of a user's own, in each of which one process fails and does not end."""
+"""The worker of test_told_errors.py: loops of a user's own, in which one process fails, or calls what others do not."""
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from bapipe.errors import BapipeError
 from bapipe.runtime import told_errors
 from bapipe.runtime.pipeline import Pipeline
 from bapipe.training.launch.worker import Rank
@@ -19,6 +20,9 @@ from tests.multiprocess.runtime_cases import make_plan, random_order
 
 RANKS = (0, (1, 2), 3)
 """The devices of the stages, of which the one in the middle has replicas."""
+
+ALONE = ((0, 1, 2, 3),)
+"""The devices of the only stage of a pipeline, whose processes exchange gradients alone."""
 
 
 def _raise(*_: Any) -> None:
@@ -54,6 +58,30 @@ def _refused_by_all(rank: int, pipeline: Pipeline) -> None:
     pipeline.start_step(torch.ones(4, 4), target=torch.zeros(4, 4), bucket=1)
 
 
+def _evaluate(pipeline: Pipeline, num_samples: int = 4) -> None:
+    batch = torch.ones(num_samples, 4)
+    pipeline.evaluate(batch, target=torch.zeros(num_samples, 4), num_samples=num_samples)
+
+
+def _one_evaluates(process: int, rank: int, pipeline: Pipeline) -> None:
+    if rank == process:
+        _evaluate(pipeline)
+    _step(pipeline)
+
+
+def _other_sizes(rank: int, pipeline: Pipeline) -> None:
+    pipeline.start_step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    _evaluate(pipeline, 4 if rank else 2)
+
+
+def _one_steps_more(rank: int, pipeline: Pipeline) -> None:
+    _step(pipeline)
+    if rank == 2:
+        _step(pipeline)
+    _evaluate(pipeline)  # of which process 1 notices nothing: it exchanges no tensors with process 2
+    _step(pipeline)
+
+
 def _gone(rank: int, pipeline: Pipeline) -> None:
     told_errors._STAY_S = 15.0  # process 0 stays for as long, as one of the others never hears of it
     if rank == 3:
@@ -68,16 +96,25 @@ CASES: dict[str, Callable[[int, Pipeline], None]] = {
     "a backward, while others wait to clip": partial(_fails, 0, "backward"),
     "an evaluation that the first stage refuses": _refused_evaluation,
     "a bucket that all refuse": _refused_by_all,
+    "the first process alone evaluates": partial(_one_evaluates, 0),
+    "the last process alone evaluates": partial(_one_evaluates, 3),
+    "one replica of an only stage evaluates": partial(_one_evaluates, 1),
+    "evaluations of other sizes": _other_sizes,
+    "a replica that steps once more": _one_steps_more,
     "the last process closes its connections": _gone,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call has ended in a process: the type and the text of its error, empty without one."""
+    """How a call has ended in a process: the type and the text of its error, empty without one.
+
+    `again` is what a further step says, if there is one.
+    """
 
     kind: str = ""
     text: str = ""
+    again: str = ""
 
 
 def own_loops(rank: Rank, folder: Path) -> dict[str, Ended]:
@@ -86,16 +123,20 @@ def own_loops(rank: Rank, folder: Path) -> dict[str, Ended]:
     told_errors._ANSWER_S = told_errors._STAY_S = 90.0  # however busy this machine is
     ended = {}
     for number, (name, case) in enumerate(CASES.items()):
-        ended[name] = _own_loop(rank.index, folder / str(number), case)
+        ranks = ALONE if "only stage" in name else RANKS
+        ended[name] = _own_loop(rank.index, folder / str(number), case, ranks)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for who closes that of the job
     return ended
 
 
-def _own_loop(rank: int, folder: Path, case: Callable[[int, Pipeline], None]) -> Ended:
+def _own_loop(
+    rank: int, folder: Path, case: Callable[[int, Pipeline], None], ranks: Sequence[int | tuple[int, ...]]
+) -> Ended:
     meeting = dist.FileStore(f"{folder}-meeting", 4)
     store = _served_store(rank, meeting)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    plan = make_plan(["0", "1", "2"], (1, 2), RANKS, random_order(0, RANKS, 2, 0.0), 2, 2)
+    cuts, num = ((1, 2), 2) if ranks is RANKS else ((), 4)
+    plan = make_plan(["0", "1", "2"], cuts, ranks, random_order(0, ranks, num, 0.0), 4 // num, num)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     examples = (torch.zeros(4, 4),)
     pipeline = Pipeline(module, plan, loss=mse_loss, inputs=examples, check=False, clip_norm=1.0, evaluates=True)
@@ -105,8 +146,8 @@ def _own_loop(rank: int, folder: Path, case: Callable[[int, Pipeline], None]) ->
         case(rank, pipeline)
     except Exception as error:
         ended = Ended(type(error).__name__, str(error))
-    if ended.kind and case is CASES["a bucket that all refuse"]:
-        _step(pipeline)  # they can go on
+    if ended.kind not in ("", "BapipeError") or case is CASES["a bucket that all refuse"]:
+        ended = replace(ended, again=_again(pipeline))
     del pipeline
     if rank == 0:
         dist.destroy_process_group()  # the store ends with it
@@ -116,6 +157,15 @@ def _own_loop(rank: int, folder: Path, case: Callable[[int, Pipeline], None]) ->
     if dist.is_initialized():
         dist.destroy_process_group()
     return ended
+
+
+def _again(pipeline: Pipeline) -> str:
+    """Returns what a further step says."""
+    try:
+        _step(pipeline)
+    except BapipeError as error:
+        return str(error)
+    return ""
 
 
 def _served_store(rank: int, meeting: dist.Store) -> dist.Store:

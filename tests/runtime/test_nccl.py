@@ -21,6 +21,7 @@ from bapipe.equivalence.sample_dims import BY_ROWS
 from bapipe.equivalence.target_weights import WeightsAhead
 from bapipe.formats.cluster import Bandwidth, Cluster, Device
 from bapipe.runtime import transfers
+from bapipe.runtime.call_order import CallOrder
 from bapipe.runtime.clock import CpuClock
 from bapipe.runtime.executor import ScheduleExecutor
 from bapipe.runtime.local_stage import LocalStage
@@ -85,7 +86,9 @@ def _loss(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 @contextmanager
 def recorded_transfers(calls: list[Call], transfer_ns: int) -> Iterator[None]:
     def recorder(is_send: bool) -> Any:
-        def post(tensor: Tensor, group: Any = None, group_dst: int = -1, group_src: int = -1) -> RecordedWork:
+        def post(
+            tensor: Tensor, group: Any = None, group_dst: int = -1, group_src: int = -1, tag: int = 0
+        ) -> RecordedWork:
             number = len(calls)
             calls.append(Post(number, group.group_name, group_dst if is_send else group_src, is_send, transfer_ns))
             return RecordedWork(calls, number)
@@ -111,7 +114,7 @@ def _calls_of(
     try:
         layout = ProcessLayout(schedule=schedule, ranks=ranks, rank=ranks[process], device=CPU, group=None)
         with recorded_transfers([], 0):
-            channels = connect_channels(layout, OwnGroups(layout))
+            channels = connect_channels(layout, OwnGroups(layout), CallOrder())
         rng = PerOperatorRng(0, CPU)
         own = [s for s, devices in enumerate(schedule.devices) if ranks[process] in devices]
         executor = RecordedExecutor(
