@@ -235,7 +235,8 @@ def _pickled(job: object) -> tuple[bytes, bool]:
     Functions that no process can import, as those of a notebook, are in the bytes with their code.
 
     Raises:
-        BapipeError: there are such functions, and the package cloudpickle is not there to put them in.
+        BapipeError: there are such functions, and the package cloudpickle is not there to put them in; or something
+            else cannot be pickled, such as a lock or an open file.
     """
     buffer = io.BytesIO()
     pickler = _JobPickler(buffer)
@@ -244,17 +245,24 @@ def _pickled(job: object) -> tuple[bytes, bool]:
         if not pickler.refers_to_script or _has_script():
             return buffer.getvalue(), pickler.refers_to_script
         reason = "it is defined in a notebook or an interactive session, which they cannot import"
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a value's own code raises when it is pickled
         reason = one_line(error)
     try:
-        cloudpickle = import_module("cloudpickle")
-    except ModuleNotFoundError:
-        raise BapipeError(
-            f"a function cannot be sent to the processes that run it ({reason}): define it at the top level of a "
-            "module or script, or install cloudpickle"
-        ) from None
-    by_value: bytes = cloudpickle.dumps(job)
-    return by_value, False
+        by_value: bytes = import_module("cloudpickle").dumps(job)
+        return by_value, False
+    except MemoryError:
+        raise
+    except ModuleNotFoundError as error:
+        advice = ", or install cloudpickle" if error.name == "cloudpickle" else ""
+    except Exception as error:
+        reason, advice = one_line(error), ""
+    raise BapipeError(
+        f"what processes run cannot be sent to them ({reason}): define functions at the top level of a module or "
+        f"script{advice}; let data leave out open files and locks when they are pickled (`__getstate__`), and open "
+        "them anew; or start the processes by torchrun, where each one makes its own data"
+    )
 
 
 class _Nowhere:

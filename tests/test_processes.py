@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bapipe.errors import BapipeError
 from bapipe.module_path import current_folder_importable
 from bapipe.processes import ChildError, LocalProcess, end_with, local_processes, receive
 
@@ -34,6 +35,37 @@ def kill_itself(index: int, send: Send) -> None:
     sys.stderr.write("first\nlast\n")
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unpicklable:
+    """Data whose own code fails when it is pickled, as that of HDF5 files does."""
+
+    def __reduce__(self) -> str:
+        raise RuntimeError("an open file")
+
+
+class Cloudpickle:
+    """In the place of the package: it pickles functions, but not such data either."""
+
+    @staticmethod
+    def dumps(job: object) -> bytes:
+        raise TypeError("cannot pickle an open file")
+
+
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        (None, r"\(RuntimeError: an open file\): .* or script, or install cloudpickle; "),
+        (Cloudpickle, r"\(TypeError: cannot pickle an open file\): .* or script; "),
+    ],
+)
+def test_data_that_cannot_be_pickled_are_refused(
+    package: object, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", package)
+    refused = pytest.raises(BapipeError, match=rf"^what processes run cannot be sent to them {reason}")
+    with refused, local_processes(greet, 1, (Unpicklable(),), folder=tmp_path):
+        pass
 
 
 def streams(index: int, send: Send) -> None:

@@ -98,7 +98,7 @@ def test_a_function_that_no_process_can_import_is_refused_in_one_line(monkeypatc
         return read()
 
     with pytest.raises(
-        BapipeError, match=r"^a function cannot be sent to the processes that run it \(.*local.*\): define"
+        BapipeError, match=r"^what processes run cannot be sent to them \(.*local.*\): define .* or install"
     ):
         run(two_stages(read(), "head"), factory=local, steps=1)
 
