@@ -9,7 +9,6 @@ Processes that call different things, as where one evaluates while another one s
 way: their transfers have different tags. So in a call that lasts, the thread also compares with another process.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from secrets import token_hex
 from typing import TypeVar
 from weakref import finalize
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -179,7 +179,7 @@ class _Calls:
         each has one place in the store for that.
         """
         own = self._index
-        self._store.set(self._place(own), json.dumps(self._order.latest))
+        self._store.set(self._place(own), msgspec.json.encode(self._order.latest).decode())
         self._compare([(own + 1) % len(self._layout.ranks)])
 
     def _compare(self, processes: Iterable[int]) -> None:
@@ -187,7 +187,7 @@ class _Calls:
             if process == self._index or not self._store.check([self._place(process)]):
                 continue
             own = self._order.latest
-            others = [Call(*each) for each in json.loads(self._store.get(self._place(process)))]
+            others = msgspec.json.decode(self._store.get(self._place(process)), type=tuple[Call, ...])
             different = first_difference(own, others)
             if different is not None:
                 fault = self._differ({self._index: different[0], process: different[1]})
