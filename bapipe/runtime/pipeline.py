@@ -157,8 +157,8 @@ class Pipeline:
         self.stages = tuple(own.modules)
         self._clock, self._copy_stream = clock_for(self._device), copy_stream(self._device)
         self._connection: ConnectedStages | None
-        self._groups, calls = OwnGroups(own.layout), CallOrder()
-        groups = self._groups
+        self._groups = groups = OwnGroups(own.layout)
+        calls = CallOrder()
         with groups.aborted_on_error():
             self._connection = connect_stages(own, groups, loss, autocast, self._clock, calls)
             self._optimizers = StageOptimizers(own.modules, optimizer, self._clock, own.layout)
