@@ -40,9 +40,10 @@ def split(
     others = [layer.name for layer in model.layers if layer.name not in planned]
     if not may_lack_layers:
         _check_has_layers_of(plan, model)
-    elif others:
-        raise InvalidModel(_of_evaluation_only(model, planned, others))
-    _check_has_no_other_layers(plan, others)
+    if others:
+        raise InvalidModel(_of_evaluation_only(model, planned, others) if may_lack_layers else _in_no_stage(others[0]))
+    if LOSS not in plan.stages[-1].layers:
+        raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
     known = {LOSS, *(layer.name for layer in model.layers)}
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.layers if name in known}
     check_flow(model.layers, stage_of)
@@ -96,15 +97,11 @@ def _check_has_layers_of(plan: Plan, model: TracedModel) -> None:
             )
 
 
-def _check_has_no_other_layers(plan: Plan, others: Sequence[str]) -> None:
-    """Raises InvalidModel unless the model has no layers that are in no stage, and the loss is on the last stage."""
-    for name in others:
-        raise InvalidModel(
-            f"the model's layer '{name}' is in no stage of the plan: run the model that the plan was made for, or plan "
-            "again"
-        )
-    if LOSS not in plan.stages[-1].layers:
-        raise InvalidModel(f"the plan's last stage does not hold the layer '{LOSS}': plan again")
+def _in_no_stage(name: str) -> str:
+    return (
+        f"the model's layer '{name}' is in no stage of the plan: run the model that the plan was made for, or plan "
+        "again"
+    )
 
 
 def _of_evaluation_only(model: TracedModel, planned: Collection[str], others: Sequence[str]) -> str:

@@ -150,14 +150,14 @@ class _Calls:
 
     def __init__(self, store: dist.Store, prefix: str, layout: ProcessLayout, order: CallOrder) -> None:
         self._store, self._prefix, self._layout, self._order = store, prefix, layout, order
-        self._number, self._lock = 0, threading.Lock()
+        self._lock = threading.Lock()
         self._count = f"{prefix}/heard"  # where those are counted who know why the last failed call has failed
         self.closed = threading.Event()
         self.running: int | None = None
         self.cause: str | None = None
 
     def begin(self, call: Call) -> None:
-        self.running = self._number = call.number
+        self.running = call.number
 
     def end(self) -> None:
         with self._lock:
@@ -170,7 +170,8 @@ class _Calls:
         """
         if is_symptom:
             self._compare(range(len(self._layout.ranks)))
-        return self._heard(self._note(self._number, self._number, text))
+        number = self._order.latest[-1].number
+        return self._heard(self._note(number, number, text))
 
     def compare_with_next(self) -> None:
         """Compares what this process has called with what the next one has; if that differs, all have failed.
